@@ -1,4 +1,4 @@
-"""What all ask together: the answer does not depend on the order in which they come."""
+"""Collective operations at a server: the result does not depend on the order of the contributions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stretto.parameter_server.barrier import KeyedBarrier, MemberResult
 
 
 def over(combine: Callable[[Sequence[Any]], Any]) -> Callable[[Mapping[int, Any]], Any]:
-    """Combines what there is, whosever it is."""
+    """Combine any set of contributions."""
     return lambda laid: combine(list(laid.values()))
 
 
 def contributions(workers: int, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What each gives to a mean weighted by samples, and that mean, in double precision."""
+    """Return contributions to a mean weighted by samples, and this mean in double precision."""
     rng = random.Random(seed)
     values = [torch.tensor([rng.gauss(0, 10 ** rng.randrange(-3, 4)) for _ in range(7)]) for _ in range(workers)]
     samples = [rng.randrange(1, 50) for _ in range(workers)]
@@ -33,9 +33,7 @@ def contributions(workers: int, seed: int) -> tuple[list[torch.Tensor], torch.Te
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.randoms())
 @settings(max_examples=60)
-def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
-    workers: int, seed: int, shuffle: random.Random
-) -> None:
+def test_the_weighted_mean_is_bitwise_equal_in_any_order(workers: int, seed: int, shuffle: random.Random) -> None:
     given_, mean = contributions(workers, seed)
     found: list[torch.Tensor] = []
     for _ in range(3):
@@ -52,7 +50,7 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
 
 @given(st.integers(1, 5), st.permutations(range(5)))
 @settings(max_examples=40)
-def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
+def test_gathered_messages_are_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
     meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
     told = [one for worker in here for one in meeting.contribute(worker, 3, AllGather(torch.arange(worker + 1)))]
@@ -64,10 +62,10 @@ def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Se
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=60), st.integers(0, 60), st.integers(0, 3))
 @settings(max_examples=80)
-def test_exchanges_in_any_order_are_each_answered_once_to_each(
+def test_each_operation_is_replied_to_once_per_worker_in_any_order(
     laid: list[tuple[int, int]], dies: int, victim: int
 ) -> None:
-    """Several at once, things laid twice, and a death: whoever has laid something down is told once, or waits."""
+    """Concurrent operations, repeated contributions and a failure: each contributor gets one reply, or waits."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
     told: list[MemberResult[int]] = []
     first: dict[tuple[int, int], int] = {}
@@ -95,7 +93,7 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
                 assert one.problem == f"worker {victim} left (exchange {op})"
 
 
-def test_all_who_left_are_named() -> None:
+def test_all_workers_that_left_are_named() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
     meeting.leave(3)
     meeting.leave(1)
@@ -103,7 +101,7 @@ def test_all_who_left_are_named() -> None:
     assert told == MemberResult(0, 1, None, "worker 1, 3 left (exchange 1)")
 
 
-def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -> None:
+def test_a_worker_is_notified_once_that_another_left() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(3), lambda laid: sum(laid.values()))
     assert meeting.contribute(0, 1, 10) == []
     assert [(one.worker, one.result) for one in meeting.leave(1)] == [(0, None)]
@@ -111,7 +109,7 @@ def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -
     assert meeting.remove(1) == []
 
 
-def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
+def test_different_operations_are_refused_to_all_and_the_next_one_succeeds() -> None:
     meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(2), over(answer))
     asks = [
         (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2)), "submit different operations"),
@@ -127,7 +125,7 @@ def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> No
     assert torch.equal(meeting.contribute(1, 9, AllReduceMean(torch.ones(2)))[0].result, 2 * torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_a_mistake_in_the_program_is_not_swallowed() -> None:
+def test_a_programming_error_is_raised() -> None:
     def broken(things: Sequence[int]) -> int:
         raise KeyError("a mistake")
 
@@ -136,13 +134,13 @@ def test_a_mistake_in_the_program_is_not_swallowed() -> None:
         meeting.contribute(0, 1, 1)
 
 
-def test_what_is_laid_twice_counts_as_it_was_laid_first() -> None:
+def test_the_first_of_two_contributions_counts() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
     assert [meeting.contribute(0, 1, thing) for thing in (5, 7)] == [[], []]
     assert [one.result for one in meeting.contribute(1, 1, 6)] == [11, 11]
 
 
-def test_who_is_no_worker_has_no_say() -> None:
+def test_a_contribution_of_an_unknown_worker_is_refused() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
     meeting.contribute(0, 1, 5)
     for nobody, op in itertools.product((-1, 2, 99), (1, 2)):
@@ -150,8 +148,8 @@ def test_who_is_no_worker_has_no_say() -> None:
     assert [one.result for one in meeting.contribute(1, 1, 6)] == [11, 11]
 
 
-def test_what_is_over_is_not_kept() -> None:
-    """Late duplicates of recent exchanges are known; a million exchanges take no more room than a thousand."""
+def test_finished_operations_take_no_memory() -> None:
+    """Late duplicates of recent operations are recognised; a million operations take no more memory than a thousand."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(1), over(sum))
     for op in range(5000):
         assert meeting.contribute(0, op, op)[0].result == op
@@ -161,8 +159,8 @@ def test_what_is_over_is_not_kept() -> None:
     assert sum(map(len, kept)) < 1100
 
 
-def test_what_one_has_heard_is_over() -> None:
-    """Once; those that wait for it are named, but for whoever was told that it won't become whole."""
+def test_an_operation_that_one_worker_has_completed_is_over() -> None:
+    """The waiting workers are named once, except those that were already notified of its failure."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), lambda laid: sum(laid.values()))
     assert [meeting.contribute(worker, 1, 10) for worker in (0, 2)] == [[], []]
     assert meeting.note_result(1) == [0, 2]

@@ -1,4 +1,4 @@
-"""Who is to come to which meeting: newcomers, where others have died, and all, when the servers went back."""
+"""Barriers that workers are called to: joining workers after failures of others, and all workers after a rollback."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ORDER = [torch.zeros(3, dtype=torch.uint8)]
 
 
 class Run:
-    """A run of two workers that are in no meeting: `op` exchanges were, and a pass has begun."""
+    """A run of two workers outside of barriers: `op` operations are done, and an epoch has begun."""
 
     def __init__(self, meet: int | None) -> None:
-        self.desk, self.numbers = DispatcherHandler(2, lambda: 0.0), itertools.count(1)
+        self.handler, self.numbers = DispatcherHandler(2, lambda: 0.0), itertools.count(1)
         for worker in (0, 1):
             self.says(worker, m.BroadcastOrder(1, 0, 1), ORDER)
         for worker in (0, 1):
@@ -33,9 +33,9 @@ class Run:
             self.says(worker, m.LeaveBarrier(1, 0))
 
     def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
-        """What is replied to that worker."""
+        """Return the replies to a worker."""
         return [
-            one.body for one in replies_to(self.desk, worker, next(self.numbers), body, tensors) if one.worker == worker
+            one.body for one in replies_to(self.handler, worker, next(self.numbers), body, tensors) if one.worker == worker
         ]
 
     def joins(self, worker: int) -> m.Joined:
@@ -49,221 +49,221 @@ class Run:
         return leased
 
     def meet(self, op: int, call: int) -> None:
-        """Both come to an exchange, and it is whole."""
+        """Complete an operation with both workers."""
         assert self.says(0, m.Barrier(op, call)) == []
-        replies = replies_to(self.desk, 1, next(self.numbers), m.Barrier(op, call))
+        replies = replies_to(self.handler, 1, next(self.numbers), m.Barrier(op, call))
         assert sorted(one.worker for one in replies) == [0, 1]
 
 
-def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
+def test_a_joining_worker_enters_the_barrier_that_a_failed_one_had_entered() -> None:
     run = Run(meet=1)
     assert run.leases(0).batch == 0
     assert run.leases(0).barrier
     run.says(0, m.Barrier(2, 1))
-    run.desk.remove(0)
+    run.handler.remove(0)
     joined = run.joins(0)
     assert (joined.op, joined.barriers_passed, joined.barriers_called) == (1, 0, [])
     assert run.leases(0).barrier and run.leases(1).barrier
     run.meet(2, 1)
 
 
-def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -> None:
+def test_a_joining_worker_enters_the_end_of_the_epoch_that_a_failed_one_had_entered() -> None:
     run = Run(meet=None)
     run.says(0, m.Barrier(2, 0))
-    run.desk.remove(0)
+    run.handler.remove(0)
     assert run.joins(0).op == 1
     run.meet(2, 0)
 
 
-def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
+def test_a_joining_worker_does_not_enter_a_barrier_that_the_members_have_passed() -> None:
     run = Run(meet=1)
     assert run.leases(0).batch == 0
     assert run.leases(0).barrier and run.leases(1).barrier
     run.meet(2, 1)
-    run.desk.remove(0)
-    assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
-    (post,) = [one for one in replies_to(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
+    run.handler.remove(0)
+    assert run.says(0, m.Join()) == []  # worker 1 has not reported yet that it has passed
+    (post,) = [one for one in replies_to(run.handler, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
     assert run.leases(0).batch is not None
     run.meet(3, 0)
 
 
-def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
+def test_a_worker_that_joins_after_all_failed_starts_far_past_their_barriers() -> None:
     run = Run(meet=1)
     run.leases(0)
     run.says(0, m.Barrier(2, 1))
-    run.desk.remove(0)
-    run.desk.remove(1)
+    run.handler.remove(0)
+    run.handler.remove(1)
     joined = run.joins(1)
     assert (joined.op, joined.barriers_passed, joined.barriers_called) == (2 + SKIPPED, 1, [False])
     assert run.joins(0).op == joined.op
 
 
-def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
-    """One says again what it came to, and where it is."""
-    desk = DispatcherHandler(2, lambda: 0.0)
+def test_a_restarted_dispatcher_learns_the_positions_of_the_workers() -> None:
+    """A worker repeats its barrier and its position."""
+    handler = DispatcherHandler(2, lambda: 0.0)
     for worker in (0, 1):
-        replies_to(desk, worker, 0, m.ReplayOrder(1), ORDER)
-        desk.dispatcher.note_notified(worker, [False, False])
-    replies_to(desk, 0, 0, m.ReplayResult(3, [0, 1], 2))
-    desk.remove(0)
-    replies_to(desk, 1, 0, m.LeaveBarrier(2, 1))
-    (post,) = replies_to(desk, 0, 1, m.Join())
+        replies_to(handler, worker, 0, m.ReplayOrder(1), ORDER)
+        handler.dispatcher.note_notified(worker, [False, False])
+    replies_to(handler, 0, 0, m.ReplayResult(3, [0, 1], 2))
+    handler.remove(0)
+    replies_to(handler, 1, 0, m.LeaveBarrier(2, 1))
+    (post,) = replies_to(handler, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
 
 
-def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_next_one() -> None:
-    """A worker says to how many it has been, and dies before it says what they were for."""
-    desk = DispatcherHandler(1, lambda: 0.0)
-    replies_to(desk, 0, 0, m.ReplayOrder(1), ORDER)
-    replies_to(desk, 0, 0, m.LeaveBarrier(9, 3))
-    desk.remove(0)
-    (post,) = replies_to(desk, 0, 1, m.Join())
+def test_a_joining_worker_is_called_to_the_next_barrier_if_all_that_knew_the_last_one_failed() -> None:
+    """A worker reports the number of barriers it has passed, and fails before it reports their kinds."""
+    handler = DispatcherHandler(1, lambda: 0.0)
+    replies_to(handler, 0, 0, m.ReplayOrder(1), ORDER)
+    replies_to(handler, 0, 0, m.LeaveBarrier(9, 3))
+    handler.remove(0)
+    (post,) = replies_to(handler, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
     assert (post.body.barriers_passed, len(post.body.barriers_called)) == (3, 3)
-    replies_to(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
-    leased = [replies_to(desk, 0, number, m.Lease(1))[0].body for number in (3, 4)]
+    replies_to(handler, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
+    leased = [replies_to(handler, 0, number, m.Lease(1))[0].body for number in (3, 4)]
     assert [isinstance(one, m.Leased) and one.barrier for one in leased] == [False, True]
 
 
-def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
-    """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
-    desk = DispatcherHandler(1, lambda: 0.0, InMemoryStore())
-    replies_to(desk, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
-    replies_to(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
-    replies_to(desk, 0, 3, m.Snapshot(1, 0))
-    _, call = [replies_to(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
+def test_a_call_that_was_not_read_before_a_rollback_is_repeated() -> None:
+    """At a snapshot the dispatcher learns the calls that each worker has read; a rollback voids later ones."""
+    handler = DispatcherHandler(1, lambda: 0.0, InMemoryStore())
+    replies_to(handler, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
+    replies_to(handler, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
+    replies_to(handler, 0, 3, m.Snapshot(1, 0))
+    _, call = [replies_to(handler, 0, number, m.Lease(1))[0].body for number in (4, 5)]
     assert isinstance(call, m.Leased) and call.barrier
-    (begun,) = replies_to(desk, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
+    (begun,) = replies_to(handler, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
     assert isinstance(begun.body, m.RolledBack)
-    (again,) = replies_to(desk, 0, 7, m.Lease(1, begun.body.recovery_epoch))
+    (again,) = replies_to(handler, 0, 7, m.Lease(1, begun.body.recovery_epoch))
     assert isinstance(again.body, m.Leased) and again.body.barrier
 
 
-def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -> None:
-    """Otherwise all would go back beyond a cut that somebody has gone on from."""
+def test_a_worker_that_asked_the_shards_before_the_newest_snapshot_asks_again() -> None:
+    """Otherwise all would roll back past a snapshot that a worker has continued from."""
     shelf = InMemoryStore()
     before = DispatcherHandler(2, lambda: 0.0, shelf)
     for cut in (1, 2):
         replies_to(before, 0, cut, m.Snapshot(cut, 0))
-    for desk in (before, DispatcherHandler(2, lambda: 0.0, shelf)):
+    for handler in (before, DispatcherHandler(2, lambda: 0.0, shelf)):
         late, now = (
             m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1),
             m.Rollback(0, 0, [1, 2], [0], [], 0, newest_snapshot=2),
         )
-        assert isinstance(replies_to(desk, 1, 3, late)[0].body, m.StaleRequest)
+        assert isinstance(replies_to(handler, 1, 3, late)[0].body, m.StaleRequest)
         assert shelf.snapshots() == [1, 2]
-        (begun,) = replies_to(desk, 1, 4, now)
+        (begun,) = replies_to(handler, 1, 4, now)
         assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 2
 
 
-def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -> None:
-    desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore())
+def test_all_roll_back_to_the_newest_snapshot_that_every_shard_has() -> None:
+    handler = DispatcherHandler(2, lambda: 0.0, InMemoryStore())
     for cut in (1, 2):
-        replies_to(desk, 0, cut, m.Snapshot(cut, 0))
-    (begun,) = replies_to(desk, 1, 3, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=2))
+        replies_to(handler, 0, cut, m.Snapshot(cut, 0))
+    (begun,) = replies_to(handler, 1, 3, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=2))
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1
 
 
-def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back_to() -> None:
-    """Those that have got them are given them again; a process that was started since forgets them."""
-    desk, shelf = DispatcherHandler(2, lambda: 0.0, InMemoryStore()), InMemoryStore()
+def test_there_is_no_rollback_before_all_shards_have_parameters() -> None:
+    """The parameters are sent again to shards that have them, since a restarted process has lost them."""
+    handler, shelf = DispatcherHandler(2, lambda: 0.0, InMemoryStore()), InMemoryStore()
     opening = m.Open(1, "async_sgd", 2, snapshot=2)
     replies_to(ShardHandler(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
     shard = ShardHandler(2, lambda: 0.0, "stop", shelf, boot_id=1)
-    (begun,) = replies_to(desk, 1, 1, m.Rollback(0, -1, [2], [1], [], 0, newest_snapshot=-1))
+    (begun,) = replies_to(handler, 1, 1, m.Rollback(0, -1, [2], [1], [], 0, newest_snapshot=-1))
     assert begun.body == m.RolledBack(0, -1, [1])
     assert replies_to(shard, 1, 2, m.RequestRollback(0, -1, 1))[0].body == m.Result()
     assert shelf.snapshots() == []
     assert replies_to(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Result()
-    assert replies_to(desk, 1, 4, m.Snapshot(2, 0))[0].body == m.EpochStatus(True)
-    (begun,) = replies_to(desk, 1, 5, m.Rollback(0, 0, [2], [1], [], 0, newest_snapshot=2))
+    assert replies_to(handler, 1, 4, m.Snapshot(2, 0))[0].body == m.EpochStatus(True)
+    (begun,) = replies_to(handler, 1, 5, m.Rollback(0, 0, [2], [1], [], 0, newest_snapshot=2))
     assert begun.body == m.RolledBack(1, 2, [1])
 
 
 @pytest.mark.parametrize("length", [3, SMALL_BYTES + 1])
-def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dead(length: int) -> None:
-    """By a coordinator that was started again, to which one of three says what it has heard, and dies."""
+def test_a_result_that_one_worker_received_reaches_the_others_after_it_failed(length: int) -> None:
+    """One of three workers reports the result to a restarted dispatcher, and fails."""
     order = torch.arange(length).to(torch.uint8)
-    desk = DispatcherHandler(4, lambda: 0.0)
-    desk.remove(0)
-    assert replies_to(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
-    (post,) = replies_to(desk, 2, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order])
+    handler = DispatcherHandler(4, lambda: 0.0)
+    handler.remove(0)
+    assert replies_to(handler, 1, 1, m.Gather(1, 0), [order[:0]]) == []
+    (post,) = replies_to(handler, 2, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order])
     assert (post.worker, post.request_id, post.body) == (1, 1, m.MembersResult([0, 1, 2, 3]))
     assert torch.equal(post.tensors[0], order)
-    desk.remove(2)
+    handler.remove(2)
     for worker in (3, 1):
-        (post,) = replies_to(desk, worker, 2, m.Gather(1, 0), [order[:0]])
+        (post,) = replies_to(handler, worker, 2, m.Gather(1, 0), [order[:0]])
         assert (post.worker, post.body) == (worker, m.MembersResult([0, 1, 2, 3]))
         assert torch.equal(post.tensors[0], order)
-    assert replies_to(desk, 3, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order]) == []
+    assert replies_to(handler, 3, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order]) == []
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_teller_is_dead(is_cut: bool) -> None:
-    """It said so to a coordinator that was started again, or there is a cut of that pass."""
+def test_an_epoch_order_in_use_is_that_of_all_workers_after_its_root_failed(is_cut: bool) -> None:
+    """A worker reports it to a restarted dispatcher, or there is a snapshot of that epoch."""
     shelf = InMemoryStore()
     if is_cut:
         before = DispatcherHandler(3, lambda: 0.0, shelf)
         replies_to(before, 1, 1, m.ReplayOrder(1), ORDER)
         replies_to(before, 1, 1, m.Snapshot(1, 0))
-    desk = DispatcherHandler(3, lambda: 0.0, shelf)
+    handler = DispatcherHandler(3, lambda: 0.0, shelf)
     if not is_cut:
-        replies_to(desk, 1, 1, m.ReplayOrder(1), ORDER)
+        replies_to(handler, 1, 1, m.ReplayOrder(1), ORDER)
     for worker in (0, 1):
-        desk.remove(worker)
-    (post,) = replies_to(desk, 2, 2, m.BroadcastOrder(3, 2, 1), [ORDER[0] + 1])
+        handler.remove(worker)
+    (post,) = replies_to(handler, 2, 2, m.BroadcastOrder(3, 2, 1), [ORDER[0] + 1])
     assert post.body == m.MembersResult([2])
     assert torch.equal(post.tensors[0], ORDER[0])
 
 
-def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_end() -> None:
+def test_the_last_received_result_is_stored_with_the_finished_workers() -> None:
     ends = InMemoryStore()
-    desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), finished_store=ends)
-    replies_to(desk, 0, 0, m.ReplayResult(7, [0, 1]), ORDER)
-    replies_to(desk, 0, 1, m.Finish())
+    handler = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), finished_store=ends)
+    replies_to(handler, 0, 0, m.ReplayResult(7, [0, 1]), ORDER)
+    replies_to(handler, 0, 1, m.Finish())
     again = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), finished_store=ends)
     (post,) = replies_to(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
     assert post.body == m.MembersResult([0, 1])
     assert torch.equal(post.tensors[0], ORDER[0])
 
 
-def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_which_they_go_back() -> None:
+def test_a_worker_that_joins_after_all_and_the_dispatcher_failed_starts_past_the_restored_snapshot() -> None:
     shelf = InMemoryStore()
     replies_to(DispatcherHandler(1, lambda: 0.0, shelf), 0, 1, m.Snapshot(5000, 0))
-    desk = DispatcherHandler(1, lambda: 0.0, shelf)
-    desk.remove(0)
-    assert isinstance(replies_to(desk, 0, 1, m.Join())[0].body, m.StaleRequest)
-    replies_to(desk, 0, 2, m.Rollback(0, 0, [5000], [0], [], 0, 5000))
-    (post,) = replies_to(desk, 0, 3, m.Join())
+    handler = DispatcherHandler(1, lambda: 0.0, shelf)
+    handler.remove(0)
+    assert isinstance(replies_to(handler, 0, 1, m.Join())[0].body, m.StaleRequest)
+    replies_to(handler, 0, 2, m.Rollback(0, 0, [5000], [0], [], 0, 5000))
+    (post,) = replies_to(handler, 0, 3, m.Join())
     assert isinstance(post.body, m.Joined)
     assert post.body.op > 5000
 
 
-def test_a_meeting_that_one_has_been_to_was_called() -> None:
-    desk = DispatcherHandler(2, lambda: 0.0)
-    replies_to(desk, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
-    assert desk.dispatcher.barriers_called == [True, True]
-    assert replies_to(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
+def test_a_barrier_that_one_worker_has_passed_was_called() -> None:
+    handler = DispatcherHandler(2, lambda: 0.0)
+    replies_to(handler, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
+    assert handler.dispatcher.barriers_called == [True, True]
+    assert replies_to(handler, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
 
 
-def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
-    """All that the coordinator has can be gone back to; that the pass is over it says all the same."""
+def test_a_snapshot_that_a_shard_cannot_store_does_not_count() -> None:
+    """A rollback to every snapshot of the dispatcher is possible; the end of the epoch is reported regardless."""
 
     class Full(InMemoryStore):
         def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
             return cut < 2 and super().put(cut, facts, tensors)
 
     shelf, full = InMemoryStore(), Full()
-    shard, desk = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, shelf)
+    shard, handler = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, shelf)
     replies_to(shard, 0, 1, m.Open(1, "async_sgd", 1, snapshot=1), [torch.zeros(4)])
-    replies_to(desk, 0, 1, m.Snapshot(1, 0))
-    for number in (2, 3):  # said twice, answered alike
+    replies_to(handler, 0, 1, m.Snapshot(1, 0))
+    for number in (2, 3):  # sent twice, same reply
         (post,) = replies_to(shard, 0, number, m.Snapshot(2, 0))
         assert post.body == m.SnapshotList([], 0, 0)
-        assert replies_to(desk, 0, number, m.Snapshot(2, 0, stored=False))[0].body == m.EpochStatus(True)
+        assert replies_to(handler, 0, number, m.Snapshot(2, 0, stored=False))[0].body == m.EpochStatus(True)
     assert full.snapshots() == shelf.snapshots() == [1]
-    (begun,) = replies_to(desk, 0, 4, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1))
+    (begun,) = replies_to(handler, 0, 4, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1))
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1

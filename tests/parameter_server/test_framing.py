@@ -1,4 +1,4 @@
-"""Parcels: every message decodes to itself; what is none is refused, and takes no more room than it brings."""
+"""Framing: every message decodes to itself; malformed ones are refused and take no more memory than their bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INTEGERS = st.integers(-(2**63), 2**64 - 1)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Whatever a field of that type may hold."""
+    """Return a strategy for the values of a field of this type."""
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
@@ -54,7 +54,7 @@ def messages_of(body: type) -> st.SearchStrategy[Any]:
 
 
 def flat(dtype: str, octets: bytes) -> Tensor:
-    """A tensor of any bits whatsoever; of truth values only two are allowed."""
+    """Draw a tensor of any bits; booleans are 0 or 1."""
     if dtype == "bool":
         return torch.tensor([one % 2 == 1 for one in octets], dtype=torch.bool)
     size = DTYPES[dtype].itemsize
@@ -66,12 +66,12 @@ TENSORS = st.lists(st.builds(flat, st.sampled_from(sorted(DTYPES)), st.binary(ma
 
 
 def frames(number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[list[bytearray]]:
-    """A parcel as it comes over a wire."""
+    """Return the frames of a message as they are received."""
     return [[bytearray(frame) for frame in message] for message in encode(number, body, tensors)]
 
 
 def receive(assembly: Assembly, parcel: Sequence[Sequence[Any]]) -> bool:
-    """As the service does: a message that begins with a frame of something begins a parcel."""
+    """Feed frames to an assembly as the server does: a message with a non-empty first frame begins a request."""
     done = False
     for first, *chunks in parcel:
         if len(first):
@@ -81,11 +81,11 @@ def receive(assembly: Assembly, parcel: Sequence[Sequence[Any]]) -> bool:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit."""
+    """Return True if both are bitwise equal."""
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-# --- what is said is heard ------------------------------------------------------------------------------------------
+# --- round trips -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -106,7 +106,7 @@ def test_every_message_decodes_to_itself(body: type) -> None:
     check()
 
 
-def test_all_messages_are_known() -> None:
+def test_all_message_types_are_covered() -> None:
     said = {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m._Message)}
     assert said - {m._Message} == set(BODIES)
 
@@ -123,7 +123,7 @@ def test_all_messages_are_known() -> None:
         [],
     ],
 )
-def test_large_tensors_travel_in_chunks_that_fit_a_frame(lengths: list[int]) -> None:
+def test_large_tensors_are_sent_in_chunks_that_fit_a_frame(lengths: list[int]) -> None:
     tensors = [torch.arange(length, dtype=torch.float32) for length in lengths]
     parcel = frames(1, m.Result(), tensors)
     for at, (first, *chunks) in enumerate(parcel):
@@ -147,8 +147,8 @@ def test_sending_copies_nothing() -> None:
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.lists(st.integers(0, 60), max_size=6))
 @settings(max_examples=60)
-def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]) -> None:
-    """Pieces may be taken out as they come, at any time; what has not been comes with the parcel."""
+def test_every_byte_is_drained_once(lengths: list[int], drains: list[int]) -> None:
+    """Pieces may be drained at any time; the remaining ones come with the whole message."""
     tensors = [torch.arange(length, dtype=torch.int16) + 100 * at for at, length in enumerate(lengths)]
     assembly, found = Assembly(), [torch.full((length,), -1, dtype=torch.int16) for length in lengths]
     assembly.begin(frames(1, m.Result(), tensors)[0][0])
@@ -167,7 +167,7 @@ def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]
         assert torch.equal(one, sent)
 
 
-def test_a_parcel_that_was_not_whole_is_forgotten_when_the_next_begins() -> None:
+def test_an_incomplete_message_is_discarded_when_the_next_begins() -> None:
     assembly = Assembly()
     long = frames(1, m.Result(), [torch.ones(CHUNK_BYTES // 4 + 10)])
     assert not receive(assembly, long[:1])
@@ -179,7 +179,7 @@ def test_a_parcel_that_was_not_whole_is_forgotten_when_the_next_begins() -> None
         receive(assembly, long[1:])
 
 
-def test_numbers_that_lie_across_words_are_read_all_the_same() -> None:
+def test_unaligned_numbers_are_read() -> None:
     tensor = torch.arange(5, dtype=torch.float64)
     ((head, chunk),) = frames(1, m.Result(), [tensor])
     for shift in range(8):
@@ -190,11 +190,11 @@ def test_numbers_that_lie_across_words_are_read_all_the_same() -> None:
         assert torch.equal(concatenated(assembly.take()[1][0], "float64"), tensor)
 
 
-# --- what is no parcel ----------------------------------------------------------------------------------------------
+# --- malformed messages --------------------------------------------------------------------------------------------
 
 
 def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
-    """Feed an assembly; returns how many bytes of tensors came out, and how many frames were refused."""
+    """Feed an assembly; return the number of bytes of tensors, and of refused frames."""
     assembly, octets, refused = Assembly(), 0, 0
     for first, *chunks in messages:
         try:
@@ -211,15 +211,15 @@ def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
 
 @given(st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=4), max_size=8))
 @settings(max_examples=150)
-def test_random_bytes_are_refused_and_nothing_else(messages: list[list[bytes]]) -> None:
+def test_random_bytes_raise_only_framing_errors(messages: list[list[bytes]]) -> None:
     octets, _ = accepted(messages)
     assert octets <= sum(len(one) for message in messages for one in message)
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), TENSORS, st.data())
 @settings(max_examples=150)
-def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: list[Tensor], data: Any) -> None:
-    """Cut, with bits turned over, frames swapped, doubled or left out."""
+def test_damaged_messages_raise_only_framing_errors(said: m.Body, tensors: list[Tensor], data: Any) -> None:
+    """Messages are truncated, have flipped bits, or swapped, duplicated or missing frames."""
     parcel = [[bytes(frame) for frame in message] for message in frames(7, said, tensors)]
     for _ in range(data.draw(st.integers(1, 4))):
         message = data.draw(st.sampled_from(parcel))
@@ -245,8 +245,8 @@ def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: lis
     assert octets <= sum(len(one) for message in parcel for one in message)
 
 
-def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
-    """A coordinator that was started again is told of all, and so is one of what a dead worker has left."""
+def test_a_message_may_name_many_batches_of_an_epoch() -> None:
+    """A restarted dispatcher receives all of them, and those that a failed worker has left."""
     batches = list(range(0, 600_000, 6))
     for said in (m.Settle(1, batches), m.IncarnationEnded(0, 0, 1, batches), m.CountedWork(1, batches)):
         assert decode_header(frames(1, said)[0][0]).body == said
@@ -254,7 +254,7 @@ def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), st.integers(0, 10_000))
 @settings(max_examples=60)
-def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
+def test_a_truncated_header_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
     with pytest.raises(FramingError, match="no head"):
         decode_header(head[: cut % len(head)])
@@ -277,7 +277,7 @@ def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
         ([1, ["Refused", "x" * HEADER_BYTES], []], "a head of [0-9]+ bytes"),
     ],
 )
-def test_heads_that_make_no_sense_are_refused(said: Any, why: str) -> None:
+def test_invalid_headers_are_refused(said: Any, why: str) -> None:
     text = msgspec.json.encode(said) if any(2**70 in one for one in _pairs(said)) else msgspec.msgpack.encode(said)
     with pytest.raises(FramingError, match=why):
         decode_header(text)
@@ -290,9 +290,9 @@ def _pairs(said: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "octets",
     [
-        b"\x93\x01\x92\xa7Refused\xa1\xff\x90",  # no UTF-8 in a text
-        b"\x93\x01\x91\xa1\xff\x90",  # nor in a message's name
-        b"\x93\x01\x91\xa4Rest\x91\x92\xa2\xff\xff\x01",  # nor in a dtype's
+        b"\x93\x01\x92\xa7Refused\xa1\xff\x90",  # invalid UTF-8 in a text
+        b"\x93\x01\x91\xa1\xff\x90",  # in the name of a message
+        b"\x93\x01\x91\xa4Rest\x91\x92\xa2\xff\xff\x01",  # in the name of a dtype
         b"\x93\x01\x91\xa4Rest\xdd\xff\xff\xff\xff",  # four billion tensors announced
         b"\xdd\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -302,14 +302,14 @@ def _pairs(said: Any) -> list[Any]:
         b"\xc1",
     ],
 )
-def test_malformed_heads_are_refused(octets: bytes) -> None:
+def test_malformed_headers_are_refused(octets: bytes) -> None:
     with pytest.raises(FramingError):
         Assembly().begin(octets)
 
 
 @pytest.mark.parametrize("chunks", [[5], [8, 1], [8, 8], [0], [6], [4, 4, 4], [16]])
 def test_chunks_that_do_not_fit_are_refused(chunks: list[int]) -> None:
-    """Where one tensor of two numbers of four bytes belongs."""
+    """The header announces one tensor of two numbers of four bytes."""
     assembly = Assembly()
     assembly.begin(frames(1, m.Result(), [torch.zeros(2)])[0][0])
     with pytest.raises(FramingError):
@@ -320,7 +320,7 @@ def test_chunks_that_do_not_fit_are_refused(chunks: list[int]) -> None:
 
 
 def peak(act: Any) -> int:
-    """The most bytes that Python took at a time."""
+    """Return the peak number of bytes that Python allocated."""
     tracemalloc.start()
     try:
         act()
@@ -330,7 +330,7 @@ def peak(act: Any) -> int:
 
 
 @pytest.mark.parametrize("announced", [10 * 2**30, 2**60, 2**64 - 1])
-def test_what_is_announced_takes_no_memory_before_it_comes(announced: int) -> None:
+def test_announced_tensors_take_no_memory_before_they_are_received(announced: int) -> None:
     head = msgspec.msgpack.encode([1, ["Result"], [["float64", announced], ["bool", announced]]])
     assembly = Assembly()
 
@@ -344,8 +344,8 @@ def test_what_is_announced_takes_no_memory_before_it_comes(announced: int) -> No
     assert sum(piece.untyped_storage().nbytes() for _, _, piece in assembly.drain()) == 800
 
 
-def test_a_head_full_of_tensors_takes_room_like_its_bytes() -> None:
-    """Some objects of Python for each few bytes, and none of the billions of numbers that they announce."""
+def test_a_header_with_many_tensors_takes_memory_in_proportion_to_its_bytes() -> None:
+    """A few Python objects per tensor, and none of the billions of announced numbers."""
     head = msgspec.msgpack.encode([1, ["Result"], [["int8", 2**40]] * 4000])
     assert peak(lambda: Assembly().begin(head)) < 100 * len(head)
     empty = msgspec.msgpack.encode([1, ["Result"], [["int8", 0]] * 6000])
@@ -358,8 +358,8 @@ def test_a_head_full_of_tensors_takes_room_like_its_bytes() -> None:
     assert peak(take) < 100 * len(empty)
 
 
-def test_a_flood_of_parcels_that_are_never_whole_is_not_kept() -> None:
-    """Each new one takes the place of the last."""
+def test_incomplete_messages_do_not_accumulate() -> None:
+    """Each new message replaces the last."""
     head = frames(1, m.Result(), [torch.zeros(1000)])[0][0]
     assembly = Assembly()
 

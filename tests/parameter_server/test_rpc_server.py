@@ -1,4 +1,4 @@
-"""A real service meets strangers, garbage, faults and a crowd: nothing ends it, or costs more than it brings."""
+"""A real server with unknown clients, malformed messages, failures and concurrent clients keeps serving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from stretto.process_config import ShardConfig
 from stretto.security import WorkerKeys, new_keys
 
 SLACK = 64 << 20
-"""What a process may grow by in the time of a test, whatever it does."""
+"""Number of bytes that a process may grow by during a test."""
 
 
 def rss() -> int:
@@ -44,7 +44,7 @@ def rss() -> int:
 
 @contextmanager
 def dealer(address: str, name: bytes, keys: WorkerKeys | None) -> Iterator[Any]:
-    """A socket of nobody's, that sends what it likes."""
+    """Yield a socket of an unknown client."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as one:
         one.setsockopt(zmq.IDENTITY, name)
         one.setsockopt(zmq.LINGER, 1000)
@@ -63,7 +63,7 @@ def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
 
 
 def works(wire: ParameterServerClient) -> None:
-    """The service takes an update of a healthy worker and adds it, once."""
+    """Check that the server applies an update of a valid worker once."""
     theta = [torch.zeros(100)]
     news, before = receive(wire.read([100]), theta)
     (version,) = news.versions
@@ -73,13 +73,13 @@ def works(wire: ParameterServerClient) -> None:
 
 
 def open_wire(servers: Servers, hosted: EmbeddedServer) -> ParameterServerClient:
-    """Worker 0, which has given 100 numbers."""
+    """Return the client of worker 0, which has sent 100 parameters."""
     wire = servers.client(hosted, 0)
     wire.open(1, ADDING_RECIPE, [torch.zeros(100)])
     return wire
 
 
-# Strangers
+# Unknown clients
 
 
 @pytest.mark.parametrize("wrong", ["worker", "server"])
@@ -110,7 +110,7 @@ def test_a_foreign_key_is_refused_within_seconds_and_counted(
         assert "went away" in str(error.value)
 
 
-def test_without_a_key_nothing_is_said(servers: Servers) -> None:
+def test_a_client_without_a_key_gets_no_reply(servers: Servers) -> None:
     hosted = servers.start(2)
     wire = open_wire(servers, hosted)
     with dealer(hosted.addresses[1], name_of(1), None) as stranger:
@@ -124,7 +124,7 @@ def test_without_a_key_nothing_is_said(servers: Servers) -> None:
     works(wire)
 
 
-def test_a_wrong_name_is_not_heard(servers: Servers) -> None:
+def test_a_message_with_a_wrong_identity_is_ignored(servers: Servers) -> None:
     hosted = servers.start(2)
     wire, service = open_wire(servers, hosted), hosted.server.services[1]
     names = [b"worker 2", b"worker -1", b"worker 1 ", b"worker x", b"w", b"worker 1234567890"]
@@ -136,7 +136,7 @@ def test_a_wrong_name_is_not_heard(servers: Servers) -> None:
     works(wire)
 
 
-# Bytes that are no messages
+# Bytes outside of the protocol
 
 
 def raw(hosted: EmbeddedServer) -> socket.socket:
@@ -145,7 +145,7 @@ def raw(hosted: EmbeddedServer) -> socket.socket:
 
 
 def is_dropped(connection: socket.socket) -> bool:
-    """The other end hangs up; TimeoutError if it does not."""
+    """Wait until the server closes the connection; raise TimeoutError if it does not."""
     try:
         while connection.recv(65536):
             pass
@@ -155,7 +155,7 @@ def is_dropped(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
-def test_garbage_on_the_port_does_no_harm(servers: Servers, plain: bool) -> None:
+def test_random_bytes_on_the_port_do_no_harm(servers: Servers, plain: bool) -> None:
     hosted = servers.start(2, plain=plain)
     wire, before = open_wire(servers, hosted), rss()
     source = torch.Generator().manual_seed(1)
@@ -175,20 +175,22 @@ READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\x08worker 1
 
 
 @pytest.mark.parametrize("announced", [10 << 30, LARGEST_FRAME + 1, 2**63 - 1])
-def test_a_frame_too_large_is_not_waited_for(servers: Servers, announced: int) -> None:
+def test_a_frame_that_is_too_large_closes_the_connection(servers: Servers, announced: int) -> None:
     hosted = servers.start(2, plain=True)
     wire, before = open_wire(servers, hosted), rss()
     with raw(hosted) as connection:
         connection.sendall(GREETING + b"\x04" + bytes([len(READY)]) + READY)
-        until(lambda: len(connection.recv(4096, socket.MSG_PEEK)) > 64)  # it has answered: we are let in
+        until(
+            lambda: len(connection.recv(4096, socket.MSG_PEEK)) > 64
+        )  # the server has replied: the connection is accepted
         connection.sendall(b"\x02" + struct.pack(">Q", announced) + bytes(1000))
         assert is_dropped(connection)
     works(wire)
     assert rss() - before < SLACK
 
 
-def test_the_largest_frame_that_is_ever_sent_is_taken(servers: Servers) -> None:
-    """So that the limit of the test before is not what refuses."""
+def test_the_largest_frame_that_a_client_sends_is_accepted(servers: Servers) -> None:
+    """Shows that the limit of the test before does not refuse valid frames."""
     hosted = servers.start(2, plain=True)
     open_wire(servers, hosted)
     with dealer(hosted.addresses[1], name_of(1), None) as one:
@@ -199,7 +201,7 @@ def test_the_largest_frame_that_is_ever_sent_is_taken(servers: Servers) -> None:
         assert b"where it does not fit" in one.recv_multipart()[0]
 
 
-# Messages that are none
+# Malformed messages
 
 
 NUMBER = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**64 - 1))
@@ -233,10 +235,10 @@ BODY = st.one_of(
 
 @st.composite
 def parcels(draw: Any) -> list[list[bytes]]:
-    """A head that is well formed, with chunks that fit it, or nearly."""
+    """Draw a valid header, with chunks that fit it or nearly do."""
     body, kind = draw(BODY), draw(KIND)
     lengths = draw(st.lists(LENGTH, max_size=3))
-    if draw(st.booleans()):  # what a shard of 100 numbers wants
+    if draw(st.booleans()):  # as a shard of 100 numbers expects
         lengths, kind = [100], draw(st.sampled_from(["float32", "float32", "int64", "uint8"]))
     head = msgspec.msgpack.encode(m.Header(draw(NUMBER), body, [(kind, one) for one in lengths]))
     size = {"float32": 4, "float64": 8, "int64": 8, "float16": 2}.get(kind, 1)
@@ -263,7 +265,7 @@ SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), d
 
 @pytest.fixture(scope="module")
 def besieged() -> Iterator[tuple[EmbeddedServer, ParameterServerClient]]:
-    """One service for all examples: each comes as a worker of its own; worker 0 is healthy."""
+    """One server for all examples, each of which is a worker of its own; worker 0 is valid."""
     servers = Servers()
     hosted = servers.start(500)
     yield hosted, open_wire(servers, hosted)
@@ -271,19 +273,19 @@ def besieged() -> Iterator[tuple[EmbeddedServer, ParameterServerClient]]:
 
 
 def bombard(one: Any, sendings: list[list[list[bytes]]]) -> None:
-    """Send it all, then a word of sense, and wait until that is refused: all before it has been read by then."""
+    """Send all messages, then a valid request, and wait until it is refused: the server has read all before it."""
     for message in (message for parcel in sendings for message in parcel):
         one.send_multipart(message)
     one.send_multipart(next(encode(4711, m.PushReply(0))))
     while one.poll(5000):
-        with suppress(msgspec.MsgspecError, TypeError):  # chunks of something that was asked for
+        with suppress(msgspec.MsgspecError, TypeError):  # chunks of a requested tensor
             if msgspec.msgpack.decode(one.recv_multipart()[0])[0] == 4711:
                 return
     raise AssertionError("the service does not answer any more")
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["coordinator", "shard"])
-def test_whatever_is_sent_the_service_goes_on(
+def test_the_server_keeps_serving_after_any_message(
     besieged: tuple[EmbeddedServer, ParameterServerClient], which: int
 ) -> None:
     hosted, healthy = besieged
@@ -303,8 +305,8 @@ def test_whatever_is_sent_the_service_goes_on(
     assert service.refused > 50
 
 
-def test_whatever_worker_0_gives_the_shard_goes_on(servers: Servers) -> None:
-    """Worker 0 alone gives parameters; each example with a service that has seen those before."""
+def test_the_shard_keeps_serving_after_any_parameters_of_worker_0(servers: Servers) -> None:
+    """Only worker 0 sends parameters; one server for all examples."""
     hosted = servers.start(2)
     service = hosted.server.services[1]
 
@@ -325,7 +327,7 @@ def test_whatever_worker_0_gives_the_shard_goes_on(servers: Servers) -> None:
 
 
 def message(body: m.Body, *tensors: torch.Tensor, number: int = 7) -> list[list[bytes]]:
-    """A parcel that is well formed."""
+    """Return the frames of a valid message."""
     return [[bytes(frame) for frame in frames] for frames in encode(number, body, tensors)]
 
 
@@ -365,8 +367,8 @@ MEANINGLESS: dict[str, tuple[int, list[list[list[bytes]]]]] = {
 }
 
 
-def test_what_makes_no_sense_is_refused_and_no_more(servers: Servers) -> None:
-    """Well formed, and from a worker of this run."""
+def test_invalid_requests_are_refused(servers: Servers) -> None:
+    """They are valid messages of a worker of this run."""
     for kind, (which, sendings) in MEANINGLESS.items():
         hosted = servers.start(1)
         service = hosted.server.services[which]
@@ -375,7 +377,7 @@ def test_what_makes_no_sense_is_refused_and_no_more(servers: Servers) -> None:
         assert service.failure is None, kind
 
 
-def test_new_parameters_amid_another_workers_update(servers: Servers) -> None:
+def test_new_parameters_during_another_workers_update(servers: Servers) -> None:
     hosted = servers.start(2, plain=True)
     wire, theta = servers.client(hosted, 0), torch.zeros(600_000)
     wire.open(1, ADDING_RECIPE, [theta])
@@ -416,8 +418,8 @@ def test_an_update_that_does_not_fit_is_refused_by_name(servers: Servers) -> Non
     assert time.monotonic() - began < 15.0  # the limit of a request is 20 s
 
 
-def test_what_is_refused_late_is_told_at_once_too(servers: Servers) -> None:
-    """Not before the whole parcel is there it is seen that it makes no sense."""
+def test_a_late_refusal_is_sent_immediately_too(servers: Servers) -> None:
+    """The error is detected only in the whole message."""
     (wire,) = servers.clients(servers.start(1))
     for wrong, said in (("allreduce", "applies nothing on arrival"), ("no such", "not a recipe")):
         with pytest.raises(TransportError, match=said):
@@ -426,7 +428,7 @@ def test_what_is_refused_late_is_told_at_once_too(servers: Servers) -> None:
         wire.read([3]).wait(lambda *_: None)
 
 
-def test_an_update_that_is_not_finite_is_refused_or_left_out(servers: Servers) -> None:
+def test_an_update_that_is_not_finite_is_refused_or_skipped(servers: Servers) -> None:
     theta = [torch.zeros(400_000)]
     for value in (torch.nan, torch.inf, -torch.inf):
         wrong = torch.ones(400_000)
@@ -446,7 +448,7 @@ def test_an_update_that_is_not_finite_is_refused_or_left_out(servers: Servers) -
             assert torch.equal(found, torch.ones(400_000))
 
 
-# Deaths
+# Failures
 
 
 HALF = """
@@ -467,7 +469,7 @@ sys.stdin.read()
 """
 
 
-def test_a_worker_killed_amid_a_push_leaves_nothing_half_applied(servers: Servers) -> None:
+def test_a_push_of_a_worker_killed_during_it_is_not_applied(servers: Servers) -> None:
     hosted = servers.start(2)
     service, wire = hosted.server.services[1], servers.client(hosted, 0)
     theta = [torch.zeros(2_000_000)]
@@ -488,14 +490,14 @@ def test_a_worker_killed_amid_a_push_leaves_nothing_half_applied(servers: Server
         news, (after,) = receive(push(wire, seq, [torch.ones(2_000_000)], seq - 1), theta)
         assert news.versions == [seq]
         assert torch.equal(after, torch.full((2_000_000,), float(seq)))
-    again = servers.client(hosted, 1)  # the same worker, begun anew: what it sends is whole, and is applied
+    again = servers.client(hosted, 1)  # the restarted worker sends a whole update, which is applied
     news, (found,) = receive(push(again, 1, [torch.ones(2_000_000)]), theta)
     assert news.versions == [5]
     assert torch.equal(found, torch.full((2_000_000,), 5.0))
 
 
-def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(servers: Servers) -> None:
-    """A real process, ended by its id in the midst of a wait."""
+def test_a_failed_server_is_named_in_the_error_of_a_waiting_worker(servers: Servers) -> None:
+    """The server is a process that is killed while the worker waits."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=16)
     coordinator = socket.create_server(("127.0.0.1", 0), backlog=16)
     addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, listener)]
@@ -578,8 +580,8 @@ def _version(ticket: Any, length: int) -> tuple[list[int], torch.Tensor]:
     return news.versions, theta
 
 
-def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(servers: Servers) -> None:
-    """Its connection is full: most of what it reads still lies at the server while others push on."""
+def test_a_slow_reader_receives_one_version_while_updates_are_applied(servers: Servers) -> None:
+    """Its connection is full: most of the data is still at the server while other workers push."""
     hosted, length = servers.start(2, plain=True), 6_000_000
     service, wire = hosted.server.services[1], servers.client(hosted, 0)
     theta, ones = [torch.zeros(length)], torch.ones(length)
@@ -603,8 +605,8 @@ def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(servers
 
 
 @pytest.mark.parametrize("length", [100, 100_000])
-def test_numbers_of_versions_that_were_read_are_used_again(servers: Servers, length: int) -> None:
-    """Small replies and large ones, and replies to a worker that is gone."""
+def test_buffers_of_versions_that_were_sent_are_reused(servers: Servers, length: int) -> None:
+    """Small and large replies, and replies to a failed worker."""
     hosted = servers.start(2, plain=True)
     service, wire = hosted.server.services[1], servers.client(hosted, 0)
     theta = [torch.zeros(length)]

@@ -1,4 +1,4 @@
-"""The shard of a parameter server under any order of what workers say: its laws, and its rules against references."""
+"""A shard of a parameter server under any order of messages: invariants, and its rules against references."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from stretto.recipe.then import (
 from stretto.recipe.when import on_arrival
 
 SEQS = 20
-"""The updates of one worker in a life of the machine."""
+"""Updates of one worker in a run of the state machine."""
 Mark = tuple[int, int]
-"""An update: its worker and its number."""
+"""Worker and number of an update."""
 
 
 def numbers(*values: float) -> Tensor:
@@ -55,7 +55,7 @@ def whole(version: Version) -> Tensor:
 def update(
     worker: int, seq: int, version: int, flat: Tensor, samples: int = 1, lr: float = 0.0, cut: int = 0
 ) -> Update:
-    """An update of a shard with one range, cut in two pieces."""
+    """Return an update of a shard with one range, in two pieces."""
     return Update(worker, seq, version, samples, [[one for one in (flat[:cut], flat[cut:]) if one.numel()]], lr)
 
 
@@ -64,7 +64,7 @@ def shard_of(theta: Tensor, then: OnParameters, workers: int, when: on_arrival |
 
 
 def say(shard: Shard, one: Update) -> Reply | None:
-    """Push and ask to go on, as a worker does; its reply, with the version done with, or None when it has to wait."""
+    """Push and request the reply as a worker does; return it and release its version, or None if the worker waits."""
     replies = [*shard.push(one), *shard.pull(one.worker)]
     for reply in replies:
         reply.version.release()
@@ -76,7 +76,7 @@ def say(shard: Shard, one: Update) -> Reply | None:
 
 @dataclass
 class Said:
-    """A message on its way to a shard."""
+    """A message under way to a shard."""
 
     worker: int
     kind: str
@@ -87,7 +87,7 @@ class Said:
 
 @dataclass
 class Held:
-    """What a reader was given, and what it looked like then."""
+    """Version that a reader received, and a copy of its values at that time."""
 
     version: Version
     number: int
@@ -96,7 +96,7 @@ class Held:
 
 @dataclass
 class Place:
-    """One shard, what is on its way to it, and what is known of it from outside."""
+    """One shard, the messages under way to it, and its expected state."""
 
     shard: Shard
     when: on_arrival
@@ -117,14 +117,14 @@ class Place:
     known: set[Mark] | None = None
 
     def numbers(self, said: Said) -> list[list[Tensor]]:
-        """An update is 1 where its worker and number stand, 0 elsewhere, in two ranges of two pieces."""
+        """Return an update that is 1 at the index of its worker and number, else 0, in two ranges of two pieces."""
         flat = torch.zeros(sum(one.numel() for one in self.shard.current.ranges), dtype=torch.float64)
         flat[said.worker * SEQS + said.seq - 1] = 1
         middle = (self.cut + flat.numel()) // 2
         return [[flat[: self.cut]], [flat[self.cut : middle], flat[middle:]]]
 
     def marks(self, flat: Tensor) -> set[Mark]:
-        """The updates in these parameters; none is there twice or in part."""
+        """Return the updates in these parameters; check that none is there twice or in part."""
         times = flat * self.when.collect
         assert bool(((times == 0) | ((times - 1).abs() < 1e-9)).all()), f"not applied exactly once: {times.tolist()}"
         return {(at // SEQS, at % SEQS + 1) for at in times.nonzero().flatten().tolist()}
@@ -133,7 +133,7 @@ class Place:
         return self.marks(whole(self.shard.current))
 
     def taken(self) -> set[Mark]:
-        """What was applied or collected, as a twin of the shard shows when it is flushed."""
+        """Return the applied or collected updates, by flushing a copy of the shard."""
         if self.known is None:
             twin = copy.deepcopy(self.shard, {id(one.version): one.version for one in self.held})
             twin.flush()
@@ -148,7 +148,7 @@ class Place:
         return done - self.since[worker]
 
     def limit(self, taken: set[Mark]) -> float:
-        """No round after this one may be applied."""
+        """Return the last round that may be applied."""
         if self.when.bound is None:
             return math.inf
         clocks = [self.clock(one, taken) for one in self.live - self.rests]
@@ -160,7 +160,7 @@ class Place:
 
 
 class Crowd(RuleBasedStateMachine):
-    """Workers push, stream, ask, rest, die and read at several shards; messages come late, twice, in any order."""
+    """Workers push, stream, enter barriers, fail and read at several shards; messages are late, repeated, reordered."""
 
     places: list[Place]
 
@@ -185,11 +185,11 @@ class Crowd(RuleBasedStateMachine):
         for place in self.places:
             place.since, place.met = dict.fromkeys(range(workers), 0), dict.fromkeys(range(workers), -1)
 
-    # --- what workers do ---
+    # --- workers -----------
 
     @rule(worker=st.integers(0, 4))
     def send(self, worker: int) -> None:
-        """Whether it was answered or not: a shard is not to rely on it."""
+        """Push whether the last push was replied to or not: a shard does not rely on it."""
         worker %= self.workers
         if worker in self.live and self.sent[worker] < SEQS - 8:
             self._send(worker)
@@ -219,11 +219,11 @@ class Crowd(RuleBasedStateMachine):
         for place in self.places:
             place.queue.append(said)
 
-    # --- what the network does ---
+    # --- network -----------------
 
     @rule(which=st.integers(0, 40), again=st.booleans())
     def deliver(self, which: int, again: bool) -> None:
-        """One message arrives at each shard: another at each, and now and then a copy of it is still to come."""
+        """Deliver one message to each shard, not the same at each; sometimes a duplicate stays under way."""
         for place in [one for one in self.places if one.queue]:
             which = 7 * which + 1
             said = place.queue[which % len(place.queue)]
@@ -233,7 +233,7 @@ class Crowd(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2), which=st.integers(0, 40), now=st.integers(0, 3))
     def begin_to_deliver(self, at: int, which: int, now: int) -> None:
-        """An update comes in piece by piece; some of it now, the rest later, or never."""
+        """Stream an update piece by piece: some pieces now, the others later or never."""
         place = self.places[at % len(self.places)]
         pushes = [one for one in place.queue if one.kind == "push"]
         if pushes:
@@ -254,7 +254,7 @@ class Crowd(RuleBasedStateMachine):
             place.waiting.add(worker)
         self._call(place, lambda: place.shard.pull(worker))
 
-    # --- what readers do ---
+    # --- readers -----------
 
     @rule(at=st.integers(0, 2), flush=st.booleans())
     def read(self, at: int, flush: bool) -> None:
@@ -270,7 +270,7 @@ class Crowd(RuleBasedStateMachine):
         if held:
             held.pop(which % len(held)).version.release()
 
-    # --- what holds always ---
+    # --- invariants ----------
 
     @invariant()
     def what_is_held_never_changes(self) -> None:
@@ -296,7 +296,7 @@ class Crowd(RuleBasedStateMachine):
                 assert place.clock(worker, taken) + place.when.ahead > place.limit(taken)
 
     def teardown(self) -> None:
-        """From wherever they are, all who live get on until they meet, and get on again; nothing is lost."""
+        """Check that all running workers reach a barrier, continue after it, and lose no update."""
         if not hasattr(self, "places"):
             return
         self._deliver_all()
@@ -313,7 +313,7 @@ class Crowd(RuleBasedStateMachine):
         self.what_is_held_never_changes()
 
     def _get_on(self, rounds: int) -> None:
-        """All live workers push when they may, so many times, then rest; after so many turns all have come to that."""
+        """Let all running workers push `rounds` times and enter a barrier; check that all reach it."""
         left = dict.fromkeys(sorted(self.live), rounds)
         self.met = [max(self.met) + 1] * self.workers
         for _ in range(SEQS):
@@ -330,7 +330,7 @@ class Crowd(RuleBasedStateMachine):
     def _waits(self, worker: int) -> bool:
         return any(worker in place.waiting for place in self.places)
 
-    # --- how ---
+    # --- helpers
 
     def _deliver_all(self) -> None:
         for place in self.places:
@@ -367,7 +367,7 @@ class Crowd(RuleBasedStateMachine):
     def _push(self, place: Place, said: Said, pieces: Sequence[Sequence[Tensor]]) -> None:
         one = Update(said.worker, said.seq, said.version, 1, pieces)
         if (said.worker, said.seq) not in place.taken() and said.seq > place.since.get(said.worker, 0):
-            place.rests.discard(said.worker)  # whoever goes on has met all
+            place.rests.discard(said.worker)  # a worker that continues has passed the barrier
         self._call(place, lambda: place.shard.push(one), (said.worker, said.seq))
         if said.worker in place.live:
             place.waiting.add(said.worker)
@@ -384,14 +384,14 @@ class Crowd(RuleBasedStateMachine):
 
     def _leave(self, place: Place, worker: int) -> None:
         place.live.discard(worker)
-        place.flushed = True  # fewer may be all that there are to collect
+        place.flushed = True  # fewer updates may remain to be collected
         place.rests.discard(worker)
         place.waiting.discard(worker)
         place.meet()
         self._call(place, lambda: place.shard.leave(worker))
 
     def _call(self, place: Place, act: Callable[[], list[Reply] | None], pushed: Mark | None = None) -> None:
-        """Have the shard do something, and check what came of it."""
+        """Call the shard and check its replies."""
         number, before, limit = place.shard.version, place.taken(), place.limit(place.taken())
         replies = act() or []
         place.known = None
@@ -431,24 +431,24 @@ class Crowd(RuleBasedStateMachine):
             place.take_applied[mark] = one
 
     def _staleness(self, place: Place, worker: int, one: Applied) -> int:
-        """Versions of others between the one that was computed on and the one it became part of."""
+        """Return the number of other workers' versions between the version computed on and the one with the update."""
         declared = place.declared[worker, one.seq]
         own = [other.version for mark, other in place.take_applied.items() if mark[0] == worker]
         return one.version - 1 - declared - sum(declared < version < one.version for version in own)
 
 
-def test_any_order() -> None:
+def test_invariants_hold_in_any_order() -> None:
     run_state_machine_as_test(Crowd, settings=settings(max_examples=80, stateful_step_count=50))
 
 
-# --- exactly what was sent ------------------------------------------------------------------------------------------
+# --- sums of updates ------------------------------------------------------------------------------------------------
 
 INTEGERS = st.lists(st.integers(-(2**40), 2**40), min_size=4, max_size=4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), INTEGERS, st.integers(0, 4)), max_size=30), st.randoms())
 @settings(max_examples=50)
-def test_the_sum_of_what_is_applied_is_the_sum_of_what_was_sent(
+def test_the_sum_of_applied_updates_is_the_sum_of_sent_updates(
     sent: list[tuple[int, list[int], int]], shuffle: random.Random
 ) -> None:
     seqs = [sum(before[0] == one[0] for before in sent[: at + 1]) for at, one in enumerate(sent)]
@@ -465,7 +465,7 @@ def test_the_sum_of_what_is_applied_is_the_sum_of_what_was_sent(
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 9))
 @settings(max_examples=50)
-def test_collecting_applies_each_update_by_its_share_of_those_collected(s: int, pushes: int, samples: int) -> None:
+def test_collected_updates_are_weighted_by_their_share(s: int, pushes: int, samples: int) -> None:
     shard = shard_of(numbers(0, 0), add(), workers=3, when=on_arrival(collect=s))
     sent = [numbers(60 * (at + 1), -(at**2) * 60) for at in range(pushes)]
     total = numbers(0, 0)
@@ -483,7 +483,7 @@ def test_collecting_applies_each_update_by_its_share_of_those_collected(s: int, 
     assert shard.version == -(-pushes // s)
 
 
-def test_what_is_collected_counts_by_its_samples() -> None:
+def test_collected_updates_are_weighted_by_their_samples() -> None:
     shard = shard_of(numbers(1), add(), workers=2, when=on_arrival(collect=2))
     say(shard, update(0, 1, 0, numbers(8), samples=3))
     assert not shard._group[0][0].numbers, "they are in the sum, and kept there alone"
@@ -491,7 +491,7 @@ def test_what_is_collected_counts_by_its_samples() -> None:
     assert whole(shard.current).tolist() == [1 + (3 * 8 + 1 * 4) / 4]
 
 
-def test_updates_of_a_dead_worker_that_were_collected_count() -> None:
+def test_collected_updates_of_a_failed_worker_count() -> None:
     shard = shard_of(numbers(0), add(), workers=3, when=on_arrival(collect=2))
     say(shard, update(0, 1, 0, numbers(8)))
     shard.leave(0)
@@ -540,11 +540,11 @@ def test_finite_updates_whose_sum_is_infinite_are_not_refused() -> None:
     assert whole(shard.current).tolist() == [1.7e308, 1.7e308]
 
 
-# --- updates that come in piece by piece ----------------------------------------------------------------------------
+# --- streamed updates ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [constant(0.5), inverse_staleness(), exponential(0.3), exponential(1e4)])
-def test_an_update_streamed_in_equals_one_that_comes_whole(weight: Weight) -> None:
+def test_a_streamed_update_equals_a_whole_one(weight: Weight) -> None:
     rng = np.random.default_rng(0)
     streamed, plain = (shard_of(numbers(*range(6)), add(weight), workers=3) for _ in range(2))
     for seq in range(1, 20):
@@ -560,7 +560,7 @@ def test_an_update_streamed_in_equals_one_that_comes_whole(weight: Weight) -> No
     assert streamed.take_applied(0) == plain.take_applied(0)
 
 
-def test_a_stream_that_breaks_off_leaves_nothing_behind() -> None:
+def test_a_broken_stream_changes_nothing() -> None:
     shard = shard_of(numbers(0, 0, 0), add(), workers=2)
     assert shard.draft(0, 1, 0)
     shard.write(0, 0, 0, numbers(7))
@@ -582,7 +582,7 @@ def test_a_stream_is_not_disturbed_by_another_update_that_is_refused() -> None:
     assert whole(shard.current).tolist() == [4]
 
 
-def test_a_stream_that_a_meeting_has_made_too_early_is_not_lost() -> None:
+def test_a_stream_that_became_early_by_a_barrier_is_not_lost() -> None:
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=0))
     shard.enter_barrier(0, 0, 1)
     shard.push(update(1, 1, 0, numbers(1)))
@@ -599,17 +599,17 @@ def test_a_stream_that_a_meeting_has_made_too_early_is_not_lost() -> None:
     assert whole(shard.current).tolist() == [15]
 
 
-# --- duplicates and meetings ----------------------------------------------------------------------------------------
+# --- duplicates and barriers ----------------------------------------------------------------------------------------
 
 
-def test_an_update_that_comes_before_an_earlier_one_and_again_is_applied_once() -> None:
+def test_a_reordered_and_repeated_update_is_applied_once() -> None:
     shard = shard_of(numbers(0), add(), workers=2)
     for seq in (2, 2, 1, 2, 1):
         shard.push(update(0, seq, 0, numbers(seq)))
     assert whole(shard.current).tolist() == [3]
 
 
-def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_anew() -> None:
+def test_a_worker_at_a_barrier_blocks_no_other_and_the_bound_restarts_after_it() -> None:
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=1))
     assert say(shard, update(0, 1, 0, numbers(1))) is not None
     assert say(shard, update(0, 2, 0, numbers(1))) is None
@@ -622,8 +622,8 @@ def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_
     assert [one.worker for one in [*shard.push(update(0, 9, 0, numbers(1))), *shard.pull(0)]] == [1, 0]
 
 
-def test_shards_agree_from_where_rounds_count_whenever_they_hear_what() -> None:
-    """With a state of their own each would make another worker wait, and both workers wait for ever."""
+def test_shards_agree_on_the_first_round_after_a_barrier_in_any_order_of_messages() -> None:
+    """If they disagreed, each shard could block another worker, and both workers would wait forever."""
     shards = [shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0)) for _ in range(2)]
     first, second = shards
     first.push(update(0, 1, 0, numbers(1)))
@@ -640,8 +640,8 @@ def test_shards_agree_from_where_rounds_count_whenever_they_hear_what() -> None:
         assert say(shard, update(1, 1, 0, numbers(1))) is not None
 
 
-def test_whoever_has_come_to_a_later_meeting_rests_though_another_comes_to_the_earlier_one_only_now() -> None:
-    """After the servers went back one worker may already be at the next meeting when another is heard of at all."""
+def test_a_worker_at_a_later_barrier_stays_there_when_another_enters_the_earlier_one() -> None:
+    """After a rollback one worker may already be at the next barrier when the first message of another arrives."""
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=0))
     shard.exempt_all()
     shard.enter_barrier(0, 0, 1)
@@ -653,7 +653,7 @@ def test_whoever_has_come_to_a_later_meeting_rests_though_another_comes_to_the_e
     assert say(shard, update(0, 1, 0, numbers(1))) is not None
 
 
-def test_a_meeting_is_over_when_the_last_who_had_not_come_dies() -> None:
+def test_a_barrier_opens_when_the_last_missing_worker_fails() -> None:
     shard = shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0))
     shard.push(update(0, 1, 0, numbers(1)))
     shard.enter_barrier(0, 1, 1)
@@ -676,8 +676,8 @@ def test_a_meeting_is_over_when_the_last_who_had_not_come_dies() -> None:
     ],
 )
 @pytest.mark.parametrize("collect", [1, 3])
-def test_weights(weight: Weight, factor: Callable[[int, int], float], collect: int) -> None:
-    """Worker 0 computes on version 0 throughout; t - 1 versions of others come before its update."""
+def test_weights_follow_their_formulas(weight: Weight, factor: Callable[[int, int], float], collect: int) -> None:
+    """Worker 0 always computes on version 0; t - 1 versions of others precede its update."""
     for stale in range(5):
         shard = shard_of(numbers(0), add(weight), workers=4, when=on_arrival(collect=collect))
         for seq in range(stale * collect):
@@ -689,8 +689,8 @@ def test_weights(weight: Weight, factor: Callable[[int, int], float], collect: i
         assert (*reply.applied, *shard.take_applied(0)) == (Applied(1, stale + 1, stale, 1),)
 
 
-def test_own_versions_are_no_staleness() -> None:
-    """A worker that has begun its next round before the last was applied knows what the last was about."""
+def test_a_workers_own_versions_are_not_staleness() -> None:
+    """A worker that began a round before its last one was applied knows its own last update."""
     shard = shard_of(numbers(0), add(), workers=2)
     for seq in range(1, 5):
         say(shard, update(0, seq, max(seq - 2, 0), numbers(1)))
@@ -726,7 +726,7 @@ def test_outer_is_delayed_nesterov(workers: int, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_outer_refreshed_with_every_application_is_the_rule_behind_a_barrier(nesterov: bool) -> None:
+def test_outer_refreshed_with_every_application_equals_the_synchronous_rule(nesterov: bool) -> None:
     rng = np.random.default_rng(1)
     then = outer(lr=0.5, momentum=0.8, nesterov=nesterov)
     theta = torch.from_numpy(rng.normal(size=5))
@@ -745,8 +745,8 @@ def test_outer_refreshed_with_every_application_is_the_rule_behind_a_barrier(nes
 
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("collect", [1, 2])
-def test_delay_compensation(adaptive: bool, collect: int) -> None:
-    """w_bak of a worker is what it was last sent; before that, what all began with."""
+def test_delay_compensation_equals_its_reference(adaptive: bool, collect: int) -> None:
+    """w_bak of a worker is the version last sent to it, at first the initial parameters."""
     rng = np.random.default_rng(2)
     lam, m, lr, workers = 1.5, 0.9, 0.1, 3
     w = rng.normal(size=4)
@@ -808,7 +808,9 @@ def test_elastic_averaging_moves_both_by_the_same_difference() -> None:
     ],
 )
 @pytest.mark.parametrize("overlap", [False, True])
-def test_one_worker_ends_with_what_it_learned(then: OnParameters, sends_parameters: bool, overlap: bool) -> None:
+def test_a_single_worker_ends_with_its_own_parameters(
+    then: OnParameters, sends_parameters: bool, overlap: bool
+) -> None:
     when = on_arrival(collect=3, bound=0, overlap=overlap)
     theta = numbers(1, 2)
     shard = shard_of(theta, then, 1, when)
@@ -821,8 +823,8 @@ def test_one_worker_ends_with_what_it_learned(then: OnParameters, sends_paramete
         assert reply.version.number == seq
 
 
-def test_a_bound_of_0_is_the_barrier() -> None:
-    """Nobody is answered before all have pushed, and one update of each adds up to their mean."""
+def test_a_bound_of_0_is_a_barrier() -> None:
+    """No worker gets a reply before all have pushed; the updates of all add up to their mean."""
     workers, rng = 4, random.Random(4)
     shard = shard_of(numbers(0), add(equal_share()), workers, on_arrival(bound=0))
     theta = 0
@@ -841,7 +843,7 @@ def test_a_bound_of_0_is_the_barrier() -> None:
 
 
 def test_collecting_from_workers_of_equal_speed_is_synchronous_averaging() -> None:
-    """All push at time t, then all ask for what has become of it: nothing is stale, and each round is the mean."""
+    """All push at time t, then all request the reply: no update is stale, and each round applies the mean."""
     workers, rng = 5, np.random.default_rng(5)
     target = rng.normal(size=(workers, 3))
     theta = np.zeros(3)
@@ -865,8 +867,8 @@ def test_collecting_from_workers_of_equal_speed_is_synchronous_averaging() -> No
 
 @pytest.mark.parametrize("collect", [1, 4])
 @pytest.mark.parametrize("then", [add(), add(delay_compensated()), outer(), pull(0.5), replace()])
-def test_old_versions_are_written_anew(then: OnParameters, collect: int) -> None:
-    """However long it goes on, and though some updates are refused: a few versions for each worker are all it takes."""
+def test_buffers_of_old_versions_are_reused(then: OnParameters, collect: int) -> None:
+    """The number of buffers is a few per worker after any number of updates, some of them refused."""
     shard, places = shard_of(numbers(1, 2), then, 3, on_arrival(collect=collect)), set()
     versions = [0] * 3
     for turn in range(300):

@@ -1,4 +1,4 @@
-"""What a desk keeps to come back to, in files."""
+"""Snapshots of a request handler in files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from stretto.parameter_server.snapshots import DiskStore
 
 
-def test_a_full_disk_costs_the_cut_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those before it are still there, it is said once, and the next is kept when there is room."""
+def test_a_full_disk_loses_only_the_new_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Earlier snapshots remain, one warning is printed, and the next snapshot is stored when there is space."""
     folder, theta = DiskStore(tmp_path, "shard0"), [torch.arange(10_000.0)]
     folder.put(1, {"version": 1}, theta)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Workers on a virtual clock: how stale updates are, and how often they are applied, as theory and papers say.
+"""Workers on a virtual clock: staleness and rate of updates against theory and papers.
 
 A worker computes for a while, pushes, is answered at once and computes on. Equal workers differ by a jitter of up to
 20 % each time, unless it says otherwise.
@@ -21,7 +21,7 @@ from stretto.recipe.when import on_arrival
 
 @dataclass
 class Run:
-    """What was seen after the warm-up."""
+    """Measurements after the warm-up."""
 
     staleness: list[int]
     elapsed: float
@@ -32,22 +32,22 @@ class Run:
         return sum(self.staleness) / len(self.staleness)
 
     def beyond(self, limit: int) -> float:
-        """The share of updates that are staler than that."""
+        """Return the fraction of updates that are staler than this."""
         return sum(one > limit for one in self.staleness) / len(self.staleness)
 
 
 def jitter(rng: random.Random) -> float:
-    """A service time around 1."""
+    """Return a service time around 1."""
     return rng.uniform(0.8, 1.2)
 
 
 def exponential(rng: random.Random) -> float:
-    """A service time of rate 1."""
+    """Return an exponential service time of rate 1."""
     return rng.expovariate(1.0)
 
 
 def run(when: on_arrival, workers: int, pushes: int, service: Callable[[random.Random], float], seed: int = 0) -> Run:
-    """So many pushes, in the order of the clock. The first 20 of each worker are its warm-up.
+    """Run a number of pushes in the order of the clock. The first 20 of each worker are its warm-up.
 
     With overlap an update is computed on what its worker had when it began: the reply to its last push but one.
     """
@@ -76,7 +76,7 @@ def run(when: on_arrival, workers: int, pushes: int, service: Callable[[random.R
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 16, 30])
-def test_equal_workers_are_as_stale_as_there_are_others(workers: int) -> None:
+def test_staleness_of_equal_workers_is_the_number_of_others(workers: int) -> None:
     seen = run(on_arrival(), workers, pushes=100 * workers, service=jitter)
     assert seen.mean == pytest.approx(workers - 1, rel=0.1)
 
@@ -88,7 +88,7 @@ def test_overlap_doubles_staleness(workers: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 15, 30])
-def test_softsync_is_as_stale_as_the_paper_measured(n: int) -> None:
+def test_staleness_of_softsync_equals_the_papers_measurement(n: int) -> None:
     """n-softsync of 30 workers applies after c = floor(N / n) updates."""
     seen = run(on_arrival(collect=30 // n), 30, pushes=6000, service=jitter)
     assert seen.mean == pytest.approx(n, rel=0.15)
@@ -101,15 +101,15 @@ def test_softsync_of_one_has_no_update_staler_than_two() -> None:
 
 
 @pytest.mark.parametrize(("workers", "k"), [(4, 1), (4, 4), (8, 3), (30, 10)])
-def test_batches_of_k_are_applied_as_often_as_k_come_from_anyone(workers: int, k: int) -> None:
-    """K-batch-async: the mean time between versions is K / (N mu), with service times of an exponential law."""
+def test_k_batch_async_applies_at_the_rate_of_k_updates(workers: int, k: int) -> None:
+    """K-batch-async: the mean time between versions is K / (N mu), with exponential service times."""
     seen = run(on_arrival(collect=k), workers, pushes=15_000, service=exponential)
     assert seen.elapsed / seen.versions == pytest.approx(k / workers, rel=0.03)
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-def test_the_bound_holds_on_to_fast_workers_and_lets_them_go(bound: int) -> None:
-    """One of four workers is ten times slower; no update is of a round beyond the bound, and all go at its pace."""
+def test_the_staleness_bound_blocks_and_releases_fast_workers(bound: int) -> None:
+    """One of four workers is ten times slower; no update is of a round past the bound, and all have its pace."""
     rng = random.Random(1)
     shard = Shard([torch.zeros(1)], on_arrival(bound=bound), add(), 4)
     slow = [10.0, 1.0, 1.0, 1.0]
