@@ -110,7 +110,7 @@ class Place:
     waiting: set[int] = field(default_factory=set)
     heard: dict[int, int] = field(default_factory=dict)
     declared: dict[Mark, int] = field(default_factory=dict)
-    told: dict[Mark, Applied] = field(default_factory=dict)
+    reported: dict[Mark, Applied] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
     looked: dict[int, Tensor] = field(default_factory=dict)
     flushed: bool = False
@@ -309,7 +309,7 @@ class Crowd(RuleBasedStateMachine):
             assert {mark for mark in place.applied() if mark[0] in self.live} == sent
             for worker in self.live:
                 self._note(place, worker, place.shard.take_applied(worker))
-            assert {mark for mark in place.take_applied if mark[0] in self.live} == sent
+            assert {mark for mark in place.reported if mark[0] in self.live} == sent
         self.what_is_held_never_changes()
 
     def _get_on(self, rounds: int) -> None:
@@ -422,18 +422,18 @@ class Crowd(RuleBasedStateMachine):
     def _note(self, place: Place, worker: int, applied: Sequence[Applied]) -> None:
         for one in applied:
             mark = (worker, one.seq)
-            assert mark not in place.take_applied
+            assert mark not in place.reported
             if one.version in place.looked:
                 assert mark in place.marks(place.looked[one.version])
             if one.version - 1 in place.looked:
                 assert mark not in place.marks(place.looked[one.version - 1])
             assert one.staleness == self._staleness(place, worker, one) or place.when.collect > 1
-            place.take_applied[mark] = one
+            place.reported[mark] = one
 
     def _staleness(self, place: Place, worker: int, one: Applied) -> int:
         """Return the number of other workers' versions between the version computed on and the one with the update."""
         declared = place.declared[worker, one.seq]
-        own = [other.version for mark, other in place.take_applied.items() if mark[0] == worker]
+        own = [other.version for mark, other in place.reported.items() if mark[0] == worker]
         return one.version - 1 - declared - sum(declared < version < one.version for version in own)
 
 

@@ -216,7 +216,7 @@ def test_a_worker_that_quits_leaves_in_a_pause_and_the_others_continue(scene) ->
     until(lambda: all(one.pause_requested for one in crew))
     forms = [there.pool.submit(one.pause_between_steps, ReadyReport(1, 3, 3)).result for one in crew]
     assert [[one.worker for one in form(LIMIT_S).members] for form in forms] == [[0], [0]]
-    assert forms[0](LIMIT_S).gone == [1]
+    assert forms[0](LIMIT_S).departed == [1]
 
 
 def test_workers_above_the_maximum_are_refused(scene) -> None:

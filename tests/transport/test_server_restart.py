@@ -68,7 +68,7 @@ def break_connection(wire: ParameterServerClient) -> None:
     """Bytes that the shard has received and not read are lost with its connection."""
     link: Any = wire.channels[0]
     link._problem = DISCONNECTED
-    link._find_again()
+    link._reconnect()
 
 
 def test_replies_lost_with_a_connection_are_sent_again(servers: Servers) -> None:
