@@ -1,4 +1,4 @@
-"""What a script calls: the one line, and little else."""
+"""The functions that a script calls."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class GradientAllReduce:
             hook.remove()
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
-        """Begin an exchange when backward reaches one of these parameters; skip those that do not require gradients."""
+        """Hook the parameters that require gradients: an exchange begins when backward reaches one of them."""
         ready = _weakly(self._ready)
         added: list[Any] = [one for one in parameters if one.requires_grad and id(one) not in self._hooked]
         self._hooks += [one.register_post_accumulate_grad_hook(ready) for one in added]

@@ -205,7 +205,7 @@ class Replica:
             self._follow_changes(one, at_start)
 
     def _follow_changes(self, one: ParameterSet, at_start: bool, idle: bool = False) -> None:
-        """Exchange the parameters that are trained now; average first those that were stepped and never exchanged."""
+        """Exchange the parameters that are trained now; first average parameters stepped before any exchange."""
         by_name, new = one.agree(at_start)
         if not new and {id(parameter) for _, parameter in by_name} == one.laid:
             one.see()

@@ -1,4 +1,4 @@
-"""What must hold of a model and its optimizer before they can learn together, and bringing all workers to one start."""
+"""Checks of a model and its optimizer before training, and the same initial state at all workers."""
 
 from __future__ import annotations
 

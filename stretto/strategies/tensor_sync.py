@@ -21,7 +21,7 @@ from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
 
 Layout = list[tuple[int, str, list[int], str, float | None]]
-"""Of each entry of the optimizer's state: parameter, name, shape, dtype, and the value of a counter."""
+"""Entries of an optimizer's state: parameter, name, shape, dtype, and the value of a counter."""
 
 
 class FlatTensors:

@@ -1,4 +1,4 @@
-"""What a worker does while others work on a batch and there is none for it.
+"""The part of a worker without a batch in a global step in which others have one.
 
 The others run the script's loop; this one can't, since there is no batch to give it. So in such a hand they tell what
 they do: an exchange begins, the optimizer steps, the hand ends. The idle worker joins the exchanges with a weight of

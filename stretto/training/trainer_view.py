@@ -1,4 +1,4 @@
-"""What those who keep watch over a trainer see of it."""
+"""The attributes of a trainer that elasticity and checkpoints use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.transport import Transport
 
 
 class TrainerView(Protocol):
-    """What is seen of a trainer."""
+    """The attributes of a trainer that elasticity and checkpoints use."""
 
     model: nn.Module
     optimizers: Optimizers
@@ -55,7 +55,7 @@ class TrainerView(Protocol):
         """Return where the script is in its loop."""
 
     def is_at_rest(self) -> bool:
-        """Whether nothing waits to be exchanged."""
+        """Return True if no computed gradient or update waits for an exchange or a step."""
 
     def look_together(self, then: Callable[[], None]) -> None:
-        """All workers that do not wait for each other look at what the server has, do this, and go on."""
+        """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""

@@ -1,4 +1,4 @@
-"""Where this worker sits: its number, how it reaches the others, and what the launcher asked for."""
+"""The context of one worker: its number, its transport, and the options of the launcher."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from stretto.transport.single_worker import SingleWorkerTransport
 
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
-"""How long a launcher may take to start a server again: its pause before that, and until a process has begun."""
+"""Seconds that a launcher may take to restart a server: its pause before the restart, and the process's start."""
 FIRST_S = 60.0
-"""How long a worker waits for the first word of a coordinator."""
+"""Seconds that a worker waits for the coordinator's first message."""
 
 
 def _single_worker(device: torch.device) -> Transport:  # noqa: ARG001
@@ -41,7 +41,7 @@ def _single_worker(device: torch.device) -> Transport:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One worker's place in a run. `transport` is called once, with the device of the model."""
+    """One worker's context in a run. `transport` is called once, with the device of the model."""
 
     worker: int = 0
     workers: int = 1
@@ -49,36 +49,36 @@ class WorkerContext:
     recipe: str | None = None
     run: Path | None = None
     opens_folder: bool = False
-    """Whether worker 0 makes the run folder, since no launcher of ours has made one."""
+    """True if worker 0 creates the run folder, since no launcher of Stretto's has created one."""
     seed: int | None = None
     single_process: bool = False
     global_batch_of: int = 1
     split: bool = False
     """True if all workers share each batch of the script."""
     lr_factor: float = 1.0
-    """The factor on the script's learning rate."""
+    """Factor on the script's learning rate."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     runtime: Runtime = field(default_factory=Runtime)
     server: Callable[[Recipe], Transport] | None = None
-    """How it reaches the parameter server that a launcher has started, if one has."""
+    """Connects to the parameter server that a launcher has started; None if there is none."""
     lead_host: str = "127.0.0.1"
-    """Where worker 0 listens if it has to keep a parameter server itself."""
+    """Host on which worker 0 listens if it has to run a parameter server itself."""
     slow: float = 1.0
-    """How much longer its computing is made to last."""
+    """Factor by which this worker's computing is slowed down."""
     on_nan: str = "stop"
     incarnation: int = 0
-    """How often this worker was started before."""
+    """Number of earlier starts of this worker."""
     rule: Rule = "per-worker-batch"
     checkpoint: Interval | None = None
     keep: int = 3
     resume: Path | None = None
-    """The folder of a run to go on from."""
+    """Folder of the run to resume."""
     barrier: Barrier | None = None
-    """Where the script waits for other workers; None if there are none."""
+    """Barrier of the script's workers; None for a single worker."""
 
     def transport_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
-        """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
+        """Return the transport for a recipe. Without a launcher's server, worker 0 runs one in its process."""
         if recipe is None or not recipe.shards:
             return self.transport(device)
         if self.server is not None:
@@ -87,15 +87,15 @@ class WorkerContext:
         return serve_at_rank0(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
     def with_folder(self, run: Path | None) -> WorkerContext:
-        """Return the same seat with another run folder, which is there."""
+        """Return the same context with another run folder, which exists."""
         return replace(self, run=run, opens_folder=False)
 
     def from_first_section(self) -> WorkerContext:
-        """Return the same seat for a section whose start this process takes part in."""
+        """Return the same context for a section that this process takes part in from its start."""
         return replace(self, incarnation=0, resume=None)
 
     def asked(self, recipe: Recipe | None) -> dict[str, Any]:
-        """Return what `run.json` says of a run that no launcher of ours has started."""
+        """Return the contents of `run.json` for a run that no launcher of Stretto's has started."""
         return {
             "recipe": str(recipe) if recipe else None,
             "workers": self.workers,
@@ -107,7 +107,7 @@ class WorkerContext:
 
 
 current_context: ContextVar[WorkerContext | None] = ContextVar("current_context", default=None)
-"""A seat given by a host in this process (a test, the simulator); it goes before the environment."""
+"""The context set by a host in this process (a test, the simulator); it overrides the environment."""
 
 
 def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext | None:
@@ -121,7 +121,7 @@ def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext |
 
 @functools.lru_cache(maxsize=4)
 def _context(config: WorkerConfig) -> WorkerContext:
-    """Return the context that a configuration describes, made once, since its barrier holds a connection."""
+    """Return the context that a configuration describes, cached, since its barrier holds a connection."""
     address = config.store_address
     return WorkerContext(
         worker=config.rank,
@@ -207,7 +207,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
 
 
 def _membership(config: WorkerConfig) -> MembershipClient:
-    """Return the membership client. A restarted worker may be there before the network is."""
+    """Return the membership client. A restarted worker may start before the network is up."""
     assert config.coordinator is not None
     incarnation, limit_s = config.incarnation, config.timeout_s if config.incarnation else FIRST_S
     keys = worker_keys(config.keys)

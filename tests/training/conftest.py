@@ -1,4 +1,4 @@
-"""What tests of training share."""
+"""Fixtures of the training tests."""
 
 from __future__ import annotations
 
