@@ -48,11 +48,11 @@ def distribute(
 ) -> Any:
     """Let the loop that follows train together with other workers, when there are any.
 
-    Returns the loader to iterate: one pass over it is one pass of all workers together over the data, each sample
+    Returns the loader to iterate: one iteration is one epoch of all workers together, with each sample
     once. Neither model nor optimizer is wrapped. Started plainly, the loop computes bit for bit what it would without
-    this line; `stretto run`, `torchrun` and the like make it one of N workers.
+    this line; `stretto run`, `torchrun` or another launcher makes it one of N workers.
 
-    A second call ends the run before it, as `finish` does, and begins another with its own evaluations, books and
+    A second call ends the run before it, as `finish` does, and begins another with its own evaluations, counts and
     folder, `section-2` in the run folder: folds of a cross-validation, training before fine-tuning, a cell run again.
 
     Args:
@@ -62,7 +62,7 @@ def distribute(
         recipe: how to learn together; a recipe given on the command line or in STRETTO_RECIPE wins. allreduce()
             when there is neither.
         evaluate: called by worker 0 with the agreed model; returns a dict of numbers. Its time is not training time.
-        evaluate_every: evaluate each so many steps, not at the end of each pass.
+        evaluate_every: number of steps between two evaluations; without it, evaluate at the end of each epoch.
         schedule: "per-sample" advances a learning-rate scheduler that is stepped once a batch by the batches of all
             workers, so that one written for one process reaches its end; "per-step" once a call.
         deal: which batches of an epoch are a worker's. "round-robin", the default, is one in N; "contiguous" is one
@@ -250,7 +250,7 @@ class OverLoader:
 
 
 class PlainLoader:
-    """The script's loader as it is, alone; only `evaluate` is called after each pass, or each so many batches."""
+    """The script's loader, unchanged, for a single worker; calls `evaluate` after each epoch or number of batches."""
 
     def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
         self._model, self._loader, self._evaluate, self._every = model, loader, evaluate, every
@@ -363,7 +363,7 @@ _CALL = "stretto.distribute(model, optimizer, loader, evaluate=accuracy)"
 
 
 def _finish_at_exit(sections: Sections) -> None:
-    """Without a launcher of ours nobody calls `close`: do it at exit, unless the script failed."""
+    """Close the sections at exit if the script did not fail: only Stretto's launcher calls `close` itself."""
     failed = []
     shown = sys.excepthook
 

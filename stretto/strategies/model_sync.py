@@ -44,11 +44,8 @@ def given(model: nn.Module) -> Any:
 
 
 def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
-    """Have something done before each forward pass; a model that is compiled in place is left as it is.
-
-    Returns the hooks, for whoever takes them off.
-    """
-    found = weakref.WeakMethod(act)  # a module lives longer than what looks at it
+    """Call `act` before each forward pass; models that are compiled in place get no hook. Return the hooks."""
+    found = weakref.WeakMethod(act)  # a weak reference: the module may outlive the object
 
     def call(_module: nn.Module, _args: Any) -> None:
         if (there := found()) is not None:
@@ -68,7 +65,7 @@ def trainable(model: nn.Module, optimizers: Iterable[Optimizer], former: Contain
     """Return the parameters that these optimizers train, by name, each once.
 
     Raises ModelError when the optimizers hold parameters that the model does not have, or complex ones; they may hold
-    those that the script has replaced, whose ids are in `former`.
+    parameters that the script has replaced, whose ids are in `former`.
     """
     held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     named = [(plain_name(name), one) for name, one in model.named_parameters()]
@@ -190,7 +187,7 @@ def _sums(state: dict[str, Tensor]) -> bytes:
 def part_random_states(transport: Transport, section: int = 1) -> None:
     """Give every worker but the first random states of its own, so that dropout and augmentation differ among them.
 
-    Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.
+    Worker 0 keeps the script's: a run with one worker draws what the script alone draws.
     """
     told = transport.broadcast_bytes(str(torch.initial_seed()).encode())
     if transport.worker == 0:

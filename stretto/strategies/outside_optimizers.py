@@ -16,12 +16,12 @@ from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers, parameters_of
 
 watching: ContextVar[Callable[[Optimizer], None] | None] = ContextVar("watching", default=None)
-"""What is told of every step of any optimizer at this worker; several workers may share a process."""
+"""Callback before every step of any optimizer at this worker; several workers may share a process."""
 _installed: list[Any] = []
 
 
 def watch(act: Callable[[Optimizer], None]) -> None:
-    """Have this done before each step of any optimizer that this worker's script makes."""
+    """Call `act` before each step of any optimizer of this worker's script."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
     watching.set(act)

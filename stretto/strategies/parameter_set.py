@@ -1,7 +1,7 @@
 """Parameters that are exchanged as one set: those of one optimizer, or of all where one exchange carries all.
 
-What is trained may change at any moment: a script freezes and thaws layers, adds parameter groups, replaces a head.
-A set notices that by itself before the next step; the workers agree on it at their next exchange (see Replica).
+The trained parameters may change at any time: a script freezes and thaws layers, adds parameter groups, replaces a
+head. A set detects a change before the next step; the workers agree on it at their next exchange (see Replica).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParameterSet:
         return self.flat_parameters
 
     def see(self) -> None:
-        """Take what is trained now for what the workers have agreed on."""
+        """Note that the workers have agreed on the parameters that are trained now."""
         self._seen = self._signature()
 
     @property
@@ -89,7 +89,7 @@ class ParameterSet:
         return [one for each in self.optimizers for one in parameters_of(each) if id(one) not in self._replaced]
 
     def trainable(self) -> Named:
-        """Return the parameters that the optimizers train, by name; those that the script has replaced are left out."""
+        """Return the parameters that the optimizers train, by name, without parameters that the script has replaced."""
         named = trainable(self._model, self.optimizers, self._former)
         current = {id(one): one for one in self._model.parameters()}
         self._former |= current
@@ -99,7 +99,7 @@ class ParameterSet:
     # --- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(self, at_start: bool) -> tuple[Named, Named]:
-        """Agree with all workers on what is trained: what any of them trains; returns this, and what is new in it.
+        """Agree with all workers on the union of their trained parameters; return it, and its new parameters.
 
         New parameters must be equal everywhere; at the start of an epoch, where no worker has used them yet, all take
         those of the first worker. Raises ModelError, at all workers, where they are not.

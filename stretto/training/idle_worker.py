@@ -1,8 +1,9 @@
 """The part of a worker without a batch in a global step in which others have one.
 
-The others run the script's loop; this one can't, since there is no batch to give it. So in such a hand they tell what
-they do: an exchange begins, the optimizer steps, the hand ends. The idle worker joins the exchanges with a weight of
-zero, steps with the very gradients the others step with, and takes over what their schedulers and scalers have become.
+The other workers run the script's loop; an idle worker can't, since it has no batch. So in such a global step the root,
+the first worker with a batch, broadcasts its actions: an exchange begins, the optimizer steps, the global step ends. An
+idle worker takes part in exchanges with weight 0, steps with the root's gradients, and copies the root's schedulers and
+gradient scalers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from stretto.transport import Transport
 
 EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
 STEP = b"step "
-"""Followed by the optimizer's place among those that the script gave."""
+"""Prefix of a step's message; the optimizer's index in the script's list follows."""
 Plain = dict[str, Any]
 
 
 def step_of(index: int) -> bytes:
-    """Return the word for a step of this optimizer.
+    """Return the message for a step of this optimizer.
 
     >>> step_of(1), stepped(step_of(1)), stepped(END)
     (b'step 1', 1, None)
@@ -40,12 +41,12 @@ def step_of(index: int) -> bytes:
 
 
 def stepped(word: bytes) -> int | None:
-    """Return the optimizer whose step a word announces; None for another word."""
+    """Return the index of the optimizer whose step a message announces; None for another message."""
     return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
 
 
 def tell_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
-    """Give the idle workers the gradients that the optimizer is about to use, clipped and unscaled as they are."""
+    """Broadcast the gradients that the optimizer is about to use, after clipping and unscaling, to the idle workers."""
     has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
     present = msgspec.msgpack.decode(transport.broadcast_bytes(has, root), type=list[bool])
     for parameter, held in zip(parameters, present, strict=True):
@@ -57,9 +58,9 @@ def tell_gradients(transport: Transport, root: int, parameters: list[nn.Paramete
 
 
 class Settings:
-    """What steps besides the parameters: the optimizer's settings, its schedulers and the script's gradient scalers.
+    """State besides the parameters that a step changes: optimizer settings, schedulers and gradient scalers.
 
-    `scalers` finds the script's. `schedules` has the position that the schedulers are advanced by.
+    `scalers` returns the script's gradient scalers. `schedules` holds the schedulers' position.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Settings:
         self._asked = 0
 
     def tell(self, transport: Transport, root: int) -> None:
-        """Bring the idle workers to where the root is."""
+        """Broadcast the root's settings to the idle workers."""
         told = heard(transport, lambda: msgspec.msgpack.encode(self.state()), root)
         if told is not None:
             self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))

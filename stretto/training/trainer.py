@@ -535,7 +535,7 @@ class Trainer:
             )
 
     def _close_journal(self) -> None:
-        """Write what is left of the log. A disk that did not take the model either was told of, and fails no run."""
+        """Write the rest of the log. An error fails the run only if the final model could be saved."""
         try:
             self.events.close()
         except LogError as error:
@@ -544,13 +544,13 @@ class Trainer:
             print(f"stretto: worker {self.events.worker}: {error}: its end is lost", file=sys.stderr, flush=True)
 
     def _has_anybody_worked(self) -> bool:
-        """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
+        """Return True if any worker has trained on a batch; an asynchronous worker may have got none."""
         if self.replica.server is None:
             return bool(self.hands_done)
         return b"some" in self.transport.all_gather_bytes(b"some" if self.hands_done else b"none")
 
     def abandon(self) -> None:
-        """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
+        """Write the events of a failed script, and close the client, so that no other worker waits for it."""
         self._write_outcomes()
         self.events.flush()
         if isinstance(self.transport, ParameterServerClient):
