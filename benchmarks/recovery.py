@@ -207,8 +207,8 @@ def _case(model: str, width: int, starts: int) -> dict[str, Any]:
     victims = {f"worker {one}": by_side(costs, one) for one in VICTIMS}
     step_ms = {name: 1000 * statistics.median(found) for name, found in step_s.items()}
     for victim, sides in victims.items():
-        said = "; ".join(f"{name} {_shown(one)}, of {one['deaths']}" for name, one in sides.items())
-        print(f"  {model:7} {victim}: {said}", flush=True)
+        shown = "; ".join(f"{name} {_shown(one)}, of {one['deaths']}" for name, one in sides.items())
+        print(f"  {model:7} {victim}: {shown}", flush=True)
     print(f"  {model:7} ms a step: " + ", ".join(f"{name} {ms:.1f}" for name, ms in step_ms.items()), flush=True)
     return {"victims": victims, "step_ms": step_ms}
 

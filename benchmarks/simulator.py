@@ -3,8 +3,8 @@
 Worker steps per second on one core, one worker at a time, against the same loop without Stretto on the same core:
 digits and a perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the
 difference of a longer run and a shorter one, so that one-time costs do not count. Seconds per round are compared with
-Flower's simulation engine, if it is installed. Memory is the peak of a process that simulates 1,000 workers, and of
-one that simulates 1,000 workers of which one is killed and restarted.
+Flower's simulation engine, if it is installed. Memory is the peak of a process that simulates 1,000 workers, and of a
+process that simulates 1,000 workers, one of which is killed and restarted.
 
     STRETTO_FLOWER=/where/python python -m benchmarks simulator
 """

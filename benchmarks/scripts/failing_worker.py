@@ -23,7 +23,7 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--pause", type=float, default=0.03, help="seconds that a step takes longer")
 arguments = parser.parse_args()
 
-ranks, signal_name, phase = (arguments.send_signal or "::").split(":")
+ranks, signal_name, phase = (arguments.strike or "::").split(":")
 config = worker_config() or WorkerConfig()
 is_target = str(config.rank) in ranks.split(",") and config.incarnation == 0
 

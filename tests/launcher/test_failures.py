@@ -41,7 +41,7 @@ def failure(place: Place, text: str, **order: object) -> str:
 
 
 def test_exception_on_one_worker_ends_all_and_is_shown_from_the_script_on(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 def compute():
@@ -54,14 +54,14 @@ time.sleep(60)
 """,
         workers=4,
     )
-    lines = told.splitlines()
+    lines = message.splitlines()
     assert lines[0] == "worker 2 failed: ValueError: boom"
     assert lines[1] == "Traceback (most recent call last):"
     assert "in <module>" in lines[2]
     assert lines[-1].startswith("the whole log: runs/")
     assert lines[-1].endswith("/worker-2.log")
-    assert told.count("boom") == 2
-    assert not any(name in told for name in ("runpy", "stretto/launcher", "last words"))
+    assert message.count("boom") == 2
+    assert not any(name in message for name in ("runpy", "stretto/launcher", "last words"))
     log = Path(lines[-1].removeprefix("the whole log: ")).read_text()
     assert log.index("last words") < log.index("ValueError: boom") < log.index("in compute")
 
@@ -76,7 +76,7 @@ def test_error_is_an_event(place: Place) -> None:
 
 
 def test_cause_is_reported_before_its_consequences(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 from stretto.errors import TransportError
@@ -87,11 +87,11 @@ raise ValueError("the cause")
 """,
         workers=3,
     )
-    assert told.startswith("worker 1 failed: ValueError: the cause")
+    assert message.startswith("worker 1 failed: ValueError: the cause")
 
 
 def test_first_consequence_is_reported_if_there_is_no_cause(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 from stretto.errors import TransportError
@@ -101,7 +101,7 @@ time.sleep(60)
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 failed: TransportError: nobody came within 5 s")
+    assert message.startswith("worker 1 failed: TransportError: nobody came within 5 s")
 
 
 def test_error_of_unequal_loops_does_not_name_a_waiting_worker_as_the_cause() -> None:
@@ -112,7 +112,7 @@ def test_error_of_unequal_loops_does_not_name_a_waiting_worker_as_the_cause() ->
 
 
 def test_error_of_waiting_workers_names_the_worker_that_left_gracefully(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 from stretto.errors import TransportError
@@ -122,12 +122,12 @@ if rank == 1:
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 failed: TransportError: worker 0 is gone")
-    assert "ended before that without an error: worker 0" in told
+    assert message.startswith("worker 1 failed: TransportError: worker 0 is gone")
+    assert "ended before that without an error: worker 0" in message
 
 
 def test_killed_worker_is_the_cause_of_the_others_errors(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 from stretto.errors import TransportError
@@ -139,12 +139,12 @@ os.kill(os.getpid(), 9)
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 was killed by SIGKILL")
-    assert "alive so far" in told
+    assert message.startswith("worker 1 was killed by SIGKILL")
+    assert "alive so far" in message
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "expected"),
     [
         ("sys.exit(3)", "worker 1 failed: SystemExit: the script called sys.exit(3)"),
         ("sys.exit('no data')", "worker 1 failed: SystemExit: no data"),
@@ -153,22 +153,24 @@ os.kill(os.getpid(), 9)
         ("exec(compile('x = = 1', 'train.py', 'exec'))", "worker 1 failed: SyntaxError: invalid syntax"),
     ],
 )
-def test_every_abnormal_exit_is_named(place: Place, end: str, said: str) -> None:
-    told = failure(place, f"if rank == 1: {end}\ntime.sleep(60)", workers=2, min_workers=2, restarts=0)
-    assert told.startswith(said)
-    assert ("mute" in told) == ("mute" in end)
+def test_every_abnormal_exit_is_named(place: Place, end: str, expected: str) -> None:
+    message = failure(place, f"if rank == 1: {end}\ntime.sleep(60)", workers=2, min_workers=2, restarts=0)
+    assert message.startswith(expected)
+    assert ("mute" in message) == ("mute" in end)
 
 
 def test_stretto_error_is_shown_without_library_frames(place: Place) -> None:
-    told = failure(place, "import pathlib, stretto.events\nlist(stretto.events.read_events(pathlib.Path('missing')))")
-    assert told.startswith("worker 0 failed: LogError: ")
-    assert "in <module>" in told
-    assert "events.py" not in told
+    message = failure(
+        place, "import pathlib, stretto.events\nlist(stretto.events.read_events(pathlib.Path('missing')))"
+    )
+    assert message.startswith("worker 0 failed: LogError: ")
+    assert "in <module>" in message
+    assert "events.py" not in message
 
 
 def test_stretto_error_shows_only_causes_in_the_script(place: Place) -> None:
     """Shown is an exception raised in a function of the script, not one raised in a package."""
-    told = failure(
+    message = failure(
         place,
         """
 from stretto.errors import EvaluateError
@@ -183,18 +185,18 @@ def evaluate():
 evaluate()
 """,
     )
-    assert "in accuracy" in told
-    assert "ZeroDivisionError" in told
-    assert "The above exception was the direct cause" in told
+    assert "in accuracy" in message
+    assert "ZeroDivisionError" in message
+    assert "The above exception was the direct cause" in message
 
 
 def test_error_after_the_script_is_reported_like_any_other(place: Place) -> None:
-    told = failure(place, "def fail(): raise OSError('in close')\nstub.api.close = fail")
-    assert told.startswith("worker 0 failed: OSError: in close")
+    message = failure(place, "def fail(): raise OSError('in close')\nstub.api.close = fail")
+    assert message.startswith("worker 0 failed: OSError: in close")
 
 
 def test_end_of_the_output_is_shown_if_the_log_is_full(place: Place) -> None:
-    told = failure(
+    message = failure(
         place,
         """
 if rank == 1:
@@ -205,9 +207,9 @@ time.sleep(60)
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 ended with exit code 1 and named no error")
-    assert "ValueError: boom" in told
-    assert "File too large" in told
+    assert message.startswith("worker 1 ended with exit code 1 and named no error")
+    assert "ValueError: boom" in message
+    assert "File too large" in message
 
 
 def test_worker_continues_without_its_log_on_a_full_disk(
@@ -238,7 +240,7 @@ def test_worker_may_end_while_others_continue(place: Place) -> None:
     "stubborn", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"]
 )
 def test_worker_that_ignores_sigterm_is_killed(place: Place, stubborn: str) -> None:
-    told = failure(
+    message = failure(
         place,
         f"""
 import pathlib, signal
@@ -253,7 +255,7 @@ time.sleep(60)
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 failed: ValueError: boom")
+    assert message.startswith("worker 1 failed: ValueError: boom")
 
 
 @pytest.mark.parametrize("end", ["pass", "raise ValueError", "os.kill(os.getpid(), 9)"])
@@ -296,6 +298,8 @@ def test_run_whose_folder_was_removed_ends_with_one_sentence(
 ) -> None:
     (tmp_path / "final.safetensors").write_bytes(b"")
     conclude(tmp_path, None, silent=False)
-    told = capsys.readouterr().err
-    assert told.startswith(f"stretto: the run has finished; the trained model is in {tmp_path}/final.safetensors. Its")
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"stretto: the run has finished; the trained model is in {tmp_path}/final.safetensors. Its"
+    )
+    assert message.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Stragglers: `--stragglers` is parsed as it is typed, or refused."""
+"""Stragglers: `--stragglers` is parsed, or refused with an error."""
 
 from __future__ import annotations
 

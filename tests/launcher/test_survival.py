@@ -131,17 +131,17 @@ if rank == 1:
     os.kill(os.getpid(), 9)
 time.sleep(60)
 """
-    said = failure(place_with_coordinator, text, workers=3, min_workers=3, restarts=restarts)
-    assert said.startswith("worker 1 was killed by SIGKILL\n")
-    assert "2 of at least 3 workers are left (--min-workers)" in said
-    assert ("it has been started again 2 times (--restarts)" in said) == (restarts == 2)
+    message = failure(place_with_coordinator, text, workers=3, min_workers=3, restarts=restarts)
+    assert message.startswith("worker 1 was killed by SIGKILL\n")
+    assert "2 of at least 3 workers are left (--min-workers)" in message
+    assert ("it has been started again 2 times (--restarts)" in message) == (restarts == 2)
     assert len(list(place_with_coordinator.folder.glob("life-*"))) == lives
-    assert said.endswith("worker-1.log")
+    assert message.endswith("worker-1.log")
 
 
 def test_run_whose_workers_all_failed_ends_with_the_cause(place_with_coordinator: Place) -> None:
-    said = failure(place_with_coordinator, "time.sleep(0.3 * rank)\nos.kill(os.getpid(), 9)", workers=2, restarts=0)
-    assert said.startswith("worker 1 was killed by SIGKILL")
+    message = failure(place_with_coordinator, "time.sleep(0.3 * rank)\nos.kill(os.getpid(), 9)", workers=2, restarts=0)
+    assert message.startswith("worker 1 was killed by SIGKILL")
 
 
 def test_error_of_the_script_ends_all_workers_and_precedes_failures(place_with_coordinator: Place) -> None:
@@ -154,8 +154,8 @@ if rank == 2:
 time.sleep(60)
 """
     began = time.monotonic()
-    said = failure(place_with_coordinator, text, workers=3)
-    assert said.startswith("worker 2 failed: ValueError: boom")
+    message = failure(place_with_coordinator, text, workers=3)
+    assert message.startswith("worker 2 failed: ValueError: boom")
     assert time.monotonic() - began < 2 * WITHIN_S
 
 
@@ -213,8 +213,8 @@ if rank == 1:
     os._exit({code})
 time.sleep(60)
 """
-    said = failure(place_with_coordinator, text, workers=3)
-    assert said.startswith(f"worker 1 ended with exit code {code} ")
+    message = failure(place_with_coordinator, text, workers=3)
+    assert message.startswith(f"worker 1 ended with exit code {code} ")
 
 
 def test_evicted_incarnation_reports_its_eviction_and_no_error(place_with_coordinator: Place) -> None:
@@ -303,8 +303,8 @@ say("whole")
 
 
 def test_run_that_all_workers_left_early_is_not_complete(place_with_coordinator: Place) -> None:
-    said = failure(place_with_coordinator, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
-    assert said.startswith("all workers have left before the end, as they were asked to")
+    message = failure(place_with_coordinator, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
+    assert message.startswith("all workers have left before the end, as they were asked to")
 
 
 def test_worker_declared_failed_is_not_waited_for_at_the_end(place_with_coordinator: Place) -> None:
@@ -359,8 +359,8 @@ def test_coordinator_that_fails_repeatedly_ends_the_run(place_with_coordinator: 
         "if '\"type\":\"coordinator\"' in os.environ.get('STRETTO_CONFIG', ''):\n"
         "    os._exit(open('coordinators', 'a').write('.') + 2)"
     )
-    said = failure(place_with_coordinator, "time.sleep(60)", workers=2, restarts=1)
-    assert said.startswith("the coordinator ended with exit code 3 and named no error")
+    message = failure(place_with_coordinator, "time.sleep(60)", workers=2, restarts=1)
+    assert message.startswith("the coordinator ended with exit code 3 and named no error")
     assert Path("coordinators").read_text() == ".."
 
 
@@ -400,8 +400,8 @@ until("asked")
 def test_error_of_a_server_ends_the_run(place: Place) -> None:
     place.service('raise ValueError("in the shard")')
     place.coordinator()
-    said = failure(place, "time.sleep(60)", workers=2, recipe="async_sgd")
-    assert said.startswith("server 0 failed: ValueError: in the shard")
+    message = failure(place, "time.sleep(60)", workers=2, recipe="async_sgd")
+    assert message.startswith("server 0 failed: ValueError: in the shard")
 
 
 @pytest.mark.parametrize("plain", [False, True])
