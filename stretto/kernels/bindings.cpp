@@ -1,4 +1,4 @@
-// The kernels for Python: tensors in, checked; tensors out. The interpreter's lock is free while they work.
+// Python bindings: check input tensors, release the interpreter's lock, return new tensors.
 #include "kernels.hpp"
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace {
 template <class T> using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T> using Given = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
 using In = Flat<const float>;
-using Owed = std::optional<Flat<float>>;
+using OptionalIn = std::optional<Flat<float>>;
 
 template <class T> Given<T> give(Array<T> array) {
     size_t size = array.size();
@@ -39,10 +39,10 @@ size_t length(const In &x) {
     return x.size();
 }
 
-float *fitting(const In &x, const Owed &owed) {
-    if (!owed) return nullptr;
-    require(owed->size() == x.size(), "the residual has another length");
-    return owed->data();
+float *fitting(const In &x, const OptionalIn &error) {
+    if (!error) return nullptr;
+    require(error->size() == x.size(), "the residual has another length");
+    return error->data();
 }
 
 size_t positive(int64_t number, const char *what) {
@@ -67,38 +67,38 @@ int known(int levels) {
     return levels;
 }
 
-nb::tuple largest(In x, Owed owed, int64_t k, size_t threads) {
+nb::tuple largest(In x, OptionalIn error, int64_t k, size_t threads) {
     size_t n = length(x), wanted = not_negative(k, "k is negative");
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     auto found = unlocked([&] { return take_largest(x.data(), residual, n, wanted, threads); });
     return give(std::move(found.indices), std::move(found.values));
 }
 
-nb::tuple largest_per_chunk(In x, Owed owed, int64_t chunk, int64_t k, size_t threads) {
+nb::tuple largest_per_chunk(In x, OptionalIn error, int64_t chunk, int64_t k, size_t threads) {
     size_t n = length(x), wanted = not_negative(k, "k is negative"), size = positive(chunk, "a chunk holds nothing");
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     auto found = unlocked([&] { return take_largest_per_chunk(x.data(), residual, n, size, wanted, threads); });
     return give(std::move(found.indices), std::move(found.values));
 }
 
-nb::tuple above(In x, Owed owed, float tau, size_t threads) {
+nb::tuple above(In x, OptionalIn error, float tau, size_t threads) {
     size_t n = length(x);
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     auto found = unlocked([&] { return take_above(x.data(), residual, n, tau, threads); });
     return give(std::move(found.indices), std::move(found.values));
 }
 
-nb::tuple moved_further(In x, Owed owed, In moved, float scale, size_t threads) {
+nb::tuple moved_further(In x, OptionalIn error, In moved, float scale, size_t threads) {
     size_t n = length(x);
-    float *residual = fitting(x, owed);
-    require(moved.size() == n, "what moved has another length");
+    float *residual = fitting(x, error);
+    require(moved.size() == n, "the move has another length");
     auto found = unlocked([&] { return take_moved(x.data(), residual, moved.data(), n, scale, threads); });
     return give(std::move(found.indices), std::move(found.values));
 }
 
-nb::tuple threshold(In x, Owed owed, float tau, size_t threads) {
+nb::tuple threshold(In x, OptionalIn error, float tau, size_t threads) {
     size_t n = length(x);
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     auto found = unlocked([&] { return take_threshold(x.data(), residual, n, tau, threads); });
     return give(std::move(found.indices), std::move(found.negative));
 }
@@ -120,9 +120,9 @@ void add_values(Flat<float> total, Flat<const int32_t> indices, In values) {
     unlocked([&] { add_at(total.data(), total.size(), indices.data(), values.data(), values.size()); });
 }
 
-nb::tuple signs(In x, Owed owed, int64_t bucket, bool two, size_t threads) {
+nb::tuple signs(In x, OptionalIn error, int64_t bucket, bool two, size_t threads) {
     size_t n = length(x), size = positive(bucket, "a bucket holds nothing");
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     auto coded = unlocked([&] { return sign_pack(x.data(), residual, n, size, two, threads); });
     return give(std::move(coded.packed), std::move(coded.scales));
 }
@@ -133,10 +133,10 @@ void add_signs(Flat<float> total, Flat<const uint8_t> packed, In scales, int64_t
     unlocked([&] { add_sign(total.data(), n, packed.data(), scales.data(), size, threads); });
 }
 
-nb::tuple levels_of(In x, Owed owed, int levels, int64_t bucket, bool l2, bool stochastic, uint32_t seed,
+nb::tuple levels_of(In x, OptionalIn error, int levels, int64_t bucket, bool l2, bool stochastic, uint32_t seed,
                     size_t threads) {
     size_t n = length(x), size = positive(bucket, "a bucket holds nothing");
-    float *residual = fitting(x, owed);
+    float *residual = fitting(x, error);
     known(levels);
     auto coded = unlocked(
         [&] { return quantise(x.data(), residual, n, levels, size, l2, stochastic, seed, threads); });
@@ -155,23 +155,23 @@ void add_levels(Flat<float> total, Flat<const uint8_t> packed, In scales, int le
 NB_MODULE(_native, m) {
     m.doc() = "The kernels in C++; stretto.kernels.native says what each does.";
     auto x = [] { return nb::arg("x").noconvert(); };
-    auto owed = [] { return nb::arg("owed").noconvert().none(); };
+    auto residual = [] { return nb::arg("residual").noconvert().none(); };
     m.attr("SOURCES") = STRETTO_SOURCES;
-    m.def("take_largest", &largest, x(), owed(), nb::arg("k"), nb::arg("threads"));
-    m.def("take_largest_per_chunk", &largest_per_chunk, x(), owed(), nb::arg("chunk"), nb::arg("k"),
+    m.def("take_largest", &largest, x(), residual(), nb::arg("k"), nb::arg("threads"));
+    m.def("take_largest_per_chunk", &largest_per_chunk, x(), residual(), nb::arg("chunk"), nb::arg("k"),
           nb::arg("threads"));
-    m.def("take_above", &above, x(), owed(), nb::arg("tau"), nb::arg("threads"));
-    m.def("take_moved", &moved_further, x(), owed(), nb::arg("moved").noconvert(), nb::arg("scale"),
+    m.def("take_above", &above, x(), residual(), nb::arg("tau"), nb::arg("threads"));
+    m.def("take_moved", &moved_further, x(), residual(), nb::arg("moved").noconvert(), nb::arg("scale"),
           nb::arg("threads"));
-    m.def("take_threshold", &threshold, x(), owed(), nb::arg("tau"), nb::arg("threads"));
+    m.def("take_threshold", &threshold, x(), residual(), nb::arg("tau"), nb::arg("threads"));
     m.def("pack_indices", &pack, nb::arg("indices").noconvert(), nb::arg("n"));
     m.def("unpack_indices", &unpack, nb::arg("message").noconvert(), nb::arg("n"));
     m.def("add_at", &add_values, nb::arg("total").noconvert(), nb::arg("indices").noconvert(),
           nb::arg("values").noconvert());
-    m.def("sign_pack", &signs, x(), owed(), nb::arg("bucket"), nb::arg("two"), nb::arg("threads"));
+    m.def("sign_pack", &signs, x(), residual(), nb::arg("bucket"), nb::arg("two"), nb::arg("threads"));
     m.def("add_sign", &add_signs, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("bucket"), nb::arg("threads"));
-    m.def("quantise", &levels_of, x(), owed(), nb::arg("levels"), nb::arg("bucket"), nb::arg("l2"),
+    m.def("quantise", &levels_of, x(), residual(), nb::arg("levels"), nb::arg("bucket"), nb::arg("l2"),
           nb::arg("stochastic"), nb::arg("seed"), nb::arg("threads"));
     m.def("add_quantised", &add_levels, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("levels"), nb::arg("bucket"), nb::arg("threads"));

@@ -1,4 +1,4 @@
-// Ascending indices in few bytes; the format is stated in reference/places.py.
+// Encoding of ascending indices; the format is described in reference/index_coding.py.
 #include "kernels.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 constexpr uint8_t ALL = 253, BITMAP = 254;
 constexpr int MOST_LOW_BITS = 30, TRIED = 4;
 
-// Little-endian bits into an array that has room for them and eight bytes more.
+// Writes little-endian bits into an array with room for them and eight more bytes.
 class Writer {
   public:
     explicit Writer(uint8_t *at) : at_(at) {}
@@ -37,12 +37,12 @@ class Writer {
     int filled_ = 0;
 };
 
-// The same backwards; behind the end there are zeros, and `past` says that one was read.
+// Reads these bits; bits after the end are zeros, and `past` is set when one was read.
 class Reader {
   public:
     Reader(const uint8_t *from, const uint8_t *to) : at_(from), to_(to) {}
 
-    // The gap, or -1 where it is not below `most`.
+    // Returns the gap, or -1 if it is not below `most`.
     int64_t gap(int low, uint64_t most) {
         uint64_t ones = 0;
         for (;;) {
@@ -171,7 +171,7 @@ Unpacked all_of(size_t n) {
 Unpacked from_bitmap(const uint8_t *message, size_t length, size_t n) {
     size_t bytes = (n + 7) / 8;
     if (length < 1 + bytes) throw std::invalid_argument("a bitmap of indices is cut off");
-    if (n % 8 && message[bytes] >> n % 8) throw std::invalid_argument("a bitmap has more ones behind its end");
+    if (n % 8 && message[bytes] >> n % 8) throw std::invalid_argument("a bitmap has ones after its end");
     Array<int32_t> indices;
     for (size_t byte = 0; byte < bytes; ++byte) {
         int32_t *at = indices.end_with_room(8);
@@ -199,14 +199,14 @@ Unpacked from_rice(const uint8_t *message, size_t length, size_t n) {
     size_t start = 1;
     uint64_t count = varint(message, length, start);
     if (count < 1 || count > n || count * uint64_t(low + 1) > 8 * uint64_t(length - start))
-        throw std::invalid_argument("a message about indices speaks of none, or of more than it holds");
+        throw std::invalid_argument("a message about indices has a count of 0, or above what it holds");
     Array<int32_t> indices(count);
     Reader reader(message + start, message + length);
     int64_t previous = -1;
     for (size_t i = 0; i < count; ++i) {
         int64_t gap = reader.gap(low, n);
         if (gap < 0 || previous + 1 + gap >= int64_t(n))
-            throw std::invalid_argument("a message about indices is cut off or names a place outside the tensor");
+            throw std::invalid_argument("a message about indices is cut off or has an index outside the tensor");
         previous += 1 + gap;
         indices[i] = int32_t(previous);
     }
@@ -234,7 +234,7 @@ Unpacked unpack_indices(const uint8_t *message, size_t length, size_t n) {
     if (message[0] == ALL && n) return all_of(n);
     if (message[0] == BITMAP) return from_bitmap(message, length, n);
     if (message[0] <= MOST_LOW_BITS) return from_rice(message, length, n);
-    throw std::invalid_argument("this is no kind of message about indices");
+    throw std::invalid_argument("this is not a message about indices");
 }
 
 }  // namespace stretto

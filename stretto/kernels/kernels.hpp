@@ -1,4 +1,4 @@
-// What the kernels share: numbers as bits, arrays that grow, work cut into parts for threads.
+// Shared by the kernels: numbers as bits, growing arrays, division of work among threads.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-// One binary for all x86-64: the functions so marked are compiled for several levels, and the loader takes the best
-// that the processor has. Elsewhere they are plain functions.
+// One binary for all x86-64: functions with this mark are compiled for several levels, and the loader selects the best
+// that the processor supports. On other machines they are plain functions.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
 #if __GNUC__ >= 12
 #define EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -36,8 +36,8 @@ namespace stretto {
 
 using std::size_t;
 
-constexpr size_t BLOCK = 64;              // numbers that are looked at together
-constexpr size_t GRAIN = size_t{1} << 17;  // numbers for which a further thread pays
+constexpr size_t BLOCK = 64;              // numbers processed together
+constexpr size_t GRAIN = size_t{1} << 17;  // numbers that justify a further thread
 
 INLINE uint32_t bits_of(float x) {
     uint32_t bits;
@@ -51,7 +51,7 @@ INLINE float from_bits(uint32_t bits) {
     return x;
 }
 
-// The magnitude as a whole number of the same order: |a| < |b| exactly where key(a) < key(b).
+// The magnitude as a whole number of the same order: |a| < |b| if and only if key(a) < key(b).
 INLINE uint32_t key_of(float x) { return bits_of(x) & 0x7fffffffu; }
 
 INLINE int lowest_bit(uint64_t bits) {
@@ -64,7 +64,7 @@ INLINE int lowest_bit(uint64_t bits) {
 #endif
 }
 
-// 64 bytes that are 0 or 1 as bits, the first the least significant.
+// Packs 64 bytes of 0 or 1 into bits, the first the least significant.
 INLINE uint64_t mask_of(const uint8_t *flags) {
     uint64_t mask = 0;
     for (int group = 0; group < 8; ++group) {
@@ -75,7 +75,7 @@ INLINE uint64_t mask_of(const uint8_t *flags) {
     return mask;
 }
 
-// An array from malloc that can be handed over.
+// An array from malloc whose ownership can be passed on.
 template <class T> class Array {
   public:
     Array() = default;
@@ -99,7 +99,7 @@ template <class T> class Array {
     size_t size() const { return size_; }
     T &operator[](size_t at) { return data_[at]; }
 
-    // Room for `more` at the end, which the caller fills and counts with `grown`.
+    // Reserves room for `more` at the end, which the caller fills and counts with `grown`.
     T *end_with_room(size_t more) {
         if (size_ + more > room_) resize_room(2 * size_ + more);
         return data_ + size_;
@@ -152,7 +152,7 @@ template <class Work> void together(size_t count, const Work &work) {
     for (size_t part = 1; part < count; ++part) {
         try {
             threads.emplace_back(guarded, part);
-        } catch (const std::exception &) {  // no further thread is to be had
+        } catch (const std::exception &) {  // no further thread can be started
             guarded(part);
         }
     }
@@ -162,7 +162,7 @@ template <class Work> void together(size_t count, const Work &work) {
         if (one) std::rethrow_exception(one);
 }
 
-// select.cpp
+// sparsify.cpp
 struct Picks {
     Array<int32_t> indices;
     Array<float> values;
@@ -171,25 +171,25 @@ struct Steps {
     Array<int32_t> indices;
     Array<uint8_t> negative;
 };
-Picks take_largest(const float *x, float *owed, size_t n, size_t k, size_t threads);
-Picks take_largest_per_chunk(const float *x, float *owed, size_t n, size_t chunk, size_t k, size_t threads);
-Picks take_above(const float *x, float *owed, size_t n, float tau, size_t threads);
-Picks take_moved(const float *x, float *owed, const float *moved, size_t n, float scale, size_t threads);
-Steps take_threshold(const float *x, float *owed, size_t n, float tau, size_t threads);
+Picks take_largest(const float *x, float *residual, size_t n, size_t k, size_t threads);
+Picks take_largest_per_chunk(const float *x, float *residual, size_t n, size_t chunk, size_t k, size_t threads);
+Picks take_above(const float *x, float *residual, size_t n, float tau, size_t threads);
+Picks take_moved(const float *x, float *residual, const float *moved, size_t n, float scale, size_t threads);
+Steps take_threshold(const float *x, float *residual, size_t n, float tau, size_t threads);
 void add_at(float *total, size_t n, const int32_t *indices, const float *values, size_t count);
 
-// places.cpp
+// index_coding.cpp
 Array<uint8_t> pack_indices(const int32_t *indices, size_t count, size_t n);
 std::pair<Array<int32_t>, size_t> unpack_indices(const uint8_t *message, size_t length, size_t n);
 
-// dense.cpp
+// quantize.cpp
 struct Coded {
     Array<uint8_t> packed;
     Array<float> scales;
 };
-Coded sign_pack(const float *x, float *owed, size_t n, size_t bucket, bool two, size_t threads);
+Coded sign_pack(const float *x, float *residual, size_t n, size_t bucket, bool two, size_t threads);
 void add_sign(float *total, size_t n, const uint8_t *packed, const float *scales, size_t bucket, size_t threads);
-Coded quantise(const float *x, float *owed, size_t n, int levels, size_t bucket, bool l2, bool stochastic,
+Coded quantise(const float *x, float *residual, size_t n, int levels, size_t bucket, bool l2, bool stochastic,
                uint32_t seed, size_t threads);
 void add_quantised(float *total, size_t n, const uint8_t *packed, const float *scales, int levels, size_t bucket,
                    size_t threads);

@@ -1,4 +1,4 @@
-// Every number in few bits: signs with two magnitudes a bucket, and levels of a bucket's norm.
+// Quantisation: signs with two magnitudes a bucket, and levels of a bucket's norm.
 #include "kernels.hpp"
 
 #include <algorithm>
@@ -17,18 +17,18 @@ std::vector<Range> bucket_parts(size_t n, size_t threads, size_t bucket) {
     return parts(n, threads, ALIGNED / greatest_common(ALIGNED, bucket) * bucket);
 }
 
-// a = owed + x of one tile, into `owed` where there is one.
-template <bool OWED> INLINE void tile_of(const float *x, float *owed, size_t length, float *a) {
+// Computes a = residual + x of one tile, also into `residual` if there is one.
+template <bool RESIDUAL> INLINE void tile_of(const float *x, float *residual, size_t length, float *a) {
     for (size_t j = 0; j < length; ++j) {
-        float sum = OWED ? owed[j] + x[j] : x[j];
+        float sum = RESIDUAL ? residual[j] + x[j] : x[j];
         a[j] = sum;
-        if (OWED) owed[j] = sum;
+        if (RESIDUAL) residual[j] = sum;
     }
 }
 
 // ---- sums in float64 ------------------------------------------------------------------------------------------------
-// LANES running sums, number i in lane i mod LANES, added up in their order at the end: whatever the processor and the
-// threads, the same. Each is within n / 2^53 of the exact sum, so rounded to float32 it is the reference's or its
+// LANES running sums, number i in lane i mod LANES, added in order at the end: equal for all processors and thread
+// counts. Each is within n / 2^53 of the exact sum, so rounded to float32 it is the reference's or its
 // neighbour.
 
 constexpr size_t LANES = 16;
@@ -59,7 +59,7 @@ struct Lanes {
 
 // ---- signs ---------------------------------------------------------------------------------------------------------
 
-// `count` bits from position `at` on; the bytes are zero before.
+// Writes `count` bits from position `at`, into bytes that are zero.
 INLINE void put_bits(uint8_t *packed, size_t at, uint64_t mask, size_t count) {
     if (at % 8 == 0) {
         for (size_t byte = 0; byte < (count + 7) / 8; ++byte) packed[at / 8 + byte] |= uint8_t(mask >> 8 * byte);
@@ -89,14 +89,14 @@ INLINE size_t ones(uint64_t mask) {
 #endif
 }
 
-// First pass over one bucket: a = owed + x, the bits, the sums.
-template <bool OWED, bool TWO>
-INLINE Sums sign_sums(const float *x, float *owed, size_t first, size_t count, uint8_t *packed) {
+// First pass over one bucket: a = residual + x, the bits, the sums.
+template <bool RESIDUAL, bool TWO>
+INLINE Sums sign_sums(const float *x, float *residual, size_t first, size_t count, uint8_t *packed) {
     Lanes above, below;
     size_t positive = 0;
     auto step = [&](size_t at, size_t length) INLINE_LAMBDA {
         float a[BLOCK] = {};
-        tile_of<OWED>(x + at, owed + at, length, a);
+        tile_of<RESIDUAL>(x + at, residual + at, length, a);
         uint64_t mask = signs_of(a);
         if (length < BLOCK) mask &= (uint64_t{1} << length) - 1;
         put_bits(packed, at, mask, length);
@@ -125,31 +125,31 @@ void sign_scales(const Sums &sums, size_t count, bool two, float *scales) {
     scales[1] = rounded(above);
 }
 
-INLINE void less_signs(float *owed, size_t count, float low, float high) {
-    for (size_t j = 0; j < count; ++j) owed[j] -= owed[j] >= 0.0f ? high : low;
+INLINE void less_signs(float *residual, size_t count, float low, float high) {
+    for (size_t j = 0; j < count; ++j) residual[j] -= residual[j] >= 0.0f ? high : low;
 }
 
-template <bool OWED, bool TWO>
-INLINE void signs(const float *x, float *owed, Range range, size_t bucket, uint8_t *packed, float *scales) {
+template <bool RESIDUAL, bool TWO>
+INLINE void signs(const float *x, float *residual, Range range, size_t bucket, uint8_t *packed, float *scales) {
     for (size_t at = range.from; at < range.to; at += bucket) {
         size_t count = std::min(bucket, range.to - at);
         float *pair = scales + at / bucket * 2;
-        sign_scales(sign_sums<OWED, TWO>(x, owed, at, count, packed), count, TWO, pair);
-        if (OWED) less_signs(owed + at, count, pair[0], pair[1]);
+        sign_scales(sign_sums<RESIDUAL, TWO>(x, residual, at, count, packed), count, TWO, pair);
+        if (RESIDUAL) less_signs(residual + at, count, pair[0], pair[1]);
     }
 }
 
-#define SIGNS(name, OWED, TWO)                                                                                         \
-    EACH_CPU void name(const float *x, float *owed, Range range, size_t bucket, uint8_t *packed, float *scales) {      \
-        signs<OWED, TWO>(x, owed, range, bucket, packed, scales);                                                      \
+#define SIGNS(name, RESIDUAL, TWO)                                                                                     \
+    EACH_CPU void name(const float *x, float *residual, Range range, size_t bucket, uint8_t *packed, float *scales) {  \
+        signs<RESIDUAL, TWO>(x, residual, range, bucket, packed, scales);                                              \
     }
 
-SIGNS(signs_owed_two, true, true)
-SIGNS(signs_owed_one, true, false)
+SIGNS(signs_residual_two, true, true)
+SIGNS(signs_residual_one, true, false)
 SIGNS(signs_two, false, true)
 SIGNS(signs_one, false, false)
 
-// The bits of a byte as eight bytes that are 0 or not.
+// Expands the bits of a byte to eight bytes, zero or nonzero.
 INLINE void spread(uint8_t byte, uint8_t *flags) {
     uint64_t eight = byte * 0x0101010101010101u & 0x8040201008040201u;
     std::memcpy(flags, &eight, 8);
@@ -183,7 +183,7 @@ INLINE float noise_of(uint32_t start, uint32_t i) {
     return float(int32_t(z >> 8)) * 0x1p-24f;
 }
 
-// Codes of s levels into few bits, in runs that need not fill whole bytes.
+// Packs codes of s levels, in runs that need not fill whole bytes.
 template <int S> class Packer {
   public:
     explicit Packer(uint8_t *out) : out_(out) {}
@@ -228,12 +228,12 @@ template <int S> class Packer {
     uint8_t *out_;
 };
 
-// First pass over one bucket: a = owed + x, and its norm.
-template <bool OWED> INLINE float length_of(const float *x, float *owed, size_t count) {
+// First pass over one bucket: a = residual + x, and its norm.
+template <bool RESIDUAL> INLINE float length_of(const float *x, float *residual, size_t count) {
     Lanes lanes;
     auto step = [&](size_t at, size_t length) INLINE_LAMBDA {
         float a[BLOCK] = {};
-        tile_of<OWED>(x + at, owed + at, length, a);
+        tile_of<RESIDUAL>(x + at, residual + at, length, a);
         lanes.add_squares(a);
     };
     size_t at = 0;
@@ -242,30 +242,30 @@ template <bool OWED> INLINE float length_of(const float *x, float *owed, size_t 
     return float(std::min(std::sqrt(lanes.total()), double(MOST)));
 }
 
-template <bool OWED> INLINE float largest(const float *x, float *owed, size_t count) {
+template <bool RESIDUAL> INLINE float largest(const float *x, float *residual, size_t count) {
     uint32_t most = 0;
     for (size_t j = 0; j < count; ++j) {
-        float a = OWED ? owed[j] + x[j] : x[j];
-        if (OWED) owed[j] = a;
+        float a = RESIDUAL ? residual[j] + x[j] : x[j];
+        if (RESIDUAL) residual[j] = a;
         most = std::max(most, key_of(a));
     }
     return std::min(from_bits(most), MOST);
 }
 
-// Second pass over one bucket. `start` is where the noise's counter begins; without noise it is not used.
-template <int S, bool OWED, bool NOISE>
-INLINE void levels_of(const float *x, float *owed, size_t at, size_t count, float norm, uint32_t start,
+// Second pass over one bucket. `start` is the first value of the noise's counter; unused without noise.
+template <int S, bool RESIDUAL, bool NOISE>
+INLINE void levels_of(const float *x, float *residual, size_t at, size_t count, float norm, uint32_t start,
                       Packer<S> &packer) {
     const float step = norm / float(S), s = float(S), size = norm > 0.0f ? norm : 1.0f;  // of zeros, all are 0
     auto code = [&](size_t from, size_t length) INLINE_LAMBDA {
-        uint8_t codes[BLOCK];  // of its own: what is written through a pointer to bytes may be anything
+        uint8_t codes[BLOCK];  // a local array: bytes written through a pointer may alias anything
         for (size_t j = 0; j < length; ++j) {
-            float a = OWED ? owed[from + j] : x[from + j];
+            float a = RESIDUAL ? residual[from + j] : x[from + j];
             float upper = std::fabs(a) / size * s + (NOISE ? noise_of(start, uint32_t(from + j)) : 0.5f);
             int32_t level = int32_t(upper < s ? upper : s);
             int32_t signed_level = bits_of(a) >> 31 ? -level : level;
             codes[j] = uint8_t(signed_level + S);
-            if (OWED) owed[from + j] = a - float(signed_level) * step;
+            if (RESIDUAL) residual[from + j] = a - float(signed_level) * step;
         }
         packer.put(codes, length);
     };
@@ -274,27 +274,29 @@ INLINE void levels_of(const float *x, float *owed, size_t at, size_t count, floa
     if (from < end) code(from, end - from);
 }
 
-template <int S, bool OWED, bool NOISE>
-INLINE void quantised(const float *x, float *owed, Range range, size_t bucket, bool l2, uint32_t start, uint8_t *packed,
+template <int S, bool RESIDUAL, bool NOISE>
+INLINE void quantised(const float *x, float *residual, Range range, size_t bucket, bool l2, uint32_t start,
+    uint8_t *packed,
                       float *scales) {
     Packer<S> packer(packed);
     for (size_t at = range.from; at < range.to; at += bucket) {
         size_t count = std::min(bucket, range.to - at);
-        float norm = l2 ? length_of<OWED>(x + at, owed + at, count) : largest<OWED>(x + at, owed + at, count);
+        float norm = l2 ? length_of<RESIDUAL>(x + at, residual + at, count) : largest<RESIDUAL>(x + at, residual + at,
+            count);
         scales[at / bucket] = norm;
-        levels_of<S, OWED, NOISE>(x, owed, at, count, norm, start, packer);
+        levels_of<S, RESIDUAL, NOISE>(x, residual, at, count, norm, start, packer);
     }
     packer.finish();
 }
 
-#define QUANTISED(name, S, OWED, NOISE)                                                                                \
-    EACH_CPU void name(const float *x, float *owed, Range range, size_t bucket, bool l2, uint32_t start,               \
+#define QUANTISED(name, S, RESIDUAL, NOISE)                                                                            \
+    EACH_CPU void name(const float *x, float *residual, Range range, size_t bucket, bool l2, uint32_t start,           \
                        uint8_t *packed, float *scales) {                                                               \
-        quantised<S, OWED, NOISE>(x, owed, range, bucket, l2, start, packed, scales);                                  \
+        quantised<S, RESIDUAL, NOISE>(x, residual, range, bucket, l2, start, packed, scales);                          \
     }
 #define QUANTISED_OF(S)                                                                                                \
-    QUANTISED(nearest_owed_##S, S, true, false)                                                                        \
-    QUANTISED(noisy_owed_##S, S, true, true)                                                                           \
+    QUANTISED(nearest_residual_##S, S, true, false)                                                                    \
+    QUANTISED(noisy_residual_##S, S, true, true)                                                                       \
     QUANTISED(nearest_##S, S, false, false)                                                                            \
     QUANTISED(noisy_##S, S, false, true)
 
@@ -302,7 +304,7 @@ QUANTISED_OF(127)
 QUANTISED_OF(7)
 QUANTISED_OF(1)
 
-// The codes of five digits to base 3; of bytes that no packing gives, some.
+// Codes of five digits to base 3; bytes that no packing produces decode to some codes.
 struct Trits {
     uint8_t five[256][8];
     Trits() {
@@ -312,7 +314,7 @@ struct Trits {
 };
 const Trits TRITS;
 
-// At most BLOCK codes from number `at` on: unpacked into `room` (16 bytes longer), or where they are.
+// Returns at most BLOCK codes from number `at`: unpacked into `room` (16 bytes longer), or in place.
 template <int S> INLINE const uint8_t *codes_of(const uint8_t *packed, size_t at, size_t length, uint8_t *room) {
     if (S == 127) return packed + at;
     if (S == 7) {
@@ -355,26 +357,26 @@ ADD_LEVELS(add_levels_1, 1)
 
 using Quantise = void (*)(const float *, float *, Range, size_t, bool, uint32_t, uint8_t *, float *);
 
-Quantise quantise_of(int levels, bool owed, bool noise) {
+Quantise quantise_of(int levels, bool residual, bool noise) {
     static constexpr int size[] = {127, 7, 1};
-    static const Quantise found[][4] = {{nearest_127, noisy_127, nearest_owed_127, noisy_owed_127},
-                                        {nearest_7, noisy_7, nearest_owed_7, noisy_owed_7},
-                                        {nearest_1, noisy_1, nearest_owed_1, noisy_owed_1}};
+    static const Quantise found[][4] = {{nearest_127, noisy_127, nearest_residual_127, noisy_residual_127},
+                                        {nearest_7, noisy_7, nearest_residual_7, noisy_residual_7},
+                                        {nearest_1, noisy_1, nearest_residual_1, noisy_residual_1}};
     int row = 0;
     while (size[row] != levels) ++row;
-    return found[row][2 * owed + noise];
+    return found[row][2 * residual + noise];
 }
 
 }  // namespace
 
 size_t packed_bytes(size_t n, int levels) { return levels == 127 ? n : levels == 7 ? (n + 1) / 2 : (n + 4) / 5; }
 
-Coded sign_pack(const float *x, float *owed, size_t n, size_t bucket, bool two, size_t threads) {
+Coded sign_pack(const float *x, float *residual, size_t n, size_t bucket, bool two, size_t threads) {
     Coded coded{Array<uint8_t>((n + 7) / 8, true), Array<float>((n + bucket - 1) / bucket * 2)};
-    auto work = owed ? (two ? signs_owed_two : signs_owed_one) : (two ? signs_two : signs_one);
+    auto work = residual ? (two ? signs_residual_two : signs_residual_one) : (two ? signs_two : signs_one);
     auto ranges = bucket_parts(n, threads, bucket);
     together(ranges.size(), [&](size_t part) {
-        work(x, owed, ranges[part], bucket, coded.packed.data(), coded.scales.data());
+        work(x, residual, ranges[part], bucket, coded.packed.data(), coded.scales.data());
     });
     return coded;
 }
@@ -384,14 +386,14 @@ void add_sign(float *total, size_t n, const uint8_t *packed, const float *scales
     together(ranges.size(), [&](size_t part) { add_signs(total, ranges[part], packed, scales, bucket); });
 }
 
-Coded quantise(const float *x, float *owed, size_t n, int levels, size_t bucket, bool l2, bool stochastic,
+Coded quantise(const float *x, float *residual, size_t n, int levels, size_t bucket, bool l2, bool stochastic,
                uint32_t seed, size_t threads) {
     Coded coded{Array<uint8_t>(packed_bytes(n, levels)), Array<float>((n + bucket - 1) / bucket)};
-    auto work = quantise_of(levels, owed != nullptr, stochastic);
+    auto work = quantise_of(levels, residual != nullptr, stochastic);
     auto ranges = bucket_parts(n, threads, bucket);
     together(ranges.size(), [&](size_t part) {
         uint8_t *packed = coded.packed.data() + packed_bytes(ranges[part].from, levels);
-        work(x, owed, ranges[part], bucket, l2, seed * 0x9E3779B9u, packed, coded.scales.data());
+        work(x, residual, ranges[part], bucket, l2, seed * 0x9E3779B9u, packed, coded.scales.data());
     });
     return coded;
 }

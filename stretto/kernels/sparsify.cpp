@@ -1,4 +1,4 @@
-// Which numbers are sent: one pass that adds the residual, selects, and takes what is sent out of the residual.
+// Selection: one pass that adds the residual, selects numbers, and subtracts them from the residual.
 #include "kernels.hpp"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace stretto {
 namespace {
 
-// ---- rules: which numbers, and what is left of them ---------------------------------------------------------------
+// ---- rules: selection, and the rest in the residual ---------------------------------------------------------------
 
 struct Above {  // |a| >= tau, taken whole
     float tau;
@@ -35,7 +35,7 @@ struct Step {  // |a| >= tau, +-tau is taken
     INLINE float left(float a) const { return a < 0 ? a + tau : a - tau; }
 };
 
-struct Candidates {  // at least a key; nothing is taken yet
+struct Candidates {  // keys of at least `least`; nothing is taken yet
     uint32_t least;
     using Said = float;
     INLINE bool hit(float a, size_t) const { return key_of(a) >= least; }
@@ -53,15 +53,15 @@ template <class Rule> struct Found {
     bool complete = true;
 };
 
-// What `rule` says of one block, whose first number is the i-th; `length` is BLOCK but at the end.
-template <class Rule, bool OWED>
-INLINE void block_of(const float *x, float *owed, size_t i, size_t length, const Rule &rule, Found<Rule> &found) {
+// Applies `rule` to one block from number i; `length` is BLOCK except at the end.
+template <class Rule, bool RESIDUAL>
+INLINE void block_of(const float *x, float *residual, size_t i, size_t length, const Rule &rule, Found<Rule> &found) {
     float a[BLOCK];
     uint32_t any = 0;
     for (size_t j = 0; j < length; ++j) {
-        float sum = OWED ? owed[i + j] + x[i + j] : x[i + j];
+        float sum = RESIDUAL ? residual[i + j] + x[i + j] : x[i + j];
         a[j] = sum;
-        if (OWED) owed[i + j] = sum;
+        if (RESIDUAL) residual[i + j] = sum;
         any |= rule.hit(sum, i + j) ? 1u : 0u;
     }
     if (!any || !found.complete) return;
@@ -75,26 +75,27 @@ INLINE void block_of(const float *x, float *owed, size_t i, size_t length, const
         size_t j = size_t(lowest_bit(mask));
         indices[count] = int32_t(i + j);
         said[count] = rule.said(a[j]);
-        if (OWED) owed[i + j] = rule.left(a[j]);
+        if (RESIDUAL) residual[i + j] = rule.left(a[j]);
     }
     found.indices.grown(count);
     found.said.grown(count);
 }
 
-template <class Rule, bool OWED>
-INLINE void pass(const float *x, float *owed, Range range, Rule rule, size_t limit, Found<Rule> &found) {
+template <class Rule, bool RESIDUAL>
+INLINE void pass(const float *x, float *residual, Range range, Rule rule, size_t limit, Found<Rule> &found) {
     size_t i = range.from;
     for (; i + BLOCK <= range.to; i += BLOCK) {
-        block_of<Rule, OWED>(x, owed, i, BLOCK, rule, found);
+        block_of<Rule, RESIDUAL>(x, residual, i, BLOCK, rule, found);
         if (found.indices.size() > limit) found.complete = false;
     }
-    if (i < range.to) block_of<Rule, OWED>(x, owed, i, range.to - i, rule, found);
+    if (i < range.to) block_of<Rule, RESIDUAL>(x, residual, i, range.to - i, rule, found);
     if (found.indices.size() > limit) found.complete = false;
 }
 
 #define PASS(Rule)                                                                                                     \
-    EACH_CPU void pass_owed(const float *x, float *owed, Range range, Rule rule, size_t limit, Found<Rule> &found) {   \
-        pass<Rule, true>(x, owed, range, rule, limit, found);                                                          \
+    EACH_CPU void pass_residual(const float *x, float *residual, Range range, Rule rule, size_t limit,                 \
+        Found<Rule> &found) {                                                                                          \
+        pass<Rule, true>(x, residual, range, rule, limit, found);                                                      \
     }                                                                                                                  \
     EACH_CPU void pass_plain(const float *x, Range range, Rule rule, size_t limit, Found<Rule> &found) {               \
         pass<Rule, false>(x, nullptr, range, rule, limit, found);                                                      \
@@ -106,9 +107,9 @@ PASS(Step)
 PASS(Candidates)
 
 template <class Rule>
-void collect(const float *x, float *owed, Range range, const Rule &rule, size_t limit, Found<Rule> &found) {
-    if (owed)
-        pass_owed(x, owed, range, rule, limit, found);
+void collect(const float *x, float *residual, Range range, const Rule &rule, size_t limit, Found<Rule> &found) {
+    if (residual)
+        pass_residual(x, residual, range, rule, limit, found);
     else
         pass_plain(x, range, rule, limit, found);
 }
@@ -130,10 +131,10 @@ template <class T> Array<T> joined(std::vector<Array<T>> &pieces) {
 }
 
 template <class Rule>
-Found<Rule> select(const float *x, float *owed, size_t n, Rule rule, size_t threads, size_t limit = NO_LIMIT) {
+Found<Rule> select(const float *x, float *residual, size_t n, Rule rule, size_t threads, size_t limit = NO_LIMIT) {
     auto ranges = parts(n, threads, BLOCK);
     std::vector<Found<Rule>> found(ranges.size());
-    together(ranges.size(), [&](size_t part) { collect(x, owed, ranges[part], rule, limit, found[part]); });
+    together(ranges.size(), [&](size_t part) { collect(x, residual, ranges[part], rule, limit, found[part]); });
     Found<Rule> whole;
     std::vector<Array<int32_t>> indices;
     std::vector<Array<typename Rule::Said>> said;
@@ -149,7 +150,7 @@ Found<Rule> select(const float *x, float *owed, size_t n, Rule rule, size_t thre
 
 // ---- the k largest -------------------------------------------------------------------------------------------------
 
-// The k-th largest key, and how many numbers with just that key are among the k largest.
+// The k-th largest key, and the count of numbers with that key among the k largest.
 struct Cut {
     uint32_t key;
     size_t equal;
@@ -166,8 +167,8 @@ constexpr size_t RUN = 4;
 
 size_t sampled(size_t n) { return std::min(size_t{1} << 16, n / 8 / RUN * RUN); }
 
-// A key that a little more than k numbers reach, by the look of some in short runs from everywhere.
-uint32_t guess(const float *x, const float *owed, size_t n, size_t k) {
+// Estimates a key that slightly more than k numbers reach, from a sample of short runs.
+uint32_t guess(const float *x, const float *residual, size_t n, size_t k) {
     std::vector<uint32_t> keys(sampled(n));
     uint32_t noise = 12345;
     size_t runs = keys.size() / RUN;
@@ -175,7 +176,8 @@ uint32_t guess(const float *x, const float *owed, size_t n, size_t k) {
         noise = noise * 1664525u + 1013904223u;
         size_t begin = n * run / runs, end = n * (run + 1) / runs - RUN;
         size_t at = begin + size_t(uint64_t(noise) * (end - begin + 1) >> 32);
-        for (size_t j = 0; j < RUN; ++j) keys[run * RUN + j] = key_of(owed ? owed[at + j] + x[at + j] : x[at + j]);
+        for (size_t j = 0; j < RUN; ++j) keys[run * RUN + j] = key_of(residual ?
+            residual[at + j] + x[at + j] : x[at + j]);
     }
     double expected = double(keys.size()) * double(k) / double(n);
     size_t rank = size_t(expected + 6 * std::sqrt(expected) + 10);
@@ -184,7 +186,7 @@ uint32_t guess(const float *x, const float *owed, size_t n, size_t k) {
     return keys[rank];
 }
 
-// How many of `a` have each value of `bits` bits of the key at `shift`, among those whose higher bits are `prefix`.
+// Counts the values of `bits` bits of the key at `shift`, among numbers whose higher bits are `prefix`.
 void count_keys(const float *a, size_t n, int shift, int bits, uint32_t prefix, std::vector<size_t> &counts) {
     uint32_t last = (1u << bits) - 1;
     std::vector<uint32_t> some(4u << bits);
@@ -195,7 +197,7 @@ void count_keys(const float *a, size_t n, int shift, int bits, uint32_t prefix, 
     for (size_t i = 0; i < some.size(); ++i) counts[i & last] += some[i];
 }
 
-// The cut in three passes over all of `a`, 11 + 11 + 9 bits of the key at a time: whatever the numbers are.
+// Finds the cut in three passes over all of `a`, by 11 + 11 + 9 bits of the key, for any numbers.
 Cut exact_cut(const float *a, size_t n, size_t k, size_t threads) {
     uint32_t prefix = 0;
     for (int shift : {20, 9, 0}) {
@@ -218,9 +220,9 @@ Cut exact_cut(const float *a, size_t n, size_t k, size_t threads) {
     return {prefix, k};
 }
 
-// Takes what is above the cut, and of the equal ones the first. Writes the k entries from `indices` and `values` on.
+// Takes numbers above the cut, and the first of the equal ones. Writes k entries to `indices` and `values`.
 template <class Place>
-void take(const float *values_from, float *owed, size_t count, const Place &place, Cut cut, int32_t *indices,
+void take(const float *values_from, float *residual, size_t count, const Place &place, Cut cut, int32_t *indices,
           float *values) {
     size_t found = 0;
     for (size_t i = 0; i < count; ++i) {
@@ -234,14 +236,14 @@ void take(const float *values_from, float *owed, size_t count, const Place &plac
         size_t at = place(i);
         indices[found] = int32_t(at);
         values[found++] = a;
-        if (owed) owed[at] = 0.0f;
+        if (residual) residual[at] = 0.0f;
     }
 }
 
-Picks largest_by_counting(const float *a, float *owed, size_t n, size_t k, size_t threads) {
+Picks largest_by_counting(const float *a, float *residual, size_t n, size_t k, size_t threads) {
     Picks picks{Array<int32_t>(k), Array<float>(k)};
     Cut cut = exact_cut(a, n, k, threads);
-    take(a, owed, n, [](size_t i) { return i; }, cut, picks.indices.data(), picks.values.data());
+    take(a, residual, n, [](size_t i) { return i; }, cut, picks.indices.data(), picks.values.data());
     return picks;
 }
 
@@ -275,8 +277,8 @@ Cut cut_of_chunk(const float *a, size_t n, size_t k, std::vector<uint32_t> &keys
     return cut_of(keys, k);
 }
 
-// Writes the entries of what reaches the cut; see `take`.
-EACH_CPU void take_of_chunk(const float *a, float *owed, size_t n, size_t first, Cut cut, int32_t *indices,
+// Writes the entries that reach the cut; see `take`.
+EACH_CPU void take_of_chunk(const float *a, float *residual, size_t n, size_t first, Cut cut, int32_t *indices,
                             float *values) {
     for (size_t i = 0; i < n; i += BLOCK) {
         size_t length = n - i < BLOCK ? n - i : BLOCK;
@@ -293,7 +295,7 @@ EACH_CPU void take_of_chunk(const float *a, float *owed, size_t n, size_t first,
             }
             *indices++ = int32_t(first + i + j);
             *values++ = one;
-            if (owed) owed[i + j] = 0.0f;
+            if (residual) residual[i + j] = 0.0f;
         }
     }
 }
@@ -301,7 +303,7 @@ EACH_CPU void take_of_chunk(const float *a, float *owed, size_t n, size_t first,
 constexpr uint32_t EIGHTH = 1u << 20;  // an eighth of an octave, as a difference of keys
 
 // Each chunk's guess is a little below the cut of the chunk before it; where that was too high, keys are counted.
-void largest_of_chunks(const float *x, float *owed, Range range, size_t chunk, size_t k, int32_t *indices,
+void largest_of_chunks(const float *x, float *residual, Range range, size_t chunk, size_t k, int32_t *indices,
                        float *values) {
     std::vector<uint32_t> keys;
     Found<Candidates> found;
@@ -309,20 +311,21 @@ void largest_of_chunks(const float *x, float *owed, Range range, size_t chunk, s
     for (size_t from = range.from; from < range.to; from += chunk) {
         size_t length = std::min(chunk, range.to - from), wanted = std::min(k, length);
         found.indices.shorten(0), found.said.shorten(0), found.complete = true;
-        collect(x, owed, {from, from + length}, Candidates{least}, 2 * k + length / 4, found);
+        collect(x, residual, {from, from + length}, Candidates{least}, 2 * k + length / 4, found);
         if (!wanted) continue;
         if (found.complete && found.indices.size() >= wanted) {
             keys.resize(found.said.size());
             for (size_t i = 0; i < keys.size(); ++i) keys[i] = key_of(found.said[i]);
             Cut cut = cut_of(keys, wanted);
             const int32_t *places = found.indices.data();
-            take(found.said.data(), owed, keys.size(), [places](size_t i) { return size_t(places[i]); }, cut, indices,
+            take(found.said.data(), residual, keys.size(), [places](size_t i) { return size_t(places[i]); }, cut,
+                indices,
                  values);
             least = cut.key > EIGHTH ? cut.key - EIGHTH : 1;
         } else {
-            const float *a = owed ? owed + from : x + from;
+            const float *a = residual ? residual + from : x + from;
             Cut cut = cut_of_chunk(a, length, wanted, keys);
-            take_of_chunk(a, owed ? owed + from : nullptr, length, from, cut, indices, values);
+            take_of_chunk(a, residual ? residual + from : nullptr, length, from, cut, indices, values);
             least = cut.key > EIGHTH ? cut.key - EIGHTH : 1;
         }
         indices += wanted;
@@ -332,47 +335,48 @@ void largest_of_chunks(const float *x, float *owed, Range range, size_t chunk, s
 
 }  // namespace
 
-Picks take_above(const float *x, float *owed, size_t n, float tau, size_t threads) {
-    auto found = select(x, owed, n, Above{tau}, threads);
+Picks take_above(const float *x, float *residual, size_t n, float tau, size_t threads) {
+    auto found = select(x, residual, n, Above{tau}, threads);
     return {std::move(found.indices), std::move(found.said)};
 }
 
-Picks take_moved(const float *x, float *owed, const float *moved, size_t n, float scale, size_t threads) {
-    auto found = select(x, owed, n, Moved{moved, scale}, threads);
+Picks take_moved(const float *x, float *residual, const float *moved, size_t n, float scale, size_t threads) {
+    auto found = select(x, residual, n, Moved{moved, scale}, threads);
     return {std::move(found.indices), std::move(found.said)};
 }
 
-Steps take_threshold(const float *x, float *owed, size_t n, float tau, size_t threads) {
-    auto found = select(x, owed, n, Step{tau}, threads);
+Steps take_threshold(const float *x, float *residual, size_t n, float tau, size_t threads) {
+    auto found = select(x, residual, n, Step{tau}, threads);
     return {std::move(found.indices), std::move(found.said)};
 }
 
-// A guess a little too low from a sample, one pass that collects what reaches it, and the exact cut among those. Where
-// the guess was too high, or far too many reach it (as with many equal numbers), the cut is found by counting instead.
-Picks take_largest(const float *x, float *owed, size_t n, size_t k, size_t threads) {
+// A guess from a sample, slightly too low; one pass that collects the numbers that reach it; the exact cut among these.
+// If the guess is too high, or far too many numbers reach it (many equal ones), the cut is found by counting.
+Picks take_largest(const float *x, float *residual, size_t n, size_t k, size_t threads) {
     k = std::min(k, n);
     bool guessed = n >= 8 * BLOCK && k <= n / 4 && k > 0;
-    uint32_t least = guessed ? std::max(guess(x, owed, n, k), 1u) : 0x7fffffffu + 1u;
+    uint32_t least = guessed ? std::max(guess(x, residual, n, k), 1u) : 0x7fffffffu + 1u;
     size_t limit = guessed ? 2 * k + std::min(n / 4, size_t{1} << 16) : NO_LIMIT;
-    auto found = select(x, owed, n, Candidates{least}, threads, limit);
+    auto found = select(x, residual, n, Candidates{least}, threads, limit);
     if (!k) return {Array<int32_t>(0), Array<float>(0)};
-    if (!found.complete || found.indices.size() < k) return largest_by_counting(owed ? owed : x, owed, n, k, threads);
+    if (!found.complete || found.indices.size() < k) return largest_by_counting(residual ? residual : x, residual, n,
+        k, threads);
     std::vector<uint32_t> keys(found.said.size());
     for (size_t i = 0; i < keys.size(); ++i) keys[i] = key_of(found.said[i]);
     Picks picks{Array<int32_t>(k), Array<float>(k)};
     const int32_t *indices = found.indices.data();
-    take(found.said.data(), owed, keys.size(), [indices](size_t i) { return size_t(indices[i]); }, cut_of(keys, k),
+    take(found.said.data(), residual, keys.size(), [indices](size_t i) { return size_t(indices[i]); }, cut_of(keys, k),
          picks.indices.data(), picks.values.data());
     return picks;
 }
 
-Picks take_largest_per_chunk(const float *x, float *owed, size_t n, size_t chunk, size_t k, size_t threads) {
+Picks take_largest_per_chunk(const float *x, float *residual, size_t n, size_t chunk, size_t k, size_t threads) {
     size_t whole = n / chunk, each = std::min(k, chunk), last = std::min(k, n % chunk);
     Picks picks{Array<int32_t>(whole * each + last), Array<float>(whole * each + last)};
     auto ranges = parts(n, threads, chunk);
     together(ranges.size(), [&](size_t part) {
         size_t at = ranges[part].from / chunk * each;
-        largest_of_chunks(x, owed, ranges[part], chunk, k, picks.indices.data() + at, picks.values.data() + at);
+        largest_of_chunks(x, residual, ranges[part], chunk, k, picks.indices.data() + at, picks.values.data() + at);
     });
     return picks;
 }

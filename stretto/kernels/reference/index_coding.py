@@ -58,7 +58,7 @@ def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
         return _from_bitmap(message, n)
     if kind <= MOST_LOW_BITS:
         return _from_rice(message, n, kind)
-    raise ValueError(f"{kind} is no kind of message about indices")
+    raise ValueError(f"{kind} is not the first byte of a message about indices")
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _from_bitmap(message: Tensor, n: int) -> tuple[Tensor, int]:
         raise ValueError(f"a bitmap of {n} bits is cut off after {message.numel() - 1} bytes")
     bits = unpack_bits(message[1:used])
     if bool(bits[n:].any()):
-        raise ValueError(f"a bitmap of {n} bits has more ones behind its end")
+        raise ValueError(f"a bitmap of {n} bits has ones after its end")
     return bits[:n].nonzero().view(-1).int(), used
 
 
@@ -141,7 +141,7 @@ def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
         gaps |= bits[ends + 1 + bit].long() << bit
     places = (gaps + 1).cumsum(0) - 1
     if int(places[-1]) >= n or bool(bits[end : (used - start) * 8].any()):
-        raise ValueError(f"a message about indices names a place outside {n}, or ends in no zeros")
+        raise ValueError(f"a message about indices has an index outside {n}, or does not end in zeros")
     return places.int(), used
 
 
