@@ -34,9 +34,8 @@ class Run:
 
     def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
         """Return the replies to a worker."""
-        return [
-            one.body for one in replies_to(self.handler, worker, next(self.numbers), body, tensors) if one.worker == worker
-        ]
+        replies = replies_to(self.handler, worker, next(self.numbers), body, tensors)
+        return [reply.body for reply in replies if reply.worker == worker]
 
     def joins(self, worker: int) -> m.Joined:
         (joined,) = self.says(worker, m.Join())
