@@ -207,7 +207,7 @@ time.sleep(60)
 """,
         workers=2,
     )
-    assert message.startswith("worker 1 ended with exit code 1 and named no error")
+    assert message.startswith("worker 1 failed, and its error could not be written to the event log")
     assert "ValueError: boom" in message
     assert "File too large" in message
 

@@ -99,8 +99,8 @@ def test_worker_that_is_away_gets_no_fault() -> None:
         ("kill server at 1s", {}, ("there is no parameter server",)),
         ("kill server 1 at 1s", {"recipe": "async_sgd"}, ("there is no server 1 of 1",)),
         ("kill worker 1 at 3s, back after 2s", {"restarts": 0}, ("no process is restarted with --restarts 0",)),
-        ("kill coordinator at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
-        ("pause coordinator for 1s at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
+        ("kill coordinator at 1s", {"workers": 1}, ("there is no coordinator for the fault",)),
+        ("pause coordinator for 1s at 1s", {"workers": 1}, ("there is no coordinator for the fault",)),
         ("kill everybody at 1s", {}, ("not a fault: everybody", "^^^^^^^^^")),
         ("", {}, ("something is missing at the end",)),
     ],
@@ -141,7 +141,10 @@ def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coord
     stood = [float((folder / f"worker-{rank}.log").read_text().split()[-1]) for rank in range(4)]
     assert stood[2] >= 0.7
     gone = {what[1]: what for _, _, what in place_with_coordinator.messages_received()}
-    assert gone == {0: ["Gone", 0, 0, "killed by SIGKILL", True], 1: ["Gone", 1, 0, "killed by SIGKILL", True]}
+    assert gone == {
+        0: ["ProcessExited", 0, 0, "killed by SIGKILL", True],
+        1: ["ProcessExited", 1, 0, "killed by SIGKILL", True],
+    }
     assert lives[0][1] - lives[0][0] > 1.5
 
 
@@ -164,8 +167,10 @@ def test_failed_worker_is_not_killed_again(place_with_coordinator: Place) -> Non
     _, err = place_with_coordinator.stretto("run", "-n", "2", "--faults", faults, "--out", "here", script).communicate(
         timeout=15
     )
-    assert len(faults_of(Path("here"))) + err.count(b"faults: worker 1 is not there") == 2
-    assert [what[1] for _, _, what in place_with_coordinator.messages_received() if what[0] == "Gone"].count(1) == 1
+    assert len(faults_of(Path("here"))) + err.count(b"faults: worker 1 is not running") == 2
+    assert [what[1] for _, _, what in place_with_coordinator.messages_received() if what[0] == "ProcessExited"].count(
+        1
+    ) == 1
 
 
 def test_coordinator_and_server_get_faults_too(place: Place) -> None:

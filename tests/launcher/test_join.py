@@ -165,7 +165,7 @@ def test_invitation_is_private_and_complete(place: Place) -> None:
     [
         (lambda run: shutil.rmtree(run), "there is no run"),
         (lambda run: (run / JOIN_INFO).unlink(), "cannot be joined"),
-        (lambda run: (run / JOIN_INFO).write_bytes(b'{"coordinator": 3}'), "is damaged"),
+        (lambda run: (run / JOIN_INFO).write_bytes(b'{"coordinator": 3}'), "does not describe a run to join"),
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
     ],
 )
@@ -197,5 +197,5 @@ def test_runs_that_cannot_be_joined_refuse_host(place: Place, order: dict[str, A
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no such host"])
 def test_address_of_another_machine_is_refused(host: str) -> None:
-    with pytest.raises(LaunchError, match="is no address of this machine"), servers_for(0, False, True, host):
+    with pytest.raises(LaunchError, match="is not an address of this machine"), servers_for(0, False, True, host):
         pass

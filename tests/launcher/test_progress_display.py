@@ -35,15 +35,15 @@ def test_progress_is_printed_in_intervals_and_lines_immediately(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
-    watch = ProgressDisplay()
-    watch.begin(tmp_path, RunConfig(Path("train.py")))
+    display = ProgressDisplay()
+    display.begin(tmp_path, RunConfig(Path("train.py")))
     for second in range(13):
         now[0] = float(second)
         append(tmp_path, event="log", step=second, values={"loss": 1.0})
         if second == 7:
             append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
-        watch.poll()
-    watch.end()
+        display.poll()
+    display.end()
     assert capsys.readouterr().err.splitlines() == [
         "stretto: step 5, loss 1",
         "stretto: epoch 1, step 7: accuracy 0.5 (after 7.0 s of training)",
@@ -52,11 +52,11 @@ def test_progress_is_printed_in_intervals_and_lines_immediately(
 
 
 def test_quiet_shows_only_the_output_of_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    watch = ProgressDisplay(quiet=True)
-    watch.begin(tmp_path, RunConfig(Path("train.py")))
+    display = ProgressDisplay(quiet=True)
+    display.begin(tmp_path, RunConfig(Path("train.py")))
     append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
-    watch.say(b"from the script\n")
-    watch.end()
+    display.say(b"from the script\n")
+    display.end()
     assert capfd.readouterr() == ("from the script\n", "")
 
 
@@ -65,21 +65,21 @@ def test_warning_is_shown_even_if_the_output_of_worker_0_is_not(
 ) -> None:
     append(tmp_path, event="warning", text="mind this")
     for output in ("rank0", "none"):
-        watch = ProgressDisplay()
-        watch.begin(tmp_path, RunConfig(Path("train.py"), output=output))  # type: ignore[arg-type]
-        watch.end()
+        display = ProgressDisplay()
+        display.begin(tmp_path, RunConfig(Path("train.py"), output=output))  # type: ignore[arg-type]
+        display.end()
     assert capfd.readouterr().err == "stretto: note: mind this\n"
 
 
 def test_only_the_visible_part_of_a_progress_bar_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """The bar may be written whole, in halves, and with its carriage return first or last."""
-    watch = ProgressDisplay()
+    display = ProgressDisplay()
     for step in range(1000):
-        watch._say_above(b"\rtraining:%4d" % step)
-        watch._say_above(b" of 1000\r")
-        assert watch._begun == b"training:%4d of 1000\r" % step
-    watch._say_above(b"\rdone\nand ")
-    assert watch._begun == b"and "
+        display._print_above(b"\rtraining:%4d" % step)
+        display._print_above(b" of 1000\r")
+        assert display._partial == b"training:%4d of 1000\r" % step
+    display._print_above(b"\rdone\nand ")
+    assert display._partial == b"and "
     assert capsys.readouterr().err == "done\n"
 
 
