@@ -98,7 +98,7 @@ def test_a_worker_keeps_only_contributions_that_another_may_lack(servers: Server
     for _ in range(20):
         tickets = [[wire.submit(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
         assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
-        assert all(len(wire._contributions._sent) <= 2 * 6 for wire in wires), "those of this step and of the one before"
+        assert all(len(wire._contributions._sent) <= 2 * 6 for wire in wires), "of this step and the last"
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: one.close(), wires))
 
