@@ -23,36 +23,36 @@ class FaultToleranceSwitch:
 
     def __init__(self, trainer: Trainer) -> None:
         assert isinstance(trainer.transport, ElasticTransport)
-        self._trainer, self._wire = trainer, trainer.transport
+        self._trainer, self._transport = trainer, trainer.transport
         self._is_ready = True
 
     def set_for_segment(self, word: str) -> None:
         """Switch fault tolerance off for the next segment if `word` is BARE, and on otherwise."""
         if (word != BARE) != self._is_ready:
             self._is_ready = not self._is_ready
-            self._set_exchange()
-            self._set_wire()
+            self._set_strategy()
+            self._set_transport()
 
-    def _set_exchange(self) -> None:
+    def _set_strategy(self) -> None:
         """Switch alternating buffers, kept gradients, codec state snapshots and the split of lost batches."""
         replica: Any = self._trainer.replica
-        exchange = replica.gradients or replica.rounds
-        exchange._elastic = exchange.codec_states._elastic = self._is_ready
-        hands: Any = self._trainer.hands
-        hands._parts = self._is_ready
+        strategy = replica.gradients or replica.rounds
+        strategy._elastic = strategy.codec_states._elastic = self._is_ready
+        epoch: Any = self._trainer.hands
+        epoch._parts = self._is_ready
 
-    def _set_wire(self) -> None:
+    def _set_transport(self) -> None:
         """Switch retained collective results, status reports, heartbeats and the check for pause requests."""
-        wire: Any = self._wire
-        companion, inner = wire._standing, wire._inner
-        wire._kept.clear()  # values written there in a bare segment are not gradients of the script
+        transport: Any = self._transport
+        client, inner = transport._coordinator, transport._inner
+        transport._kept.clear()  # values written there in a bare segment are not gradients of the script
         plain: dict[str, Callable[..., Any]] = {
             name: getattr(inner, name) for name in ("submit", "all_gather_bytes", "broadcast_bytes")
         }
         plain |= {"attempt": _call_directly, "doing": _return_false, "is_to_rest": _return_false}
         for name, function in plain.items():
-            self._replace(wire, name, function)
-        self._replace(companion, "_speak", _return_false)
+            self._replace(transport, name, function)
+        self._replace(client, "_send_pending", _return_false)
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         if self._is_ready:
