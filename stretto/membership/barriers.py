@@ -42,7 +42,7 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Arrive(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Arrival of a worker at this position; `of` is the worker that it waits for, EVERYBODY or NOBODY."""
+    """Arrival of a worker at this position; `of` is the worker that it waits for, or one of two constants."""
 
     position: Position
     of: int = EVERYBODY

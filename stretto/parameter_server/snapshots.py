@@ -89,7 +89,10 @@ class DiskStore:
             self._path(number).with_suffix(".part").unlink(missing_ok=True)
             if not self._has_failed:
                 why = error.strerror or error
-                print(f"stretto: {self._name}: a cut could not be kept: {why}; training goes on", file=sys.stderr)
+                print(
+                    f"stretto: {self._name}: a snapshot could not be written: {why}; training continues",
+                    file=sys.stderr,
+                )
             self._has_failed = True
             return False
         self._has_failed = False

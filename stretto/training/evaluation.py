@@ -45,7 +45,7 @@ def _first_floating(output: Any) -> Tensor | None:
 
 
 def run(evaluate: Evaluate, model: nn.Module) -> tuple[Metrics, NDArray[np.int32] | None]:
-    """Call the script's function; its metrics, and the predictions seen meanwhile. Raises EvaluateError."""
+    """Call the script's function; return its metrics and the predictions of the model. Raises EvaluateError."""
     predictions = Predictions()
     hook = model.register_forward_hook(predictions.note)
     try:

@@ -78,12 +78,12 @@ class Settings:
             self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
 
     def state(self) -> list[list[Plain]]:
-        """What the optimizer's groups, the schedulers and the scalers are at: plain values."""
+        """Return the plain values of the optimizer's groups, the schedulers and the scalers."""
         positions = [self._schedules.state()] if self._schedules is not None else []
         return [[_plain(one) for one in kind] for kind in self._kinds()] + [positions]
 
     def take(self, state: list[list[Plain]]) -> None:
-        """Be where another worker is, or was."""
+        """Adopt the state of another worker."""
         groups, schedulers, scalers, *rest = state
         for position in rest[0] if rest else ():
             if self._schedules is not None:
@@ -116,10 +116,10 @@ class Settings:
 
 
 def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The attributes of an optimizer's learning-rate schedulers, in a fixed order.
+    """Return the attributes of an optimizer's learning-rate schedulers, in a fixed order.
 
-    Nobody keeps a list of them but the garbage collector, which is slow: it is asked only where a scheduler has left
-    its mark on the optimizer.
+    Only the garbage collector has a list of them. It is slow, so it is used only where a scheduler has marked the
+    optimizer.
     """
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return []

@@ -1,4 +1,4 @@
-"""What is worth saying about a recipe and an optimizer before they begin: both are right, but not together."""
+"""Warnings about a recipe and an optimizer that do not fit together, given before training starts."""
 
 from __future__ import annotations
 

@@ -221,12 +221,12 @@ class Sections:
             found = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
             if found is not None:
                 number, state = found
-                notices.append(f"goes on from the checkpoint of round {number} in {folder}")
+                notices.append(f"continues from the checkpoint of round {number} in {folder}")
                 return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
         if self._context.resume is None:
             return state_transfer.pack(State({}, {}))
-        problem, expected = f"there is no whole checkpoint in {folders[-1]}", "a run with --checkpoint-every"
-        got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
+        problem, expected = f"there is no complete checkpoint in {folders[-1]}", "a run with --checkpoint-every"
+        got, to_type = "no checkpoint to continue from", "stretto run without --resume, with --checkpoint-every"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
     # --- a section that begins ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Sections:
         """Make the folder of a section, at the first worker."""
         if self._context.resume is not None and section.number == self._found.number:
             resumed = section_folder(self._context.resume, section.number)
-            refuse_other_data(data, resumed, "goes on with other data than the run had that is resumed")
+            refuse_other_data(data, resumed, "continues with other data than the resumed run had")
         if folder is not None and self._context.run is not None:
             absent = sorted(set(range(self._context.workers)) - set(members_of(transport)))
             write_section(self._context.run, folder, {"section": section.number, "data": data, "absent": absent})

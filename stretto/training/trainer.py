@@ -96,7 +96,7 @@ class Trainer:
             isinstance(self.transport, ParameterServerClient) and context.incarnation > 0
         )
         if is_late and not is_leasable(loader):
-            raise StaysOutError("a stream that others are in the middle of can be taken up by nobody")
+            raise StaysOutError("a restarted worker cannot rejoin in the middle of an iterable dataset")
         self.loader = loader
         self.events = EventWriter(
             context.run, self.transport, context.runtime, number_of(self.transport), comes_late(self.transport)
@@ -220,7 +220,7 @@ class Trainer:
         if evaluate is not None and evaluate_every is not None and self._evaluates_newest:
             self.events.notice(
                 f"evaluate_every={evaluate_every} over a stream: worker 0 evaluates the server's newest parameters "
-                "after each so many of its own steps; the samples at these evaluations are estimates"
+                "after this number of its own steps; the samples at these evaluations are estimates"
             )
         for text in advice(recipe, optimizers) if recipe is not None and self.transport.workers > 1 else ():
             self.events.notice(text)

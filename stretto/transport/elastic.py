@@ -365,7 +365,7 @@ class ElasticTransport:
         before = self._form
         self._let_go()
         if self.arrives and not self._generation and not _has_history(form):
-            raise MemberOutError("nobody is left who knows the state of the run; this worker begins anew")
+            raise MemberOutError("no worker is left that has the state of the run; restarting this worker")
         self._form = form
         try:
             self._inner = self._form_unless_over(form)

@@ -1,7 +1,7 @@
-"""For the processes that tests start: torch's compiler is loaded when something of it is used.
+"""Lazy import of torch's compiler, for the processes that tests start.
 
-Whoever makes an optimizer loads it, which takes more than a second of a processor, for two functions that do nothing
-where nothing is compiled.
+An optimizer imports the compiler, which takes more than a second of CPU time, for two functions that do nothing where
+nothing is compiled.
 """
 
 import importlib
