@@ -9,6 +9,6 @@ from stretto import api
 
 @pytest.fixture(autouse=True)
 def _no_run() -> None:
-    """Start each test without a run: one that calls `distribute` itself leaves its own behind."""
+    """Reset the current run before each test: a test that calls `distribute` itself leaves its own run set."""
     api._current.set(None)
     api._sections.set(None)
