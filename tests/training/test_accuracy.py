@@ -1,6 +1,6 @@
-"""Training in few bytes reaches what training exactly does: the digits, four workers, the same epochs, two seeds.
+"""Recipes that send few bytes reach the accuracy of the exact exchange: digits, four workers, equal epochs, two seeds.
 
-They are simulated, which is quicker than threads and decides nothing by itself.
+The workers are simulated, which is faster than threads and does not affect the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LEARNING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Way:
-    """A recipe of few bytes, the optimizer that its paper uses with it, and what is exact beside it."""
+class Case:
+    """A recipe that sends few bytes, the optimizer that its paper uses, and the exact recipe to compare with."""
 
     recipe: str
     learning: str = "momentum"
@@ -39,38 +39,38 @@ class Way:
     epochs: int = 6
 
 
-WAYS = [
-    Way('allreduce(how=cast("bf16"))'),
-    Way("allreduce(how=quantise(8))"),
-    Way("allreduce(how=quantise(4, bucket=512))"),
-    Way("allreduce(how=ternary())", "plain"),
-    Way("allreduce(how=error_feedback(sign(bucket=512)))", "plain"),
-    Way('allreduce(how=error_feedback(sign(means="one", bucket=512)))', "plain"),
-    Way("allreduce(how=error_feedback(top_k(0.05)))", "plain"),
-    Way("allreduce(how=error_feedback(random_k(0.1)))", "plain"),
-    Way("allreduce(how=error_feedback(chain(top_k(0.05), quantise(4))))", "plain"),
-    Way("allreduce(how=by_size(error_feedback(top_k(0.05)), least=500))", "plain"),
-    Way("power_sgd(rank=2)"),
-    Way("gradient_sharing(tau=0.001)", "plain"),
-    Way("deep_gradient_compression(ratio=0.05, momentum=0.9)", "plain", "allreduce", "momentum"),
-    Way("one_bit(warm_up=60)", "adam", epochs=10),
-    Way("gd_sec(xi=2, beta=0.1)", "plain"),
-    Way("quantised_gd_sec(xi=2, beta=0.1)", "plain"),
-    Way("ef21(how=top_k(0.2))", "plain"),
-    Way("sparse_loco(every=4, chunk=256, k=16)", "momentum", "diloco(every=4, outer_lr=1.0, outer_momentum=0.0)"),
-    Way("local_sgd(every=4, how=quantise(4, bucket=512))", "momentum", "local_sgd(every=4)"),
+CASES = [
+    Case('allreduce(how=cast("bf16"))'),
+    Case("allreduce(how=quantise(8))"),
+    Case("allreduce(how=quantise(4, bucket=512))"),
+    Case("allreduce(how=ternary())", "plain"),
+    Case("allreduce(how=error_feedback(sign(bucket=512)))", "plain"),
+    Case('allreduce(how=error_feedback(sign(means="one", bucket=512)))', "plain"),
+    Case("allreduce(how=error_feedback(top_k(0.05)))", "plain"),
+    Case("allreduce(how=error_feedback(random_k(0.1)))", "plain"),
+    Case("allreduce(how=error_feedback(chain(top_k(0.05), quantise(4))))", "plain"),
+    Case("allreduce(how=by_size(error_feedback(top_k(0.05)), least=500))", "plain"),
+    Case("power_sgd(rank=2)"),
+    Case("gradient_sharing(tau=0.001)", "plain"),
+    Case("deep_gradient_compression(ratio=0.05, momentum=0.9)", "plain", "allreduce", "momentum"),
+    Case("one_bit(warm_up=60)", "adam", epochs=10),
+    Case("gd_sec(xi=2, beta=0.1)", "plain"),
+    Case("quantised_gd_sec(xi=2, beta=0.1)", "plain"),
+    Case("ef21(how=top_k(0.2))", "plain"),
+    Case("sparse_loco(every=4, chunk=256, k=16)", "momentum", "diloco(every=4, outer_lr=1.0, outer_momentum=0.0)"),
+    Case("local_sgd(every=4, how=quantise(4, bucket=512))", "momentum", "local_sgd(every=4)"),
 ]
 
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    found: Any = load_digits()
-    return torch.tensor(found.data / 16.0, dtype=torch.float32), torch.tensor(found.target)
+    data_set: Any = load_digits()
+    return torch.tensor(data_set.data / 16.0, dtype=torch.float32), torch.tensor(data_set.target)
 
 
 @functools.cache
 def accuracy(recipe: str, learning: str, epochs: int, seed: int) -> float:
-    """Of the agreed model on the last fifth of the digits, after the same epochs for all."""
+    """Return the averaged model's accuracy on the last fifth of the digits, after the given number of epochs."""
     x, y = digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(100 + seed))
     train, test = order[: len(x) * 4 // 5], order[len(x) * 4 // 5 :]
@@ -79,8 +79,8 @@ def accuracy(recipe: str, learning: str, epochs: int, seed: int) -> float:
         shuffle = torch.Generator().manual_seed(seed)
         net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
         with torch.no_grad():
-            for one in net.parameters():
-                one.uniform_(-0.15, 0.15, generator=shuffle)
+            for parameter in net.parameters():
+                parameter.uniform_(-0.15, 0.15, generator=shuffle)
         optimizer = LEARNING[learning](net.parameters())
         data = DataLoader(TensorDataset(x[train], y[train]), batch_size=16, shuffle=True, generator=shuffle)
         loader = stretto.distribute(net, optimizer, data)
@@ -94,9 +94,9 @@ def accuracy(recipe: str, learning: str, epochs: int, seed: int) -> float:
     return float(simulated(4, work, recipe, seed=seed).found[0])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.recipe)
-def test_it_reaches_the_accuracy_of_exact_exchange(way: Way) -> None:
-    wanted = [accuracy(way.exact, way.exact_learning or way.learning, way.epochs, seed) for seed in SEEDS]
-    found = [accuracy(way.recipe, way.learning, way.epochs, seed) for seed in SEEDS]
-    assert sum(wanted) / len(SEEDS) > 0.9, f"the exact training must learn: {wanted}"
-    assert sum(found) / len(SEEDS) >= sum(wanted) / len(SEEDS) - POINT, f"{found} against {wanted}"
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)
+def test_recipes_of_few_bytes_reach_the_accuracy_of_the_exact_exchange(case: Case) -> None:
+    exact = [accuracy(case.exact, case.exact_learning or case.learning, case.epochs, seed) for seed in SEEDS]
+    accuracies = [accuracy(case.recipe, case.learning, case.epochs, seed) for seed in SEEDS]
+    assert sum(exact) / len(SEEDS) > 0.9, f"the exact training must learn: {exact}"
+    assert sum(accuracies) / len(SEEDS) >= sum(exact) / len(SEEDS) - POINT, f"{accuracies} against {exact}"
