@@ -1,4 +1,4 @@
-"""A worker's side of a parameter server, against a server that replies when the test says so."""
+"""The worker side of a parameter server, tested against a server that replies when the test decides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ticket:
 
 @dataclass
 class Server:
-    """Replies with parameters that are the version's number everywhere."""
+    """A server whose replies hold its version number in every element."""
 
     length: int
     worker: int = 1
@@ -54,14 +54,14 @@ class Server:
         pass
 
     def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
-        messages: Sequence[Sequence[Tensor]] = [[one.clone() for one in each] for each in update.messages]
+        messages: Sequence[Sequence[Tensor]] = [[message.clone() for message in part] for part in update.messages]
         self.pushed.append(Update(update.seq, list(update.versions), update.samples, update.lr, messages))
         self.tickets.append(Ticket(self))
         return self.tickets[-1]
 
 
-class Scene:
-    """One worker with one parameter of 16 numbers, all 0 at first."""
+class WorkerHarness:
+    """One worker with one parameter of 16 elements, all 0 at first."""
 
     def __init__(self, recipe: str) -> None:
         self.net = nn.Module()
@@ -86,72 +86,72 @@ class Scene:
     def w(self) -> float:
         return float(self.arena.parts[0].theta[0])
 
-    def learn(self, change: float) -> None:
+    def step(self, change: float) -> None:
         with torch.no_grad():
             self.arena.parts[0].theta.add_(change)
         self.exchange.stepped()
 
     def sent(self) -> tuple[list[int], float]:
-        """The version that the last update was computed on, and what it says."""
+        """Return the version that the last update was computed on, and the first number of the update."""
         return list(self.server.pushed[-1].versions), float(self.server.pushed[-1].messages[0][0][0])
 
 
-def test_overlap_computes_on_and_says_on_what() -> None:
-    scene = Scene("async_sgd(overlap=True)")
-    scene.learn(0.25)
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([0], 0.25)
-    scene.learn(0.5)  # while the reply is on its way
-    scene.server.tickets[0].version = 5
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([0], 0.5), "computed before version 5 was heard of"
-    assert scene.w == 5.5, "the news, and what was learned since the push"
-    scene.learn(0.125)
-    scene.server.tickets[1].version = 9
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([5], 0.125)
+def test_an_overlapped_update_names_the_version_that_it_was_computed_on() -> None:
+    worker = WorkerHarness("async_sgd(overlap=True)")
+    worker.step(0.25)
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([0], 0.25)
+    worker.step(0.5)  # the reply has not arrived yet
+    worker.server.tickets[0].version = 5
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([0], 0.5), "computed before version 5 was heard of"
+    assert worker.w == 5.5, "the news, and what was learned since the push"
+    worker.step(0.125)
+    worker.server.tickets[1].version = 9
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([5], 0.125)
 
 
-def test_overlap_takes_up_news_between_batches_when_they_are_there() -> None:
-    scene = Scene("async_sgd(overlap=True)")
-    scene.learn(0.25)
-    scene.exchange.run(8, [])
-    scene.exchange.merge_if_arrived()
-    assert scene.w == 0.25, "nothing has come yet"
-    scene.server.tickets[0].version = 5
-    scene.exchange.merge_if_arrived()
-    assert scene.w == 5.0, "nothing was learned since: the version as it is"
-    scene.learn(0.5)
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([5], 0.5)
+def test_overlap_applies_an_arrived_reply_between_batches() -> None:
+    worker = WorkerHarness("async_sgd(overlap=True)")
+    worker.step(0.25)
+    worker.exchange.run(8, [])
+    worker.exchange.merge_if_arrived()
+    assert worker.w == 0.25, "nothing has come yet"
+    worker.server.tickets[0].version = 5
+    worker.exchange.merge_if_arrived()
+    assert worker.w == 5.0, "nothing was learned since: the version as it is"
+    worker.step(0.5)
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([5], 0.5)
 
 
 def test_without_overlap_the_next_round_is_computed_on_the_reply() -> None:
-    scene = Scene("async_sgd")
+    worker = WorkerHarness("async_sgd")
     for version in (3, 4):
-        scene.learn(0.25)
-        push = scene.server.push
+        worker.step(0.25)
+        push = worker.server.push
 
-        def at_once(
+        def reply_immediately(
             arena: int, update: Update, lengths: Sequence[int], version: int = version, push: Any = push
         ) -> Ticket:
             ticket: Ticket = push(arena, update, lengths)
             ticket.version = version
             return ticket
 
-        scene.server.push = at_once  # type: ignore[method-assign]
-        scene.exchange.run(8, [])
-        assert scene.w == version
-    assert [one.versions for one in scene.server.pushed] == [[0], [3]]
+        worker.server.push = reply_immediately  # type: ignore[method-assign]
+        worker.exchange.run(8, [])
+        assert worker.w == version
+    assert [one.versions for one in worker.server.pushed] == [[0], [3]]
 
 
 def test_a_worker_is_pulled_towards_the_servers_parameters() -> None:
-    """`x -= alpha * (x_sent - c)`; what was learned meanwhile is kept."""
-    scene = Scene("elastic_averaging(every=1, alpha=0.25, overlap=True)")
-    scene.learn(4.0)
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([0], 4.0)
-    scene.learn(1.0)
-    scene.server.tickets[0].version = 8
-    scene.exchange.run(8, [])
-    assert scene.sent() == ([0], 5.0 - 0.25 * (4.0 - 8.0))
+    """`x -= alpha * (x_sent - c)`; steps made after the push are kept."""
+    worker = WorkerHarness("elastic_averaging(every=1, alpha=0.25, overlap=True)")
+    worker.step(4.0)
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([0], 4.0)
+    worker.step(1.0)
+    worker.server.tickets[0].version = 8
+    worker.exchange.run(8, [])
+    assert worker.sent() == ([0], 5.0 - 0.25 * (4.0 - 8.0))
