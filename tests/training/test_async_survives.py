@@ -1,4 +1,4 @@
-"""Runs over a parameter server in which workers and servers die at any point: every batch counts once, nobody hangs."""
+"""Parameter-server runs in which workers and servers fail at any point: every batch counts once, no process hangs."""
 
 from __future__ import annotations
 
@@ -27,117 +27,119 @@ from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
-BATCHES, SIZE, PASSES = 12, 2, 3
+BATCHES, SIZE, EPOCHS = 12, 2, 3
 APART = 16
-"""The numbers of two batches are so far apart, so that every shard has some."""
+"""Distance between the elements that two consecutive batches change, so that every shard holds some of them."""
 STEPS = 20_000
-"""So many messages are enough for any run here."""
+"""Number of messages that is enough for any run here."""
 
 
-class Books:
-    """What the workers of a run wrote down."""
+class Results:
+    """Results that the workers of a run record."""
 
     def __init__(self) -> None:
         self.counted: dict[int, list[int]] = {}
         self.last: torch.Tensor | None = None
-        self.kept = 0
-        """How many states were kept in the middle of a pass."""
+        self.snapshots = 0
+        """Number of snapshots taken in the middle of an epoch."""
 
 
-def script(recipe: str, meet: int | None, books: Books) -> Any:
-    """What a worker does: each batch adds 1 to a number of its own, so that the sum tells what was applied."""
+def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
+    """Return a worker's script: each batch adds 1 to its own element, so the sum shows which batches were applied."""
 
     def run(worker: Worker) -> None:
-        wire, net = worker.client, nn.Module()
+        client, net = worker.client, nn.Module()
         net.w = nn.Parameter(torch.zeros(BATCHES * APART))
         arena = FlatParameters([("w", cast("nn.Parameter", net.w))])
         data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
         leases: list[Any] = []
-        hands: list[LeasedEpoch] = []
+        epochs: list[LeasedEpoch] = []
 
         def unsent() -> tuple[int, list[Any]]:
             now, leases[:] = list(leases), []
-            return sum(one.samples for one in now), now
+            return sum(lease.samples for lease in now), now
 
         exchange = AsyncServer(
             arena,
             1,
             parse(recipe),
-            wire,
+            client,
             Stopwatch(lambda: 0.0),
             Tally(codecs.CodecContext(worker.number, worker.cluster.workers)),
             Optimizers([torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)]),
-            lambda found: hands[0].settle(found),
+            lambda settled: epochs[0].settle(settled),
             lambda blocked_s: None,
             False,
         )
 
-        def meet_all(times: int) -> None:
+        def wait_at_barriers(times: int) -> None:
             for _ in range(times):
                 exchange.wait_at_barrier(called=True)
                 exchange.read()
-                told = wire.all_gather_bytes(b"at a meeting")
-                assert set(told) == {b"at a meeting"}
+                replies = client.all_gather_bytes(b"at a meeting")
+                assert set(replies) == {b"at a meeting"}
                 exchange.start_from_read()
 
-        def keep_state(number: int) -> None:
-            """What is kept in the middle of a pass: the books say what is in the parameters, and nothing else."""
+        def take_snapshot(number: int) -> None:
+            """Check a snapshot in the middle of an epoch: the parameters hold exactly the batches recorded as done."""
             exchange.wait_at_barrier()
             exchange.read()
             theta = arena.parts[0].theta[: BATCHES * APART : APART].clone()
 
-            def keep() -> bytes:
+            def check() -> bytes:
                 try:
-                    deal = BatchAssignment.restored(hands[0].at_rest().state(), ())
+                    assignment = BatchAssignment.restored(epochs[0].at_rest().state(), ())
                 except RollbackRequiredError:
                     return b"lost"
-                _, done = parted(hands[0].order, deal.remaining())
-                left = {start // SIZE for start, _ in deal.remaining()}
-                share = 1 / worker.cluster.workers if recipe.startswith("stale") else 1.0
-                wanted = [share * (number - (batch in left)) for batch in range(BATCHES)]
+                _, done = parted(epochs[0].order, assignment.remaining())
+                remaining = {start // SIZE for start, _ in assignment.remaining()}
+                weight = 1 / worker.cluster.workers if recipe.startswith("stale") else 1.0
+                wanted = [weight * (number - (batch in remaining)) for batch in range(BATCHES)]
                 np.testing.assert_allclose(theta.numpy(), wanted, rtol=1e-5)
-                assert bool(done) == (len(left) < BATCHES)
-                books.kept += 1
+                assert bool(done) == (len(remaining) < BATCHES)
+                results.snapshots += 1
                 return b"kept"
 
-            wire.broadcast_bytes(keep)
+            client.broadcast_bytes(check)
             exchange.start_from_read()
 
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
-        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, meet, in_turn=parse(recipe).when.bound == 0)
-        mine = DataLoader(data, batch_sampler=share)
-        for number in range(wire.join_position.epoch_number if wire.join_position is not None else 1, PASSES + 1):
-            hands[:] = [LeasedEpoch(mine, share, number)]
-            hands[0].on_snapshot = functools.partial(keep_state, number)
-            hands[0].push_all = lambda: exchange.finish(*unsent()) and None
-            hands[0].wait_at_barriers = meet_all
+        sampler = LeasedBatchSampler(
+            lambda: draw(loader, client, 1), client, barrier_every, in_turn=parse(recipe).when.bound == 0
+        )
+        batches = DataLoader(data, batch_sampler=sampler)
+        for number in range(client.join_position.epoch_number if client.join_position is not None else 1, EPOCHS + 1):
+            epochs[:] = [LeasedEpoch(batches, sampler, number)]
+            epochs[0].on_snapshot = functools.partial(take_snapshot, number)
+            epochs[0].push_all = lambda: exchange.finish(*unsent()) and None
+            epochs[0].wait_at_barriers = wait_at_barriers
             while True:
-                hand = hands[0].next()
-                meet_all(hands[0].barriers_due())
-                if hand is None:
+                assigned = epochs[0].next()
+                wait_at_barriers(epochs[0].barriers_due())
+                if assigned is None:
                     break
                 with torch.no_grad():
-                    arena.parts[0].theta[APART * int(hand.batch[0][0])] += 1.0
-                leases.append(hand.lease)
+                    arena.parts[0].theta[APART * int(assigned.batch[0][0])] += 1.0
+                leases.append(assigned.lease)
                 exchange.stepped()
                 exchange.run(*unsent())
                 if worker.is_to_quit:
                     exchange.finish(*unsent())
-                    wire.quit()
+                    client.quit()
                     return
-                hands[0].ask_ahead()
+                epochs[0].ask_ahead()
             exchange.finish(*unsent())
             exchange.wait_at_barrier()
             exchange.read()
-            wire.all_gather_bytes(b"end of the pass")
-            counted = hands[0].counted()
+            client.all_gather_bytes(b"end of the pass")
+            counted = epochs[0].counted()
             assert counted is not None
-            books.counted[number] = counted.tolist()
-            books.last = arena.parts[0].theta[: BATCHES * APART : APART].clone()
-            told = wire.broadcast_bytes(lambda: b"evaluated")
-            assert told == b"evaluated"
+            results.counted[number] = counted.tolist()
+            results.last = arena.parts[0].theta[: BATCHES * APART : APART].clone()
+            message = client.broadcast_bytes(lambda: b"evaluated")
+            assert message == b"evaluated"
             exchange.start_from_read()
-        wire.close()
+        client.close()
 
     return run
 
@@ -151,10 +153,10 @@ RECIPES = [
 ]
 
 
-def follow(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) -> None:
-    """Run to the end, with these faults at these steps; it must come within so many messages.
+def run_with_faults(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) -> None:
+    """Run the cluster with these faults at these steps; raise if it does not end within `STEPS` messages.
 
-    Steps of what happens `at the end` are counted from when a worker has come to it.
+    The steps of faults `at the end` are counted from the moment when the first worker has finished.
     """
     cluster.start()
     due, ending = ([one for one in sorted(faults) if one[1].startswith(AT_END) == is_end] for is_end in (False, True))
@@ -164,7 +166,7 @@ def follow(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) -> None:
             ending = []
         while due and due[0][0] <= at:
             _, what, number = due.pop(0)
-            happen(cluster, what, number)
+            inject(cluster, what, number)
         if not cluster.step():
             cluster.report_and_restart_all()
             if not cluster.step() and cluster.is_done:
@@ -181,7 +183,7 @@ def follow(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) -> None:
 AT_END = "at the end, "
 
 
-def happen(cluster: FaultyCluster, what: str, number: int) -> None:
+def inject(cluster: FaultyCluster, what: str, number: int) -> None:
     if what == "worker":
         cluster.kill_worker(number % cluster.workers)
     elif what == "server":
@@ -197,78 +199,78 @@ def faults(*kinds: str, most: int = 4) -> st.SearchStrategy[list[tuple[int, str,
 
 
 def run(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: list[tuple[int, str, int]]
-) -> Books:
-    books = Books()
-    cluster = FaultyCluster(workers, shards, seed, script(recipe, meet, books), snapshot_interval_s=60)
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: list[tuple[int, str, int]]
+) -> Results:
+    results = Results()
+    cluster = FaultyCluster(workers, shards, seed, script(recipe, barrier_every, results), snapshot_interval_s=60)
     grads = torch.is_grad_enabled()
     try:
-        follow(cluster, planned)
+        run_with_faults(cluster, planned)
     finally:
-        torch.set_grad_enabled(grads)  # a worker may have died where it was off, for all greenlets
-    return books
+        torch.set_grad_enabled(grads)  # a worker killed while gradients were off leaves them off for all greenlets
+    return results
 
 
-PLACE = {
+CONFIGURATION = {
     "seed": st.integers(0, 10_000),
     "workers": st.integers(1, 4),
     "shards": st.integers(1, 2),
     "recipe": st.sampled_from(RECIPES),
-    "meet": st.sampled_from([None, 5]),
+    "barrier_every": st.sampled_from([None, 5]),
 }
 SETTINGS = settings(max_examples=15 * EXAMPLES_FACTOR, suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 
-def all_count_once(books: Books, recipe: str, workers: int) -> None:
-    """Every batch counts once in each pass, and is in the parameters of every shard so often."""
-    assert books.counted == {number: [1] * (BATCHES * SIZE) for number in range(1, PASSES + 1)}
-    assert books.last is not None
-    share = 1 / workers if recipe.startswith("stale") else 1.0
-    np.testing.assert_allclose(books.last.numpy(), np.full(BATCHES, PASSES * share), rtol=1e-5)
+def check_all_count_once(results: Results, recipe: str, workers: int) -> None:
+    """Assert that every batch counts once in each epoch, and was applied as often to every shard."""
+    assert results.counted == {number: [1] * (BATCHES * SIZE) for number in range(1, EPOCHS + 1)}
+    assert results.last is not None
+    weight = 1 / workers if recipe.startswith("stale") else 1.0
+    np.testing.assert_allclose(results.last.numpy(), np.full(BATCHES, EPOCHS * weight), rtol=1e-5)
 
 
-def holds(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: list[tuple[int, str, int]]
+def check_run(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: list[tuple[int, str, int]]
 ) -> None:
-    """Whatever happens, the run comes to its end, and every batch counts once."""
-    all_count_once(run(seed, workers, shards, recipe, meet, planned), recipe, workers)
+    """Assert that a run with these faults ends, and that every batch counts once."""
+    check_all_count_once(run(seed, workers, shards, recipe, barrier_every, planned), recipe, workers)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_state_is_kept_in_the_middle_of_a_pass(recipe: str) -> None:
-    assert run(0, 3, 2, recipe, None, []).kept >= PASSES
+def test_snapshots_are_taken_in_the_middle_of_an_epoch(recipe: str) -> None:
+    assert run(0, 3, 2, recipe, None, []).snapshots >= EPOCHS
 
 
-@given(**PLACE, planned=faults("server", "link"))
+@given(**CONFIGURATION, planned=faults("server", "link"))
 @SETTINGS
-def test_servers_die_and_what_came_after_the_cut_is_undone_and_done_again(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+def test_updates_after_the_last_snapshot_are_repeated_when_servers_fail(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
-    holds(seed, workers, shards, recipe, meet, planned)
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
 
 
-@given(**PLACE, planned=faults("worker"))
+@given(**CONFIGURATION, planned=faults("worker"))
 @SETTINGS
-def test_workers_die_and_come_back_and_every_batch_counts_once(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+def test_every_batch_counts_once_when_workers_fail_and_restart(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
-    """Also where only some shards have the last update of the dead."""
-    holds(seed, workers, shards, recipe, meet, planned)
+    """This includes failures after which only some shards have the failed worker's last update."""
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
 
 
 LATE = [(627, "worker", 0), (746, "server", 0), (1196, "link", 0)]
-DEALT = [(470, "worker", 0), (681, "server", 0)]
+WORKER_THEN_SERVER = [(470, "worker", 0), (681, "server", 0)]
 JOINING = [(572, "worker", 0), (637, "worker", 0), (648, "server", 0)]
-TELLER = [(739, "server", 0), (740, "worker", 0)]
+SERVER_THEN_ROOT = [(739, "server", 0), (740, "worker", 0)]
 ENDING = [(466, "worker", 0), (636, "server", 0)]
 AGAIN = [(381, "worker", 0), (570, "worker", 0), (597, "server", 2), (694, "server", 0)]
-NOBODY = [(277, "worker", 0), (298, "worker", 1), (299, "server", 0)]
-BEHIND = [(577, "server", 0), (579, "worker", 0)]
-UNTOLD = [(313, "worker", 0), (337, "worker", 1), (337, "server", 0)]
+ALL_WORKERS_THEN_SERVER = [(277, "worker", 0), (298, "worker", 1), (299, "server", 0)]
+SERVER_THEN_WORKER = [(577, "server", 0), (579, "worker", 0)]
+SERVER_WITH_LAST_WORKER = [(313, "worker", 0), (337, "worker", 1), (337, "server", 0)]
 TOO_LATE = [(535, "worker", 0), (556, "worker", 1), (544, "server", 0)]
 TORN = [(171, "worker", 0), (680, "worker", 1)]
-HEARD = [(10, "worker", 0), (11, "server", 0)]
+AT_THE_START = [(10, "worker", 0), (11, "server", 0)]
 PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "server", 0)]
 
 
@@ -280,7 +282,7 @@ CALLED_TWICE = [
     (929, "server", 1),
     (1451, "server", 2),
 ]
-NOBODY_KNOWS = [
+SERVER_AND_WORKER_TWICE = [
     (539, "server", 0),
     (541, "worker", 1),
     (584, "server", 0),
@@ -289,28 +291,38 @@ NOBODY_KNOWS = [
 ]
 
 
-@given(**PLACE, planned=faults("worker", "server", "link"))
-@example(seed=34, workers=3, shards=1, recipe="async_sgd", meet=None, planned=LATE)
-@example(seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=DEALT)
-@example(seed=124, workers=3, shards=1, recipe="async_sgd", meet=None, planned=JOINING)
-@example(seed=5024, workers=3, shards=1, recipe="stale_synchronous(bound=1)", meet=None, planned=TELLER)
-@example(seed=5060, workers=3, shards=1, recipe="async_sgd(overlap=True)", meet=None, planned=ENDING)
-@example(seed=690, workers=4, shards=1, recipe="async_sgd", meet=None, planned=AGAIN)
-@example(seed=5064, workers=2, shards=1, recipe="async_sgd", meet=None, planned=NOBODY)
-@example(seed=33, workers=3, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=BEHIND)
-@example(seed=10364, workers=2, shards=1, recipe="downpour(every=1)", meet=None, planned=UNTOLD)
-@example(seed=10928, workers=2, shards=1, recipe="async_sgd(overlap=True)", meet=None, planned=TOO_LATE)
-@example(seed=700008, workers=3, shards=2, recipe="async_sgd(overlap=True)", meet=None, planned=TORN)
-@example(seed=973331, workers=4, shards=2, recipe="async_sgd", meet=5, planned=PASSED)
-@example(seed=554979, workers=4, shards=1, recipe="async_sgd(overlap=True)", meet=5, planned=HEARD)
-@example(seed=20203, workers=5, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=CALLED_TWICE)
-@example(seed=86692, workers=2, shards=1, recipe="async_sgd", meet=5, planned=NOBODY_KNOWS)
-@example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
+@given(**CONFIGURATION, planned=faults("worker", "server", "link"))
+@example(seed=34, workers=3, shards=1, recipe="async_sgd", barrier_every=None, planned=LATE)
+@example(
+    seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", barrier_every=None, planned=WORKER_THEN_SERVER
+)
+@example(seed=124, workers=3, shards=1, recipe="async_sgd", barrier_every=None, planned=JOINING)
+@example(
+    seed=5024, workers=3, shards=1, recipe="stale_synchronous(bound=1)", barrier_every=None, planned=SERVER_THEN_ROOT
+)
+@example(seed=5060, workers=3, shards=1, recipe="async_sgd(overlap=True)", barrier_every=None, planned=ENDING)
+@example(seed=690, workers=4, shards=1, recipe="async_sgd", barrier_every=None, planned=AGAIN)
+@example(seed=5064, workers=2, shards=1, recipe="async_sgd", barrier_every=None, planned=ALL_WORKERS_THEN_SERVER)
+@example(
+    seed=33, workers=3, shards=2, recipe="stale_synchronous(bound=0)", barrier_every=None, planned=SERVER_THEN_WORKER
+)
+@example(
+    seed=10364, workers=2, shards=1, recipe="downpour(every=1)", barrier_every=None, planned=SERVER_WITH_LAST_WORKER
+)
+@example(seed=10928, workers=2, shards=1, recipe="async_sgd(overlap=True)", barrier_every=None, planned=TOO_LATE)
+@example(seed=700008, workers=3, shards=2, recipe="async_sgd(overlap=True)", barrier_every=None, planned=TORN)
+@example(seed=973331, workers=4, shards=2, recipe="async_sgd", barrier_every=5, planned=PASSED)
+@example(seed=554979, workers=4, shards=1, recipe="async_sgd(overlap=True)", barrier_every=5, planned=AT_THE_START)
+@example(seed=20203, workers=5, shards=2, recipe="stale_synchronous(bound=0)", barrier_every=None, planned=CALLED_TWICE)
+@example(seed=86692, workers=2, shards=1, recipe="async_sgd", barrier_every=5, planned=SERVER_AND_WORKER_TWICE)
+@example(
+    seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", barrier_every=None, planned=[(2, "server", 0)]
+)
 @SETTINGS
-def test_all_of_them_die_in_any_order(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+def test_every_batch_counts_once_when_workers_servers_and_connections_fail(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
-    holds(seed, workers, shards, recipe, meet, planned)
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
 
 
 LAST = [(6, "at the end, server", 0), (8, "at the end, worker", 1)]
@@ -321,24 +333,26 @@ AT_THE_END = st.lists(
 )
 
 
-@given(**PLACE, planned=AT_THE_END)
-@example(seed=700006, workers=4, shards=1, recipe="downpour(every=1)", meet=None, planned=LAST)
+@given(**CONFIGURATION, planned=AT_THE_END)
+@example(seed=700006, workers=4, shards=1, recipe="downpour(every=1)", barrier_every=None, planned=LAST)
 @SETTINGS
-def test_who_dies_when_some_have_come_to_the_end_leaves_nobody_waiting(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+def test_failures_at_the_end_leave_no_process_waiting(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
-    """Those who are left may lack the last answer, and those who have ended say nothing again."""
-    holds(seed, workers, shards, recipe, meet, planned)
+    """The remaining workers may lack the last reply, and workers that finished do not send it again."""
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
 
 
 QUIT_AND_BACK = [(311, "quit", 3), (351, "worker", 1), (430, "server", 0)]
 
 
-@given(**PLACE, planned=faults("quit", "server", "worker"))
-@example(seed=34, workers=4, shards=2, recipe="async_sgd", meet=None, planned=[(334, "quit", 1), (498, "server", 0)])
-@example(seed=592344, workers=2, shards=1, recipe="async_sgd", meet=5, planned=QUIT_AND_BACK)
+@given(**CONFIGURATION, planned=faults("quit", "server", "worker"))
+@example(
+    seed=34, workers=4, shards=2, recipe="async_sgd", barrier_every=None, planned=[(334, "quit", 1), (498, "server", 0)]
+)
+@example(seed=592344, workers=2, shards=1, recipe="async_sgd", barrier_every=5, planned=QUIT_AND_BACK)
 @SETTINGS
-def test_who_quits_is_not_waited_for_by_servers_that_are_started_again(
-    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+def test_restarted_servers_do_not_wait_for_a_worker_that_quit(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
-    holds(seed, workers, shards, recipe, meet, planned)
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
