@@ -1,4 +1,4 @@
-"""Workers that do not wait: what must hold of whole trainings, whoever comes first."""
+"""Properties of whole trainings under recipes whose workers do not wait, for any order of arrival."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def events_of(run: Path, kind: str) -> list[Event]:
-    return [one for one in read_events(run / "events.jsonl") if one["event"] == kind]
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
 
 
 @pytest.mark.parametrize("make", [sgd, momentum, adam])
 @pytest.mark.parametrize("recipe", [*NAMES, "async_sgd(overlap=True)", "elastic_averaging(every=2, overlap=True)"])
-def test_one_worker_is_the_plain_loop(recipe: str, make: Any) -> None:
+def test_one_worker_computes_the_plain_loop(recipe: str, make: Any) -> None:
     work = training(regression(100, DOUBLE), 8, make=make, dtype=DOUBLE)
     assert relative_distance(run_one_worker(work, recipe), run_single_process(work)) <= 1e-12
 
 
 @pytest.mark.parametrize("recipe", ["stale_synchronous(bound=0)", "stale_synchronous(bound=0, shards=3)"])
-def test_a_bound_of_0_is_the_barrier(recipe: str) -> None:
+def test_staleness_bound_0_equals_synchronous_training(recipe: str) -> None:
     for workers in (2, 4):
         work = training(regression(96, DOUBLE), 8, epochs=3, dtype=DOUBLE)
         assert (
@@ -60,13 +60,13 @@ def test_a_bound_of_0_is_the_barrier(recipe: str) -> None:
         )
 
 
-def test_a_bound_of_0_is_the_barrier_between_local_steps_too() -> None:
+def test_staleness_bound_0_equals_synchronous_training_with_local_steps() -> None:
     recipe = "Recipe(what=updates(), when=on_arrival(every=2, bound=0), whom=server(), then=add(weight=equal_share()))"
     work = training(regression(96, DOUBLE), 8, epochs=3, make=momentum, dtype=DOUBLE)
     assert relative_distance(run_workers(3, work, recipe)[0], run_workers(3, work, "local_sgd(every=2)")[0]) <= 1e-12
 
 
-def test_collecting_all_behind_a_bound_of_0_is_synchronous() -> None:
+def test_collecting_all_updates_under_staleness_bound_0_is_synchronous() -> None:
     recipe = "Recipe(what=updates(), when=on_arrival(collect=4, bound=0), whom=server(), then=add())"
     work = training(regression(96, DOUBLE), 8, epochs=3, dtype=DOUBLE)
     assert relative_distance(run_workers(4, work, recipe)[0], run_workers(4, work, "allreduce")[0]) <= 1e-12
@@ -83,21 +83,23 @@ def test_collecting_all_behind_a_bound_of_0_is_synchronous() -> None:
         ("Recipe(what=updates(), when=together(every=3), whom=server(), then=outer())", "diloco(every=3)"),
     ],
 )
-def test_together_through_a_server_is_together(over_server: str, over_everyone: str) -> None:
-    """Uneven batches, and an idle worker in the last hand."""
+def test_synchronous_recipes_over_a_server_equal_those_without(over_server: str, over_everyone: str) -> None:
+    """The batches are uneven, and one worker is idle in the last global step."""
     work = training(regression(101, DOUBLE), 8, epochs=3, make=momentum, dtype=DOUBLE)
     assert relative_distance(run_workers(3, work, over_server)[0], run_workers(3, work, over_everyone)[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("recipe", [*NAMES, "async_sgd(overlap=True, shards=2)", "downpour(every=100)"])
-def test_every_update_is_told_of_once_and_holds_all_samples(recipe: str, tmp_path: Path) -> None:
+def test_every_update_is_recorded_once_and_all_samples_are_in_updates(recipe: str, tmp_path: Path) -> None:
     run_workers(3, training(regression(101), 8, epochs=3, recipe=recipe), run=tmp_path)
-    told = [(one["worker"], *update) for one in events_of(tmp_path, "update_applied") for update in one["updates"]]
-    assert len({(worker, round_) for worker, round_, *_ in told}) == len(told)
-    assert sum(samples for *_, samples in told) == 303
-    assert all(staleness >= 0 for *_, staleness, _ in told)
-    assert sum(end["rounds"] for end in events_of(tmp_path, "end")) == len(told)
-    assert [one["sample_counts"]["once"] for one in events_of(tmp_path, "epoch")] == [101] * 3
+    recorded = [
+        (event["worker"], *update) for event in events_of(tmp_path, "update_applied") for update in event["updates"]
+    ]
+    assert len({(worker, round_) for worker, round_, *_ in recorded}) == len(recorded)
+    assert sum(samples for *_, samples in recorded) == 303
+    assert all(staleness >= 0 for *_, staleness, _ in recorded)
+    assert sum(end["rounds"] for end in events_of(tmp_path, "end")) == len(recorded)
+    assert [event["sample_counts"]["once"] for event in events_of(tmp_path, "epoch")] == [101] * 3
 
 
 def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     assert samples[1] < 0.8 * min(samples[0], samples[2])  # on an idle machine it is about a fifth
 
 
-def test_time_lost_to_a_bound_is_told_only_where_there_is_one(tmp_path: Path) -> None:
+def test_blocked_time_is_recorded_only_under_a_staleness_bound(tmp_path: Path) -> None:
     run_workers(2, training(regression(40), 4, recipe="async_sgd"), run=tmp_path)
     assert not any("blocked_s" in end for end in events_of(tmp_path, "end"))
 
@@ -117,7 +119,7 @@ def busy() -> None:
     torch.ones(300, 300) @ torch.ones(300, 300)
 
 
-def test_the_bound_holds_a_fast_worker_back_and_says_for_how_long(tmp_path: Path) -> None:
+def test_the_bound_blocks_a_fast_worker_and_the_blocked_time_is_recorded(tmp_path: Path) -> None:
     work = training(regression(400), 4, recipe="stale_synchronous(bound=1)", after_step=lambda net, optimizer: busy())
     run_workers(2, work, run=tmp_path, slow={1: 8.0})
     ends = {end["worker"]: end for end in events_of(tmp_path, "end")}
@@ -129,7 +131,7 @@ def test_the_bound_holds_a_fast_worker_back_and_says_for_how_long(tmp_path: Path
 @pytest.mark.parametrize(
     "recipe", ["async_sgd", "downpour(every=4)", "elastic_averaging(every=3)", "soft_sync(collect=3)"]
 )
-def test_evaluations_come_after_so_many_batches_of_all(recipe: str, tmp_path: Path) -> None:
+def test_evaluations_are_made_after_every_n_batches_of_all_workers(recipe: str, tmp_path: Path) -> None:
     data = regression(320)
 
     def work(worker: int) -> Tensor:
@@ -161,8 +163,8 @@ def test_evaluations_come_after_so_many_batches_of_all(recipe: str, tmp_path: Pa
 
 @pytest.mark.parametrize("by", [{0, 1, 2}, {0}])
 @pytest.mark.parametrize("recipe", ["async_sgd", "elastic_averaging(every=2)"])
-def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) -> None:
-    """Where the workers' scripts do different things worker 0's counts."""
+def test_changes_by_the_script_after_an_epoch_are_kept(recipe: str, by: set[int]) -> None:
+    """If the workers' scripts make different changes, the changes of worker 0 count."""
     data = regression(96, DOUBLE)
 
     def work(worker: int) -> tuple[Tensor, Tensor]:
@@ -176,8 +178,8 @@ def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) ->
                 optimizer.step()
             if epoch == 0 and worker in by:
                 with torch.no_grad():
-                    for one in net.parameters():
-                        one.mul_(0.5)
+                    for parameter in net.parameters():
+                        parameter.mul_(0.5)
         return flat(net), flat(small_net(DOUBLE))
 
     for found, start in run_workers(3, work):
@@ -185,7 +187,7 @@ def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) ->
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "soft_sync(collect=2)", "elastic_averaging(every=2)"])
-def test_worker_0_evaluates_a_stream_after_each_so_many_of_its_own_steps(recipe: str, tmp_path: Path) -> None:
+def test_worker_0_evaluates_a_stream_after_every_n_of_its_own_steps(recipe: str, tmp_path: Path) -> None:
     batches = [(torch.ones(4, 6), torch.ones(4, 1))] * 10
 
     def work(worker: int) -> None:
@@ -193,7 +195,7 @@ def test_worker_0_evaluates_a_stream_after_each_so_many_of_its_own_steps(recipe:
         optimizer = sgd(net.parameters())
         evaluate = lambda net: {"size": float(flat(net).norm())}  # noqa: E731
         loader = stretto.distribute(net, optimizer, batches, recipe=recipe, evaluate=evaluate, evaluate_every=2)
-        for x, y in _passes(loader, 3):
+        for x, y in _batches(loader, 3):
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
@@ -208,7 +210,7 @@ def test_worker_0_evaluates_a_stream_after_each_so_many_of_its_own_steps(recipe:
     assert all(one["versions"] == sorted(one["versions"]) for one in evaluations)
 
 
-def test_a_model_of_two_kinds_of_numbers_over_several_shards() -> None:
+def test_replicas_of_a_model_with_two_dtypes_are_equal_over_several_shards() -> None:
     data = regression(96, DOUBLE)
 
     def work(worker: int) -> Tensor:
@@ -225,7 +227,7 @@ def test_a_model_of_two_kinds_of_numbers_over_several_shards() -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_gradients_say_nothing_of_momentum() -> None:
+def test_asynchronous_gradients_need_an_optimizer_without_momentum() -> None:
     recipe = "Recipe(what=gradients(), when=on_arrival(), whom=server(), then=add())"
     with pytest.raises(ModelError, match=r"SGD\(momentum=0.9\)"):
         run_workers(2, training(regression(96), 8, make=momentum, recipe=recipe))
@@ -243,8 +245,8 @@ def test_delay_compensation_needs_one_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("recipe", NAMES)
-def test_the_same_recipe_over_more_shards_learns_the_same_task(recipe: str) -> None:
-    """Not the same numbers, since who comes first differs; but no shard is left out."""
+def test_every_shard_is_updated_over_several_shards(recipe: str) -> None:
+    """The numbers differ, because the order of arrival differs, but no shard is left out."""
     short = parse(recipe)
     work = training(regression(160), 8, epochs=4, recipe=f"{recipe}(shards=4)")
     start, found = flat(small_net()), run_workers(2, work)[0]
@@ -255,7 +257,7 @@ def test_the_same_recipe_over_more_shards_learns_the_same_task(recipe: str) -> N
 
 
 class Sum(nn.Module):
-    """Its gradient is 1 everywhere, whatever the parameters are: what was learned can be counted."""
+    """A model whose gradient is 1 everywhere, for all parameters, so that the applied steps can be counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,13 +268,13 @@ class Sum(nn.Module):
 
 
 def counted(recipe: str, workers: int, epochs: int = 3) -> tuple[Tensor, list[Tensor]]:
-    """The server's parameters after so many passes of 20 steps down a slope of 1, and each worker's own at its end."""
+    """Return the server's parameters after epochs of 20 steps down a slope of 1, and each worker's own at the end."""
     data = regression(160, DOUBLE)
 
     def work(worker: int) -> tuple[Tensor, Tensor]:
         net, own = Sum(), torch.zeros(100, dtype=DOUBLE)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        for x, _ in _passes(stretto.distribute(net, optimizer, DataLoader(data, batch_size=8), recipe=recipe), epochs):
+        for x, _ in _batches(stretto.distribute(net, optimizer, DataLoader(data, batch_size=8), recipe=recipe), epochs):
             optimizer.zero_grad()
             net(x).mean().backward()
             optimizer.step()
@@ -283,7 +285,7 @@ def counted(recipe: str, workers: int, epochs: int = 3) -> tuple[Tensor, list[Te
     return found[0][0], [own for _, own in found]
 
 
-def _passes(loader: Any, epochs: int) -> Any:
+def _batches(loader: Any, epochs: int) -> Any:
     for _ in range(epochs):
         yield from loader
 
@@ -302,24 +304,24 @@ def _passes(loader: Any, epochs: int) -> Any:
         ("stale_synchronous(bound=3, overlap=True)", 20),
     ],
 )
-def test_what_is_applied_is_what_was_learned(recipe: str, steps: int) -> None:
-    """Nothing is lost or counted twice: not between passes, not when a server collects less than it waits for."""
+def test_every_local_step_is_applied_once(recipe: str, steps: int) -> None:
+    """No step is lost or counted twice between epochs, or when a server collects fewer updates than it waits for."""
     assert torch.allclose(counted(recipe, workers=3)[0], torch.full((100,), -float(steps), dtype=DOUBLE), atol=1e-9)
 
 
 @pytest.mark.parametrize(
     "recipe", ["elastic_averaging(every=1, alpha=0.3)", "elastic_averaging(every=1, overlap=True)"]
 )
-def test_elastic_averaging_moves_both_by_the_same(recipe: str) -> None:
-    """`sum_i x_i + c` changes by what is learned alone. The last reply under overlap is not in the worker's yet."""
+def test_elastic_averaging_moves_worker_and_server_by_the_same(recipe: str) -> None:
+    """Only local steps change `sum_i x_i + c`. Under overlap a worker has not applied the last reply yet."""
     workers = 3
     centre, own = counted(recipe, workers)
     whole = float((torch.stack(own).sum(0) + centre)[0])
     assert whole == pytest.approx(-60.0, abs=1e-9 if "overlap" not in recipe else 3.0)
 
 
-def test_behind_a_bound_of_0_each_round_is_computed_on_one_version(tmp_path: Path) -> None:
-    """Of three updates that are applied one after the other the first is fresh, the last has missed two."""
+def test_workers_compute_each_round_on_one_version_under_staleness_bound_0(tmp_path: Path) -> None:
+    """The first of three updates that are applied one after another has staleness 0 and the last has staleness 2."""
     run_workers(3, training(regression(96), 8, recipe="stale_synchronous(bound=0)"), run=tmp_path)
     stale = [staleness for one in events_of(tmp_path, "update_applied") for _, _, staleness, _ in one["updates"]]
     assert sorted(stale) == sorted([0, 1, 2] * 8)
