@@ -1,4 +1,4 @@
-"""A checkpoint is there as a whole or not at all: whatever is cut, flipped, killed or full."""
+"""A checkpoint is complete or absent after truncation, bit flips, kills and on a full disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from stretto.strategies.tensor_sync import octets
 
 LIMIT_S = 60
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""A folder on no disk, where bringing files to the disk takes no time."""
+"""Folder in memory, where syncing files takes no time; None if there is none."""
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda one: one,
     "transposed": lambda one: one.t() if one.dim() == 2 else one,
@@ -45,54 +45,54 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def limited() -> Iterator[None]:
-    """No test may hang."""
+    """Fail a test that takes longer than `LIMIT_S` seconds."""
 
-    def too_long(_number: int, _frame: object) -> None:
+    def raise_timeout(_number: int, _frame: object) -> None:
         raise TimeoutError(f"the test took more than {LIMIT_S} s")
 
-    before = signal.signal(signal.SIGALRM, too_long)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-def seen(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """All that must survive of tensors."""
+def fingerprint(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Return the parts of tensors that must survive: dtype, shape and bytes."""
     return {
         name: (one.dtype, one.shape, octets(one.clone(memory_format=torch.contiguous_format)).tobytes())
         for name, one in tensors.items()
     }
 
 
-def all_seen(state: State) -> tuple[Any, ...]:
-    own = {worker: (facts, seen(tensors)) for worker, (facts, tensors) in state.own.items()}
-    return state.facts, seen(state.tensors), own
+def state_fingerprint(state: State) -> tuple[Any, ...]:
+    own = {worker: (facts, fingerprint(tensors)) for worker, (facts, tensors) in state.own.items()}
+    return state.facts, fingerprint(state.tensors), own
 
 
-def small(number: int) -> State:
-    """A small state in which everything tells its number."""
+def small_state(number: int) -> State:
+    """Return a small state in which every value is its number."""
     own = {3: ({"number": number}, {"residual": torch.full((3,), number)})}
     return State({"number": number}, {"model/w": torch.full((2, 2), float(number))}, own)
 
 
-def check_is(state: State, number: int) -> None:
-    assert all_seen(state) == all_seen(small(number))
+def check_state_is(state: State, number: int) -> None:
+    assert state_fingerprint(state) == state_fingerprint(small_state(number))
 
 
-def told(found: tuple[int, State] | None) -> int | None:
-    """The round that was found, once all in it is of that round."""
-    if found is None:
+def checked_round(checkpoint: tuple[int, State] | None) -> int | None:
+    """Return the round of the checkpoint that was found, after a check that all its contents are of that round."""
+    if checkpoint is None:
         return None
-    check_is(found[1], found[0])
-    return found[0]
+    check_state_is(checkpoint[1], checkpoint[0])
+    return checkpoint[0]
 
 
 def leftovers(folder: Path) -> list[Path]:
     return list(folder.glob(".*"))
 
 
-# --- what is written is read -----------------------------------------------------------------------------------------
+# --- writing and reading back ----------------------------------------------------------------------------------------
 
 texts = st.text(max_size=5)
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
@@ -106,7 +106,7 @@ drawn = st.lists(st.tuples(layouts, dtypes, shapes, st.booleans(), texts), max_s
 
 
 def any_bits(dtype: torch.dtype, shape: list[int], bits: random.Random) -> Tensor:
-    """A tensor of whatever bits, not-a-numbers among them."""
+    """Return a tensor of random bits, which may include NaNs."""
     raw = bits.randbytes(torch.Size(shape).numel() * dtype.itemsize)
     if dtype == torch.bool:
         raw = bytes(byte & 1 for byte in raw)
@@ -114,7 +114,7 @@ def any_bits(dtype: torch.dtype, shape: list[int], bits: random.Random) -> Tenso
 
 
 def some_tensors(drawn: list[tuple[str, torch.dtype, list[int], bool, str]]) -> dict[str, Tensor]:
-    """Tensors of any dtype, shape and layout, some of which share their memory with the one before."""
+    """Return tensors of any dtype, shape and layout, some of which share memory with the previous tensor."""
     found: list[Tensor] = []
     bits = random.Random(len(drawn))
     for layout, dtype, shape, shares, _ in drawn:
@@ -128,7 +128,7 @@ own_of_workers = st.dictionaries(st.integers(0, 10**6), st.tuples(facts, tensors
 
 @settings(max_examples=100)
 @given(facts, tensors, own_of_workers, st.integers(0, 10**12))
-def test_what_is_written_is_read_bit_for_bit(
+def test_states_are_read_back_bit_for_bit(
     facts: dict[str, Any], tensors: dict[str, Tensor], own: dict[int, Any], number: int
 ) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -137,17 +137,17 @@ def test_what_is_written_is_read_bit_for_bit(
         checkpoints.write(state, number)
         found = Checkpoints(checkpoints.folder).newest(pytest.fail)
         assert found is not None and found[0] == number
-        assert all_seen(found[1]) == all_seen(state)
+        assert state_fingerprint(found[1]) == state_fingerprint(state)
 
 
-def test_what_is_not_finite_survives(tmp_path: Path) -> None:
+def test_facts_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
     Checkpoints(tmp_path).write(State({"loss": [float("nan"), float("inf")]}, {}), 1)
     found = Checkpoints(tmp_path).newest(pytest.fail)
     assert found is not None and repr(found[1].facts) == "{'loss': [nan, inf]}"
 
 
 @pytest.mark.parametrize("fact", [(1, 2), b"bytes", {1: "one"}, {"deep": [{"set": {1}}]}, torch.zeros(1)])
-def test_facts_that_would_come_back_different_are_refused(tmp_path: Path, fact: object) -> None:
+def test_facts_that_json_would_change_are_refused(tmp_path: Path, fact: object) -> None:
     for state in (State({"fact": fact}, {}), State({}, {}, {0: ({"fact": fact}, {})})):
         with pytest.raises(TypeError, match="fact"):
             Checkpoints(tmp_path).write(state, 1)
@@ -162,20 +162,20 @@ def test_facts_that_would_come_back_different_are_refused(tmp_path: Path, fact: 
         {"__metadata__": torch.zeros(1)},
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_tensors_that_the_format_cannot_hold_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     with pytest.raises(TypeError, match=next(iter(tensors))):
         Checkpoints(tmp_path).write(State({}, tensors), 1)
     assert not list(tmp_path.iterdir())
 
 
-def test_tensors_larger_than_a_chunk_survive(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_chunk_are_read_back(tmp_path: Path) -> None:
     state = State({}, {"large": torch.randn(storage.CHUNK_BYTES // 4 * 3 + 5), "small": torch.randn(3)})
     Checkpoints(tmp_path).write(state, 1)
     found = Checkpoints(tmp_path).newest(pytest.fail)
-    assert found is not None and all_seen(found[1]) == all_seen(state)
+    assert found is not None and state_fingerprint(found[1]) == state_fingerprint(state)
 
 
-def test_the_same_round_again_writes_over_nothing(tmp_path: Path) -> None:
+def test_writing_a_round_again_loses_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for value in range(12):
         checkpoints.write(State({"value": value}, {}), 7)
@@ -183,134 +183,136 @@ def test_the_same_round_again_writes_over_nothing(tmp_path: Path) -> None:
         assert found is not None and (found[0], found[1].facts) == (7, {"value": value})
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_synced_before_a_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[Path] = []
     renamed: list[Path] = []
     fsync, rename = os.fsync, Path.rename
 
-    def notes_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def notes_rename(path: Path, target: Path) -> Path:
+    def record_rename(path: Path, target: Path) -> Path:
         renamed.append(path)
         assert {*path.iterdir(), path} <= {*synced}
         synced.clear()
         return rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", notes_fsync)
-    monkeypatch.setattr(Path, "rename", notes_rename)
-    Checkpoints(tmp_path / "checkpoints").write(small(1), 1)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    Checkpoints(tmp_path / "checkpoints").write(small_state(1), 1)
     assert len(renamed) == 1 and synced == [tmp_path / "checkpoints", tmp_path]
 
 
-# --- what is damaged is found out ------------------------------------------------------------------------------------
+# --- detection of damage ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def two() -> Iterator[Path]:
-    """The folder of the second of two checkpoints."""
+def second_checkpoint() -> Iterator[Path]:
+    """Yield the folder of the second of two checkpoints."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         checkpoints = Checkpoints(Path(folder))
-        checkpoints.write(small(1), 1)
-        yield checkpoints.write(small(2), 2)
+        checkpoints.write(small_state(1), 1)
+        yield checkpoints.write(small_state(2), 2)
 
 
-def check_detected(two: Path, file: Path) -> None:
-    """The damage of a file is told by the names of the file and by checksums, and the first checkpoint is given."""
+def check_detected(second_checkpoint: Path, file: Path) -> None:
+    """Check that a notice names the damaged file and the checksum, and that the first checkpoint is returned."""
     notices: list[str] = []
-    assert told(Checkpoints(two.parent).newest(notices.append)) == 1
+    assert checked_round(Checkpoints(second_checkpoint.parent).newest(notices.append)) == 1
     (notice,) = notices
-    assert str(file) in notice and two.name in notice and "checksum" in notice
+    assert str(file) in notice and second_checkpoint.name in notice and "checksum" in notice
 
 
-def every_file(two: Path) -> Iterator[tuple[Path, bytes]]:
-    files = sorted(two.iterdir())
+def every_file(second_checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
+    files = sorted(second_checkpoint.iterdir())
     assert [file.name for file in files] == ["manifest.json", "state.safetensors", "worker-3.safetensors"]
     for file in files:
         whole = file.read_bytes()
         yield file, whole
         file.write_bytes(whole)
-    assert told(Checkpoints(two.parent).newest(pytest.fail)) == 2
+    assert checked_round(Checkpoints(second_checkpoint.parent).newest(pytest.fail)) == 2
 
 
-def test_a_cut_at_any_byte_is_detected(two: Path) -> None:
-    for file, whole in every_file(two):
+def test_truncation_at_any_byte_is_detected(second_checkpoint: Path) -> None:
+    for file, whole in every_file(second_checkpoint):
         for length in range(len(whole)):
             file.write_bytes(whole[:length])
-            check_detected(two, file)
+            check_detected(second_checkpoint, file)
         file.write_bytes(whole + b"\n")
-        check_detected(two, file)
+        check_detected(second_checkpoint, file)
 
 
-def test_a_flip_at_any_byte_is_detected(two: Path) -> None:
-    for file, whole in every_file(two):
+def test_a_bit_flip_in_any_byte_is_detected(second_checkpoint: Path) -> None:
+    for file, whole in every_file(second_checkpoint):
         for at in range(len(whole)):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-            check_detected(two, file)
+            check_detected(second_checkpoint, file)
 
 
-def test_a_missing_file_is_detected(two: Path) -> None:
+def test_a_missing_file_is_detected(second_checkpoint: Path) -> None:
     notices: list[str] = []
-    for file in sorted(two.iterdir()):
+    for file in sorted(second_checkpoint.iterdir()):
         whole = file.read_bytes()
         file.unlink()
-        assert told(Checkpoints(two.parent).newest(notices.append)) == 1
+        assert checked_round(Checkpoints(second_checkpoint.parent).newest(notices.append)) == 1
         assert str(file) in notices[-1]
         file.write_bytes(whole)
     assert len(notices) == 3
 
 
-def test_files_of_another_whole_checkpoint_are_detected(two: Path) -> None:
-    for file, _ in every_file(two):
+def test_files_of_another_complete_checkpoint_are_detected(second_checkpoint: Path) -> None:
+    for file, _ in every_file(second_checkpoint):
         if file.name != "manifest.json":
-            shutil.copy(two.with_name("round-00000001") / file.name, file)
-            check_detected(two, file)
+            shutil.copy(second_checkpoint.with_name("round-00000001") / file.name, file)
+            check_detected(second_checkpoint, file)
 
 
-def test_nothing_whole_is_nothing(two: Path) -> None:
+def test_without_a_complete_checkpoint_none_is_found(second_checkpoint: Path) -> None:
     notices: list[str] = []
-    for folder in two.parent.iterdir():
+    for folder in second_checkpoint.parent.iterdir():
         (folder / "manifest.json").write_bytes(b"")
-    assert Checkpoints(two.parent).newest(notices.append) is None
+    assert Checkpoints(second_checkpoint.parent).newest(notices.append) is None
     assert len(notices) == 2
-    assert Checkpoints(two.parent).last() is None
-    assert Checkpoints(two / "nowhere").newest(pytest.fail) is None
+    assert Checkpoints(second_checkpoint.parent).last() is None
+    assert Checkpoints(second_checkpoint / "nowhere").newest(pytest.fail) is None
 
 
-def test_checkpoint_of_a_later_format_is_skipped_and_kept(two: Path) -> None:
-    manifest = two / "manifest.json"
+def test_checkpoint_of_a_later_format_is_skipped_and_kept(second_checkpoint: Path) -> None:
+    manifest = second_checkpoint / "manifest.json"
     body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": storage.FORMAT + 1}).encode()
     manifest.write_bytes(storage._sealed(body))
     notices: list[str] = []
-    checkpoints = Checkpoints(two.parent, keep=1)
-    assert told(checkpoints.newest(notices.append)) == 1
+    checkpoints = Checkpoints(second_checkpoint.parent, keep=1)
+    assert checked_round(checkpoints.newest(notices.append)) == 1
     assert f"format {storage.FORMAT + 1}" in notices[0]
     checkpoints.prune()
-    assert two.exists()
+    assert second_checkpoint.exists()
 
 
-def test_what_is_not_ours_stays(two: Path) -> None:
-    checkpoints = Checkpoints(two.parent, keep=1)
-    mine = [two.parent / name for name in (".git", "notes", "round-1", "round-00000001.kept")]
+def test_folders_of_other_names_are_not_pruned(second_checkpoint: Path) -> None:
+    checkpoints = Checkpoints(second_checkpoint.parent, keep=1)
+    mine = [second_checkpoint.parent / name for name in (".git", "notes", "round-1", "round-00000001.kept")]
     for folder in mine:
         folder.mkdir()
-    checkpoints.write(small(3), 3)
+    checkpoints.write(small_state(3), 3)
     checkpoints.prune()
-    assert sorted(two.parent.iterdir()) == sorted([*mine, two.with_name("round-00000003")])
+    assert sorted(second_checkpoint.parent.iterdir()) == sorted([*mine, second_checkpoint.with_name("round-00000003")])
 
 
-# --- which are kept --------------------------------------------------------------------------------------------------
+# --- retention -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.integers(1, 3), st.booleans())
-def test_the_newest_whole_ones_are_kept(made: list[tuple[int, bool]], keep: int, known: bool) -> None:
+def test_the_newest_complete_checkpoints_are_kept(made: list[tuple[int, bool]], keep: int, known: bool) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         checkpoints = Checkpoints(Path(folder), keep)
         whole = {}
         for number, damage in made:
-            path = Checkpoints(Path(folder)).write(small(number), number)
+            path = Checkpoints(Path(folder)).write(small_state(number), number)
             whole[path] = not damage
             if damage:
                 (path / "state.safetensors").write_bytes(b"")
@@ -322,14 +324,14 @@ def test_the_newest_whole_ones_are_kept(made: list[tuple[int, bool]], keep: int,
         checkpoints.prune()
         assert sorted(Path(folder).iterdir(), key=storage._order) == kept
         last = storage._order(good[-1])[0] if good else None
-        assert told(checkpoints.newest()) == checkpoints.last() == last
+        assert checked_round(checkpoints.newest()) == checkpoints.last() == last
 
 
-# --- processes that are killed ---------------------------------------------------------------------------------------
+# --- killed processes ------------------------------------------------------------------------------------------------
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Do something in another process; its number."""
+    """Run `work` in another process, and return its process number."""
     process = os.fork()
     if process == 0:
         try:
@@ -339,32 +341,32 @@ def forked(work: Callable[[], None]) -> int:
     return process
 
 
-def write_on(folder: Path, done: int, keep: int = 2) -> None:
-    """Write one round after the other, and say so through a pipe when one is on the disk."""
+def write_rounds(folder: Path, done: int, keep: int = 2) -> None:
+    """Write one round after another, and send its number through a pipe when a round is on the disk."""
     checkpoints = Checkpoints(folder, keep)
     number = checkpoints.last() or 0
     while True:
         number += 1
-        checkpoints.write(small(number), number)
+        checkpoints.write(small_state(number), number)
         os.write(done, f"{number}\n".encode())
         checkpoints.prune()
 
 
-def test_killed_at_random_points(tmp_path: Path) -> None:
+def test_a_writer_killed_at_random_points_leaves_complete_checkpoints(tmp_path: Path) -> None:
     points, written = random.Random(5), 0
     for _ in range(40):
         pipe, done = os.pipe()
-        process = forked(partial(write_on, tmp_path, done))
+        process = forked(partial(write_rounds, tmp_path, done))
         os.close(done)
         with os.fdopen(pipe) as lines:
-            said = [lines.readline() for _ in range(points.randrange(3))]
+            reported = [lines.readline() for _ in range(points.randrange(3))]
             threading.Event().wait(points.uniform(0, 0.01))
             os.kill(process, signal.SIGKILL)
             assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-            said += lines.readlines()
-        written += len(said)
-        found = told(Checkpoints(tmp_path).newest(pytest.fail)) or 0
-        assert [int(line) for line in said] == list(range(written - len(said) + 1, written + 1))
+            reported += lines.readlines()
+        written += len(reported)
+        found = checked_round(Checkpoints(tmp_path).newest(pytest.fail)) or 0
+        assert [int(line) for line in reported] == list(range(written - len(reported) + 1, written + 1))
         assert found in (written, written + 1)
         written = found
 
@@ -372,21 +374,21 @@ def test_killed_at_random_points(tmp_path: Path) -> None:
 STEPS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 
 
-def test_killed_at_every_step(tmp_path: Path) -> None:
-    """Before each call to the system that changes something a process is killed."""
+def test_a_writer_killed_before_any_system_call_leaves_complete_checkpoints(tmp_path: Path) -> None:
+    """A process is killed before each system call that changes the file system."""
     steps, left = 0, 0
     while True:
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
-        checkpoints.write(small(1), 1)
+        checkpoints.write(small_state(1), 1)
         process = forked(partial(write_until, checkpoints, steps))
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         assert code in (0, -signal.SIGKILL)
         left += bool(leftovers(checkpoints.folder))
-        assert told(Checkpoints(checkpoints.folder).newest(pytest.fail)) in ((1, 2) if code else (2,))
-        checkpoints.write(small(3), 3)
+        assert checked_round(Checkpoints(checkpoints.folder).newest(pytest.fail)) in ((1, 2) if code else (2,))
+        checkpoints.write(small_state(3), 3)
         assert leftovers(checkpoints.folder) == []
-        assert told(checkpoints.newest(pytest.fail)) == 3
+        assert checked_round(checkpoints.newest(pytest.fail)) == 3
         if code == 0:
             break
         steps += 1
@@ -394,34 +396,34 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
 
 
 def write_until(checkpoints: Checkpoints, steps: int) -> None:
-    """Write a checkpoint and be killed before the step of this number, or end with 0."""
+    """Write a checkpoint, and be killed before system call number `steps`, or exit with 0."""
     left = steps
 
-    def step(_frame: object, event: str, called: Any) -> None:
+    def kill_at_step(_frame: object, event: str, called: Any) -> None:
         nonlocal left
         if event == "c_call" and called.__name__ in STEPS:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             left -= 1
 
-    sys.setprofile(step)
-    checkpoints.write(small(2), 2)
+    sys.setprofile(kill_at_step)
+    checkpoints.write(small_state(2), 2)
     checkpoints.prune()
     sys.setprofile(None)
     os._exit(0)
 
 
-def test_who_reads_while_another_writes_finds_ever_newer_ones() -> None:
+def test_concurrent_reads_find_ever_newer_complete_checkpoints() -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         checkpoints = Checkpoints(Path(folder))
-        checkpoints.write(small(0), 0)
+        checkpoints.write(small_state(0), 0)
         pipe, done = os.pipe()
-        process = forked(partial(write_on, checkpoints.folder, done, keep=1))
+        process = forked(partial(write_rounds, checkpoints.folder, done, keep=1))
         os.close(done)
         try:
             reads = before = 0
             while reads < 400 or before < 50:
-                now = told(checkpoints.newest(pytest.fail))
+                now = checked_round(checkpoints.newest(pytest.fail))
                 assert now is not None and now >= before
                 before, reads = now, reads + 1
         finally:
@@ -430,11 +432,11 @@ def test_who_reads_while_another_writes_finds_ever_newer_ones() -> None:
             os.close(pipe)
 
 
-# --- in the background -----------------------------------------------------------------------------------------------
+# --- background writer -----------------------------------------------------------------------------------------------
 
 
 class Gated(Checkpoints):
-    """Each write waits to be let through, and fails as it is told."""
+    """Checkpoints whose writes wait at a gate, and fail if `error` is set."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         super().__init__(folder, keep)
@@ -450,20 +452,20 @@ class Gated(Checkpoints):
         return super().write(state, number)
 
 
-def test_one_is_under_way_and_one_waits_and_a_newer_one_replaces_it(tmp_path: Path) -> None:
+def test_a_newer_state_replaces_the_state_that_waits_to_be_written(tmp_path: Path) -> None:
     gated = Gated(tmp_path)
     writer = BackgroundWriter(gated, pytest.fail)
-    writer.submit(small(1), 1)
+    writer.submit(small_state(1), 1)
     assert gated.began.acquire(timeout=10)
     for number in (2, 3, 4):
-        writer.submit(small(number), number)
+        writer.submit(small_state(number), number)
     assert not writer.close(0)
     gated.gate.release(2)
     assert writer.close(10)
     assert gated.tried == [1, 4]
-    assert told(Checkpoints(tmp_path).newest(pytest.fail)) == 4
+    assert checked_round(Checkpoints(tmp_path).newest(pytest.fail)) == 4
     with pytest.raises(RuntimeError, match="closed"):
-        writer.submit(small(5), 5)
+        writer.submit(small_state(5), 5)
 
 
 FAILURES = {"no room": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"), "a bug": TypeError("no such thing")}
@@ -471,7 +473,7 @@ FAILURES = {"no room": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([None, *FAILURES])), st.integers(1, 3))
-def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str | None], keep: int) -> None:
+def test_failures_are_reported_once_and_so_is_their_end(plan: list[str | None], keep: int) -> None:
     notices: list[str] = []
     expected: list[str] = []
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -479,7 +481,7 @@ def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str
         writer = BackgroundWriter(gated, notices.append)
         gated.gate.release(len(plan) + 1)
         for number, failure in enumerate(plan):
-            with_it = small(number)
+            with_it = small_state(number)
             before = plan[number - 1] if number else None
             whole = [one for one in range(number) if plan[one] is None]
             if failure and not before:
@@ -495,11 +497,11 @@ def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str
         assert writer.close(10)
         assert notices == expected
         whole = [number for number, failure in enumerate(plan) if failure is None]
-        assert told(Checkpoints(Path(folder)).newest(pytest.fail)) == (whole[-1] if whole else None)
+        assert checked_round(Checkpoints(Path(folder)).newest(pytest.fail)) == (whole[-1] if whole else None)
         assert len(list(Path(folder).iterdir())) == min(len(whole), keep)
 
 
-def test_what_could_not_be_told_is_told_at_the_next_failure(tmp_path: Path) -> None:
+def test_a_notice_that_failed_is_repeated_at_the_next_failure(tmp_path: Path) -> None:
     notices: list[str] = []
 
     def full(text: str) -> None:
@@ -512,15 +514,15 @@ def test_what_could_not_be_told_is_told_at_the_next_failure(tmp_path: Path) -> N
     writer = BackgroundWriter(gated, full)
     gated.gate.release(5)
     for number in range(5):
-        writer.submit(small(number), number)
+        writer.submit(small_state(number), number)
         assert gated.began.acquire(timeout=10)
         assert writer.settle(10)
     assert writer.close(10)
     assert len(notices) == 3
 
 
-def test_a_written_state_is_let_go(tmp_path: Path) -> None:
-    """Else the memory of snapshots would never be free."""
+def test_a_written_state_is_released(tmp_path: Path) -> None:
+    """Otherwise the memory of snapshots would never be free."""
     snapshots, tensor = Snapshots(), torch.randn(100)
     writer = BackgroundWriter(Checkpoints(tmp_path), pytest.fail)
     places = set()
@@ -535,7 +537,7 @@ def test_a_written_state_is_let_go(tmp_path: Path) -> None:
 
 
 class Copies(RuleBasedStateMachine):
-    """Snapshots against plain copies."""
+    """Comparison of snapshots with plain copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -545,33 +547,33 @@ class Copies(RuleBasedStateMachine):
         self.places: set[int] = set()
 
     @rule()
-    def trains(self) -> None:
+    def train(self) -> None:
         self.made += 1
         self.tensors["a"].fill_(self.made)
         self.tensors["b"].fill_(self.made)
 
     @rule(length=st.integers(1, 4))
-    def changes_shape(self, length: int) -> None:
+    def change_shape(self, length: int) -> None:
         self.tensors["a"] = torch.full((length,), self.made)
 
     @rule()
-    def copies(self) -> None:
+    def copy(self) -> None:
         copied = self.snapshots.copied(self.tensors)
-        assert seen(copied) == seen(self.tensors)
-        self.held.append((copied, seen(copied)))
+        assert fingerprint(copied) == fingerprint(self.tensors)
+        self.held.append((copied, fingerprint(copied)))
 
     @rule(index=st.integers(0, 5))
-    def lets_go(self, index: int) -> None:
+    def release(self, index: int) -> None:
         if index < len(self.held):
             del self.held[index]
 
     @invariant()
-    def what_is_held_stays_as_it_was(self) -> None:
+    def held_copies_do_not_change(self) -> None:
         for copied, was in self.held:
-            assert seen(copied) == was
+            assert fingerprint(copied) == was
 
     @invariant()
-    def at_most_two_are_kept(self) -> None:
+    def at_most_two_buffers_are_kept(self) -> None:
         assert all(len(kept) <= 2 for kept in self.snapshots._kept.values())
 
 
@@ -579,7 +581,7 @@ TestCopies = Copies.TestCase
 TestCopies.settings = settings(max_examples=60)
 
 
-def test_free_memory_is_used_again() -> None:
+def test_free_memory_is_reused() -> None:
     snapshots, tensors = Snapshots(), {"w": torch.randn(1000)}
     first, second = snapshots.copied(tensors), snapshots.copied(tensors)
     places = {first["w"].data_ptr(), second["w"].data_ptr()}
@@ -590,7 +592,7 @@ def test_free_memory_is_used_again() -> None:
     assert snapshots.copied(tensors)["w"].data_ptr() in places - {second["w"].data_ptr()}
 
 
-# --- a disk that is full ---------------------------------------------------------------------------------------------
+# --- full disk -------------------------------------------------------------------------------------------------------
 
 FULL = """
 import json, subprocess, sys
@@ -629,7 +631,7 @@ print(json.dumps([found, notices, sorted(one.name for one in checkpoints.folder.
 """
 
 
-def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=1m none "$1"'
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", tmp_path]).returncode != 0:
         pytest.skip("no disk of its own can be mounted here")
@@ -657,7 +659,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     assert left == ["round-00000007"]
 
 
-# --- how often -------------------------------------------------------------------------------------------------------
+# --- checkpoint interval ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -671,39 +673,39 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
         (" 20r ", Interval(rounds=20)),
     ],
 )
-def test_what_is_typed_is_what_is_meant(text: str, meant: Interval) -> None:
+def test_intervals_are_parsed_and_printed(text: str, meant: Interval) -> None:
     assert every(text) == meant
     assert every(str(meant)) == meant
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "0s", "0 rounds", "-5m", "five m", "5 m 3", "nan s", "infs", "1e999s"])
-def test_what_is_neither_a_time_nor_rounds_is_refused(text: str) -> None:
+def test_text_that_is_neither_a_time_nor_rounds_is_refused(text: str) -> None:
     with pytest.raises(LaunchError) as error:
         every(text)
     assert all(word in str(error.value) for word in ("got: ", "expected: ", "try: --checkpoint-every 5m"))
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=30), st.booleans())
-def test_it_is_due_as_often_as_was_asked(wanted: int, passes: list[int], rounds: bool) -> None:
+def test_a_checkpoint_is_due_once_per_interval(wanted: int, increments: list[int], rounds: bool) -> None:
     how_often = Interval(rounds=wanted) if rounds else Interval(seconds=wanted)
     now, last = 7, 7
     assert not how_often.due(*((0.0, now) if rounds else (now, 0)))
-    for passed in passes:
-        now += passed
+    for increment in increments:
+        now += increment
         due = how_often.due(*((0.0, now) if rounds else (now, 0)))
         assert due == (now - last >= wanted)
         last = now if due else last
 
 
-def test_tensors_are_not_written_over_a_file(tmp_path: Path) -> None:
+def test_tensors_do_not_overwrite_a_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(FileExistsError):
         write_tensors(tmp_path / "there", {})
     assert (tmp_path / "there").read_text() == "mine"
 
 
-def test_an_optimizer_that_keeps_lists_begins_anew_and_says_which() -> None:
-    """Half of what it keeps would be worse than nothing: L-BFGS fails on it."""
+def test_optimizer_state_in_lists_is_not_saved_and_is_named() -> None:
+    """A partial state would be worse than none: L-BFGS fails on it."""
 
     def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         def closure() -> torch.Tensor:
