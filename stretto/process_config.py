@@ -123,6 +123,8 @@ class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
     timeout_s: float = 600.0
     snapshots: str | None = None
     """Directory of snapshots; None where a failed server is not restarted."""
+    recipe: str | None = None
+    """Recipe of the command line, whose codecs are imported; messages of workers import nothing."""
     snapshot_interval_s: float | None = None
     restarted: bool = False
 

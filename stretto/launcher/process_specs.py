@@ -153,6 +153,7 @@ class ProcessPlan:
             snapshots=str(self.folder.resolve() / "snapshots") if order.elastic else None,
             snapshot_interval_s=_snapshot_interval_s(order) if order.elastic else None,
             restarted=incarnation > 0,
+            recipe=order.recipe,
         )
         return self._service(number, servers.shards, "shard_main", config, servers.inherited(shard))
 

@@ -29,6 +29,7 @@ from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import DiskStore
 from stretto.process_config import ShardConfig
+from stretto.recipe.parser import parse
 from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router, server_keys
 from stretto.transport.malloc import keep_freed_memory
 
@@ -41,6 +42,8 @@ _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 def serve(config: ShardConfig) -> None:
     """Serve a shard, and the batch dispatcher in the process of shard 0, until the process ends."""
     torch.set_num_threads(1)
+    if config.recipe is not None:
+        parse(config.recipe)  # imports its codecs
     names = (f"shard{config.shard}", "coordinator", "ends")
     snapshots = Path(config.snapshots) if config.snapshots else None
     own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from stretto.parameter_server.handler import UPDATE_REPLY, CollectiveHandler, Ou
 from stretto.parameter_server.shard import Reply, Shard, Update, by_name
 from stretto.parameter_server.snapshots import SnapshotStore
 from stretto.parameter_server.versioned_buffers import Version
-from stretto.recipe.parser import parse
+from stretto.recipe.parser import import_paths, parse
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import OnParameters
 from stretto.recipe.when import on_arrival
@@ -336,6 +337,9 @@ class ShardHandler:
             raise FramingError(
                 f"parameters {body.parameter_set} where work on parameters {self._parameter_set} has come"
             )
+        unknown = [path for path in import_paths(body.recipe) if path.rpartition(".")[0] not in sys.modules]
+        if unknown:
+            raise FramingError(f"a message imports no module: start the run with --recipe to use {unknown[0]}")
         try:
             recipe = parse(body.recipe)
         except RecipeError as error:

@@ -131,6 +131,21 @@ def has_import_path(text: str) -> bool:
     return _IMPORT_PATH.search(text) is not None
 
 
+def import_paths(text: str) -> list[str]:
+    """Return the import paths of codecs in the text of a recipe; none for a text that cannot be parsed.
+
+    >>> import_paths("allreduce(how=mypkg.my_codec(0.5))")
+    ['mypkg.my_codec']
+    """
+    try:
+        with _one_at_a_time:
+            tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    names = (_name(node) for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return [name for name in names if name is not None and "." in name]
+
+
 def _imported(path: str) -> type[codecs.Codec]:
     """Return the codec of an import path. Raise RecipeError if there is none."""
     module, _, name = path.rpartition(".")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from handlers import replies_to
@@ -94,3 +96,12 @@ def test_parameters_of_an_earlier_recovery_epoch_are_not_accepted() -> None:
     (post,) = replies_to(handler, 0, 3, m.Open(2, "async_sgd", 2, recovery_epoch=0), [torch.ones(NUMBERS)])
     assert isinstance(post.body, m.StaleRequest)
     assert read(handler, 0) == [0.0] * NUMBERS
+
+
+def test_recipe_of_a_message_imports_no_module() -> None:
+    """Only the recipe of the command line imports codecs: `wave` is a module that nothing here has imported."""
+    handler = ShardHandler(1, lambda: 0.0, "stop")
+    assert "wave" not in sys.modules
+    with pytest.raises(FramingError, match="a message imports no module"):
+        opened(handler, 0, recipe="async_sgd(how=wave.Wave_read(1))")
+    assert "wave" not in sys.modules
