@@ -27,7 +27,7 @@ def numbers(n: int) -> TensorDataset:
 
 
 def reading(n: int, **options: Any) -> Callable[[int], list[list[float]]]:
-    """A function of the worker that trains on n batches of 4, and returns their first numbers, by epoch."""
+    """Return a script that trains on n batches of 4, and returns their first numbers by epoch."""
 
     def work(worker: int) -> list[list[float]]:
         net = nn.Linear(1, 1)
@@ -69,14 +69,14 @@ def test_every_nth_batch_of_the_interleaved_order_is_of_one_stretch(batches: int
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_a_killed_workers_stretch_is_assigned_to_others(recipe: str) -> None:
+def test_the_stretch_of_a_killed_worker_is_assigned_to_others(recipe: str) -> None:
     ended = simulated(3, reading(24), recipe, net=NET, fault="kill worker 1 at 40ms")
     assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [96, 96]
-    said = [one["text"] for one in ended.of("warning") if "state carried from batch to batch" in one["text"]]
-    assert len(said) == (recipe == "allreduce")
+    warnings = [one["text"] for one in ended.of("warning") if "state carried from batch to batch" in one["text"]]
+    assert len(warnings) == (recipe == "allreduce")
 
 
-def test_a_stream_has_no_stretches() -> None:
+def test_stretches_of_a_stream_are_refused() -> None:
     def work(worker: int) -> None:
         net = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
