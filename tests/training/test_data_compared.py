@@ -18,7 +18,7 @@ SAMPLES = 24
 
 
 class Rows(Dataset[Any]):
-    """Rows in memory, of which each is changed by random numbers when asked for."""
+    """Rows in memory, to each of which random noise is added when it is read."""
 
     def __init__(self, data: TensorDataset, folder: str = "") -> None:
         self.x, self.y = data.tensors
@@ -32,7 +32,7 @@ class Rows(Dataset[Any]):
 
 
 class Table:
-    """A table as pyarrow has it."""
+    """A table with the interface of those of pyarrow."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows, self.num_rows = rows, len(rows)
@@ -45,7 +45,7 @@ class Table:
 
 
 class ArrowDataset:
-    """A data set of `datasets`: rows of a table, or those that the indices of a selection name. No torch Dataset."""
+    """A data set as `datasets` has: rows of a table, or the rows that a selection names. It is no torch Dataset."""
 
     def __init__(self, rows: list[Any], indices: list[int] | None = None) -> None:
         self._data, self._indices = Table(rows), None if indices is None else Table(indices)
@@ -85,7 +85,7 @@ class Records(Dataset[Any]):
 
 
 class Shards(Sampler[int]):
-    """A sampler of another library that gives each worker a part."""
+    """A sampler of another library that gives each worker a part of the indices."""
 
     def __init__(self, rank: int, num_replicas: int) -> None:
         self.rank, self.num_replicas = rank, num_replicas
@@ -126,7 +126,7 @@ WHOLE: dict[str, Callable[[int], Any]] = {
 
 
 def training(make: Callable[[int], Any], **options: Any) -> Callable[[int], int]:
-    """A function of the worker that trains one epoch, and returns the number of samples in its batches."""
+    """Return a script that trains one epoch, and returns the number of samples in its batches."""
 
     def work(worker: int) -> int:
         net, seen = small_net(), 0
@@ -157,12 +157,12 @@ def test_a_sampler_over_a_part_of_the_indices_is_refused() -> None:
         run_workers(2, work, "allreduce")
 
 
-def test_a_sampler_of_another_library_that_shares_out_is_refused() -> None:
+def test_a_sampler_of_another_library_that_shards_the_data_is_refused() -> None:
     work = training(lambda worker: regression(SAMPLES), sampler=lambda worker: Shards(worker, 2))
     with pytest.raises(LoaderError, match="already shares the samples out"):
         run_workers(2, work, "allreduce")
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_random_rows_and_folders_of_a_worker_are_no_difference(kind: str) -> None:
+def test_random_rows_and_folders_per_worker_are_accepted(kind: str) -> None:
     assert sum(run_workers(2, training(WHOLE[kind]), "allreduce")) == SAMPLES
