@@ -1,4 +1,4 @@
-"""Properties of the effective batch: `--batch split` equals one process, `--lr-scale` leaves schedulers alone."""
+"""Properties of the effective batch: `--batch split` equals one process, `--lr-scale` does not change schedulers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=1)"])
 @pytest.mark.parametrize("samples", [64, 65, 70])
-def test_workers_that_share_each_batch_equal_one_process_step_for_step(recipe: str, samples: int) -> None:
-    """The last batch of 65 samples is too small for all."""
+def test_workers_that_split_each_batch_equal_one_process_step_for_step(recipe: str, samples: int) -> None:
+    """The last batch of 65 samples is smaller than the number of workers."""
     make = {"make": adam} if recipe == "allreduce" else {}
     work = training(regression(samples, DOUBLE), 8, dtype=DOUBLE, **make)
     found = run_workers(3, work, recipe, split=True)
@@ -42,7 +42,7 @@ def numbers(n: int) -> TensorDataset:
 
 
 def reading(data: Callable[[], Any], **options: Any) -> Callable[[int], list[list[float]]]:
-    """A function of the worker that trains, and returns the numbers in each of its batches."""
+    """Return a script that trains, and returns the numbers in each of its batches."""
 
     def work(worker: int) -> list[list[float]]:
         net = nn.Linear(1, 1)
@@ -74,21 +74,21 @@ def test_each_worker_gets_a_part_of_each_batch(kind: str, recipe: str) -> None:
     assert max(len(batch) for one in found for batch in one) == 2
 
 
-def test_shared_batches_survive_the_death_of_a_worker() -> None:
+def test_every_sample_of_split_batches_counts_once_when_a_worker_fails() -> None:
     ended = simulated(3, training(regression(64), 8), "allreduce", net=NET, fault="kill worker 1 at 40ms",
                       asks={"global_batch": "split"})  # fmt: skip
     assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [64, 64]
 
 
 @pytest.mark.parametrize("deal", ["contiguous"])
-def test_stretches_of_shared_batches_are_refused(deal: Any) -> None:
+def test_stretches_of_split_batches_are_refused(deal: Any) -> None:
     with pytest.raises(LoaderError, match="deal= does not fit"):
         run_workers(2, reading(KINDS["map-style"], deal=deal), "allreduce", split=True)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd", "delay_compensated"])
 def test_a_scaled_rate_is_the_rate_times_the_factor(recipe: str) -> None:
-    """One process with the larger rate makes the same steps; between steps the script sees its own rate."""
+    """One process with the larger rate makes the same steps; between steps the script reads its own rate."""
     data = regression(48, DOUBLE)
 
     def work(rate: float) -> Callable[[int], Tensor]:
@@ -121,7 +121,7 @@ def test_idle_workers_step_with_the_scaled_rate_too() -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_factors_follow_the_number_of_workers() -> None:
+def test_learning_rate_factors_depend_on_the_number_of_workers() -> None:
     script = Path(__file__)
     factors = [RunConfig(script, workers=4, lr_scale=scale).lr_factor for scale in ("none", "linear", "sqrt")]
     assert factors == [1, 4, 2]
@@ -130,7 +130,7 @@ def test_factors_follow_the_number_of_workers() -> None:
         check(RunConfig(script, workers=4, recipe="allreduce", global_batch="split", lr_scale="linear"))
 
 
-def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
+def test_a_comparison_of_split_batches_refers_to_the_single_process() -> None:
     about: Any = {"seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
     question = ask(Path(__file__), (), workers="1,4", recipes=["allreduce"], global_batch="split", **about)
     assert [(one.workers, one.global_batch_of, one.reference) for one in trials(question)] == [
@@ -149,6 +149,6 @@ def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
         ("async_sgd", "the updates of 2 workers are added: a step of up to 2 x that rate"),
     ],
 )
-def test_a_run_says_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_workers(2, training(regression(32), 8), recipe)
     assert capfd.readouterr().err.count(line) == 1
