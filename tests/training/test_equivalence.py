@@ -1,4 +1,4 @@
-"""The laws of equivalence: several workers are one machine with the joined batch, where the mathematics says so."""
+"""Several workers equal one process with the global batch, wherever the mathematics says so."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("what", EVERY_STEP)
-def test_every_step_with_sgd_is_one_machine_with_the_joined_batch(
+def test_exchanging_every_step_with_sgd_equals_one_process_with_the_global_batch(
     what: str, dtype: torch.dtype, workers: int, samples: int
 ) -> None:
     batch = 8
-    hands = -(-samples // (batch * workers))
-    work = training(regression(samples, dtype), batch, epochs=-(-100 // hands), dtype=dtype)
+    global_steps = -(-samples // (batch * workers))
+    work = training(regression(samples, dtype), batch, epochs=-(-100 // global_steps), dtype=dtype)
     found = run_workers(workers, work, EVERY_STEP[what])
     wanted = run_single_process(work, join=workers)
     assert relative_distance(found[0], wanted) <= TOLERANCE[dtype]
@@ -39,7 +39,7 @@ def test_every_step_with_sgd_is_one_machine_with_the_joined_batch(
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_allreduce_is_one_machine_whatever_the_optimizer(make) -> None:
+def test_allreduce_equals_one_process_under_every_optimizer(make) -> None:
     work = training(regression(101, torch.float64), 8, epochs=5, make=make, dtype=torch.float64)
     assert relative_distance(run_workers(3, work, "allreduce")[0], run_single_process(work, join=3)) <= 1e-10
 
@@ -52,14 +52,14 @@ def test_averaging_parameters_or_updates_is_the_same(every: int) -> None:
     assert relative_distance(run_workers(3, work, updates)[0], run_workers(3, work, parameters)[0]) <= 1e-12
 
 
-def test_averaging_every_k_steps_is_the_loop_written_by_hand() -> None:
-    """Three nets trained in turn on their batches, averaged by hand every 4 steps and at the end."""
+def test_averaging_every_k_steps_equals_an_explicit_loop() -> None:
+    """Three models trained in turn on their batches, averaged explicitly every 4 steps and at the end."""
     workers, every, batch, data = 3, 4, 8, regression(240, torch.float64)
     found = run_workers(workers, training(data, batch, epochs=3, dtype=torch.float64), f"local_sgd(every={every})")
-    assert relative_distance(found[0], _by_hand(data, workers, batch, every, epochs=3)) <= 1e-12
+    assert relative_distance(found[0], _explicit_loop(data, workers, batch, every, epochs=3)) <= 1e-12
 
 
-def _by_hand(data, workers: int, batch: int, every: int, epochs: int) -> torch.Tensor:
+def _explicit_loop(data, workers: int, batch: int, every: int, epochs: int) -> torch.Tensor:
     from thread_workers import flat, small_net
 
     nets = [small_net(torch.float64) for _ in range(workers)]
@@ -82,20 +82,20 @@ def _by_hand(data, workers: int, batch: int, every: int, epochs: int) -> torch.T
 
 @torch.no_grad()
 def _average(nets) -> None:
-    for ones in zip(*(net.parameters() for net in nets), strict=True):
-        mean = torch.stack(list(ones)).mean(0)
-        for one in ones:
-            one.copy_(mean)
+    for parameters in zip(*(net.parameters() for net in nets), strict=True):
+        mean = torch.stack(list(parameters)).mean(0)
+        for parameter in parameters:
+            parameter.copy_(mean)
 
 
-def test_after_n_averages_at_every_step_until_n() -> None:
+def test_local_sgd_averages_every_step_until_step_after() -> None:
     work = training(regression(240, torch.float64), 8, epochs=1, dtype=torch.float64)
     until_the_end = run_workers(3, work, "local_sgd(every=1000, after=1000)")[0]
     assert relative_distance(until_the_end, run_workers(3, work, "local_sgd(every=1)")[0]) == 0
 
 
-def test_the_outer_optimizer_is_torchs_nesterov() -> None:
-    """DiLoCo's outer step against torch.optim.SGD on the outer gradient."""
+def test_the_outer_optimizer_equals_torch_sgd() -> None:
+    """DiLoCo's outer step equals that of torch.optim.SGD on the outer gradient."""
     from stretto.recipe.then import OuterState, outer
 
     for nesterov in (True, False):
@@ -133,14 +133,14 @@ def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
     make = OPTIMIZERS["momentum"]
     work = training(regression(50), 8, make=make, shuffle=True)
     torch.manual_seed(3)
-    wanted = _plainly(make)
+    wanted = _plain_loop(make)
     torch.manual_seed(3)
     found = run_one_worker(work, recipe)
     assert torch.equal(found, wanted)
 
 
-def _plainly(make) -> torch.Tensor:
-    """The loop of `training` without the line."""
+def _plain_loop(make) -> torch.Tensor:
+    """Return the model of the loop of `training` without `distribute`."""
     from thread_workers import flat, small_net
 
     net = small_net()
