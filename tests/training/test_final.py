@@ -1,4 +1,4 @@
-"""The trained model is saved at the end, whatever has become of the run folder and of its disk."""
+"""The trained model is saved at the end, even if the run directory was removed or its disk is full."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print(json.dumps([found, notices]))
 """
 
 
-def test_full_disk_costs_older_checkpoints_and_then_the_place_but_not_the_model(tmp_path: Path) -> None:
+def test_on_a_full_disk_older_checkpoints_are_removed_before_the_model_is_saved_elsewhere(tmp_path: Path) -> None:
     disk, here = tmp_path / "disk", tmp_path / "here"
     disk.mkdir()
     here.mkdir()
@@ -78,7 +78,7 @@ def test_full_disk_costs_older_checkpoints_and_then_the_place_but_not_the_model(
     assert any(f"the trained model is in {here}/run-final.safetensors" in one for one in notices)
 
 
-def test_model_that_no_disk_takes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_written_anywhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -90,7 +90,7 @@ def test_model_that_no_disk_takes_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_run_folder_that_was_removed_is_named_and_the_model_is_there(
+def test_removed_run_directory_is_reported_and_the_model_is_saved(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
