@@ -1,4 +1,4 @@
-"""What recipes of few bytes promise a training: GD-SEC, EF21, 1-bit Adam, replies in few bytes, the counting."""
+"""Properties of recipes that send few bytes: GD-SEC, EF21, 1-bit Adam, encoded replies, the counting of traffic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOUBLE = torch.float64
 
 
 class Rounds:
-    """M workers that exchange gradient differences of n numbers, and the moves of theta between."""
+    """M workers that exchange gradient differences of n numbers, with a step of theta after each exchange."""
 
     def __init__(self, beta: float, how: Any, workers: int = 3, n: int = 40, groups: int = 1) -> None:
         self.what, self.how, self.workers, self.n = gradient_differences(beta, groups), how, workers, n
@@ -37,19 +37,19 @@ class Rounds:
             self.what.init_state(how, theta, CodecContext(worker, workers, theta=theta))
             for worker, theta in enumerate(self.theta)
         ]
-        self.said: list[list[int]] = []
+        self.sent_bytes: list[list[int]] = []
 
     def gradient(self) -> Tensor:
         return torch.randn(self.n, generator=self.source, dtype=DOUBLE)
 
-    def round(self, given: list[Tensor], lr: float = 0.1) -> Tensor:
-        talks = [self.what.average(self.how, x.clone(), m) for x, m in zip(given, self.states, strict=True)]
-        answers, turns = hold(talks)
-        assert all(torch.equal(one, answers[0]) for one in answers)
-        self.said.append([ask.tensor.nbytes for ask in turns[0]])
+    def round(self, gradients: list[Tensor], lr: float = 0.1) -> Tensor:
+        coroutines = [self.what.average(self.how, x.clone(), m) for x, m in zip(gradients, self.states, strict=True)]
+        results, messages = hold(coroutines)
+        assert all(torch.equal(result, results[0]) for result in results)
+        self.sent_bytes.append([message.tensor.nbytes for message in messages[0]])
         for theta in self.theta:
-            theta.sub_(answers[0], alpha=lr)
-        return answers[0]
+            theta.sub_(results[0], alpha=lr)
+        return results[0]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.01, 0.3, 1.0])
@@ -61,7 +61,7 @@ def test_without_a_threshold_gd_sec_is_gradient_descent(beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.01, 1.0])
-def test_the_servers_state_is_the_sum_of_the_workers_states_and_what_is_owed_is_e(beta: float) -> None:
+def test_gd_sec_server_state_is_the_sum_of_the_workers_states_and_the_residual_is_e(beta: float) -> None:
     """`h = sum_m h_m`; `e_m = D_m - sent_m`, with D_m and sent_m computed here from the rule."""
     xi, workers = 3.0, 3
     rounds = Rounds(beta, error_feedback(difference_threshold(xi)), workers)
@@ -91,7 +91,7 @@ def test_the_servers_state_is_the_sum_of_the_workers_states_and_what_is_owed_is_
 
 
 def test_ef21_is_the_papers_rule() -> None:
-    """`h_m += C(g_m - h_m)`; the answer is the sum of the h_m."""
+    """`h_m += C(g_m - h_m)`; the result is the sum of the h_m."""
     rounds = Rounds(1.0, top_k(0.2))
     h = [torch.zeros(rounds.n, dtype=DOUBLE) for _ in range(3)]
     for _ in range(10):
@@ -103,29 +103,29 @@ def test_ef21_is_the_papers_rule() -> None:
         assert torch.allclose(rounds.round(given), h[0] + h[1] + h[2], atol=1e-12, rtol=0)
 
 
-def test_whoever_has_nothing_to_say_sends_nothing_and_counts() -> None:
+def test_a_worker_without_changes_sends_nothing_and_still_counts() -> None:
     rounds = Rounds(1.0, difference_threshold(0), workers=3)
-    given = [rounds.gradient() for _ in range(3)]
-    rounds.round(given)
-    again = [given[0], given[1] * 2, given[2]]
-    answer = rounds.round(again)
-    assert rounds.said[1][0] == rounds.said[1][2] == 0 < rounds.said[1][1]
-    assert torch.allclose(answer, torch.stack(again).sum(0), atol=1e-12, rtol=0)
+    gradients = [rounds.gradient() for _ in range(3)]
+    rounds.round(gradients)
+    again = [gradients[0], gradients[1] * 2, gradients[2]]
+    result = rounds.round(again)
+    assert rounds.sent_bytes[1][0] == rounds.sent_bytes[1][2] == 0 < rounds.sent_bytes[1][1]
+    assert torch.allclose(result, torch.stack(again).sum(0), atol=1e-12, rtol=0)
 
 
-def test_workers_speak_in_turn() -> None:
+def test_groups_of_workers_send_in_turn() -> None:
     rounds = Rounds(1.0, difference_threshold(0), workers=4, groups=2)
-    given = [rounds.gradient() for _ in range(4)]
-    assert torch.allclose(rounds.round(given), given[0] + given[2], atol=1e-12, rtol=0)
-    assert torch.allclose(rounds.round(given), torch.stack(given).sum(0), atol=1e-12, rtol=0)
-    assert [one > 0 for one in rounds.said[0]] == [True, False, True, False]
-    assert [one > 0 for one in rounds.said[1]] == [False, True, False, True]
+    gradients = [rounds.gradient() for _ in range(4)]
+    assert torch.allclose(rounds.round(gradients), gradients[0] + gradients[2], atol=1e-12, rtol=0)
+    assert torch.allclose(rounds.round(gradients), torch.stack(gradients).sum(0), atol=1e-12, rtol=0)
+    assert [sent > 0 for sent in rounds.sent_bytes[0]] == [True, False, True, False]
+    assert [sent > 0 for sent in rounds.sent_bytes[1]] == [False, True, False, True]
 
 
 @pytest.mark.parametrize(
     "recipe", ["gd_sec(xi=0, beta=0.3)", "Recipe(what=gradient_differences(0.5))", "ef21(exact())"]
 )
-def test_real_training_without_loss_is_allreduce(recipe: str) -> None:
+def test_lossless_gradient_differences_equal_allreduce_in_training(recipe: str) -> None:
     data = regression(96, DOUBLE)
     wanted = run_workers(3, training(data, 8, 3, dtype=DOUBLE), "allreduce")[0]
     assert relative_distance(run_workers(3, training(data, 8, 3, dtype=DOUBLE), recipe)[0], wanted) <= 1e-10
@@ -135,7 +135,7 @@ def test_real_training_without_loss_is_allreduce(recipe: str) -> None:
 
 
 def adam_with_frozen_variance(data: Any, warm_up: int, batch: int, epochs: int, lr: float, decay: float) -> Tensor:
-    """One machine, from the paper's pseudocode: plain AdamW, then v and its correction stay."""
+    """Train one process by the paper's pseudocode: AdamW, with v and its correction constant after warm-up."""
     net = small_net(DOUBLE)
     parameters = list(net.parameters())
     m = [torch.zeros_like(one) for one in parameters]
@@ -176,7 +176,7 @@ def one_bit_training(data: Any, epochs: int, lr: float, decay: float, betas: tup
     return work
 
 
-def test_one_bit_with_every_bit_is_adam_with_a_frozen_variance() -> None:
+def test_one_bit_without_encoding_equals_adam_with_a_frozen_variance() -> None:
     data = regression(96, DOUBLE)
     recipe = "Recipe(what=momenta(warm_up=5), then=frozen_variance())"
     found = run_workers(3, one_bit_training(data, 4, 0.01, 0.1), recipe)[0]
@@ -188,7 +188,7 @@ def test_one_bit_needs_adam_with_its_beta() -> None:
         run_workers(2, one_bit_training(regression(32, DOUBLE), 1, 0.01, 0.0, (0.8, 0.999)), "one_bit")
 
 
-# --- what does not go together ----------------------------------------------------------------------------------
+# --- combinations with warnings ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_one_bit_needs_adam_with_its_beta() -> None:
         ("power_sgd", 0.9, ""),
     ],
 )
-def test_what_does_not_go_together_is_said(recipe: str, momentum: float, said: str) -> None:
+def test_combinations_that_harm_training_are_warned_about(recipe: str, momentum: float, said: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=momentum)
     found = list(advice(parse(recipe), optimizer))
     assert len(found) == bool(said)
     assert said in "".join(found)
 
 
-# --- NaN, bytes, replies ----------------------------------------------------------------------------------------
+# --- NaN, traffic, replies --------------------------------------------------------------------------------------
 
 
-def test_a_gradient_with_nan_is_not_encoded_and_seen_by_all() -> None:
+def test_a_gradient_with_nan_is_not_encoded_and_reaches_all_workers() -> None:
     data = regression(64, DOUBLE)
     seen: dict[int, bool] = {}
 
@@ -232,8 +232,8 @@ def test_a_gradient_with_nan_is_not_encoded_and_seen_by_all() -> None:
     assert seen == {0: True, 1: True, 2: True}
 
 
-def exchanged(folder: Path) -> dict[str, list[int]]:
-    """The bytes of all workers by purpose."""
+def traffic_of(folder: Path) -> dict[str, list[int]]:
+    """Return the traffic of all workers in bytes, by purpose."""
     ends = [one for one in read_events(folder / "events.jsonl") if one["event"] == "end"]
     return {
         purpose: [sum(values) for values in zip(*(one["traffic"][purpose] for one in ends), strict=True)]
@@ -244,33 +244,33 @@ def exchanged(folder: Path) -> dict[str, list[int]]:
 def test_bytes_are_counted_by_purpose_and_direction(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
     run_workers(2, training(data, 8, 2), "allreduce", run=tmp_path)
-    raw_sent, sent, raw_received, received = exchanged(tmp_path)["gradients"]
+    raw_sent, sent, raw_received, received = traffic_of(tmp_path)["gradients"]
     assert raw_sent == sent == raw_received == received > 0
 
 
-def test_a_codec_of_half_the_bytes_is_counted_so(tmp_path: Path) -> None:
+def test_a_codec_of_half_the_bytes_halves_the_counted_traffic(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
     run_workers(2, training(data, 8, 2), 'allreduce(how=cast("bf16"))', run=tmp_path)
-    raw_sent, sent, raw_received, received = exchanged(tmp_path)["gradients"]
+    raw_sent, sent, raw_received, received = traffic_of(tmp_path)["gradients"]
     assert raw_sent == 2 * sent == raw_received == 2 * received
 
 
-def test_replies_in_few_bytes_are_counted_apart(tmp_path: Path) -> None:
+def test_encoded_replies_are_counted_separately(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
     how = "both_ways(error_feedback(top_k(0.05)), top_k(0.3))"
     run_workers(2, training(data, 8, 2), f"async_sgd(how={how})", run=tmp_path)
-    raw_sent, sent, raw_received, received = exchanged(tmp_path)["updates"]
+    raw_sent, sent, raw_received, received = traffic_of(tmp_path)["updates"]
     assert raw_sent == raw_received
     assert sent < 0.2 * raw_sent
     assert 0 < received < 0.6 * raw_received
     end = next(one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "end")
-    told, of = end["values_sent"]
-    assert 0.02 < told / of < 0.1
+    values, of_values = end["values_sent"]
+    assert 0.02 < values / of_values < 0.1
     assert len(end["residual_norms"]) == 2
 
 
-def test_replies_that_leave_nothing_out_are_exact_replies() -> None:
-    """With replies of everything that changed, both ways of replying give the same model."""
+def test_lossless_encoded_replies_equal_exact_replies() -> None:
+    """Encoded replies that hold every change give the same model as exact replies."""
     data = regression(96, DOUBLE)
     wanted = run_workers(2, training(data, 8, 3, dtype=DOUBLE), "stale_synchronous(bound=0)")[0]
     recipe = "stale_synchronous(bound=0, how=both_ways(exact(), top_k(1.0)))"
@@ -293,7 +293,7 @@ CODECS = [
     "by_size(error_feedback(top_k(0.2)), least=30)",
     "error_feedback(when_it_pays(quantise(8), rounds=4, again=6))",
 ]
-PLACES = [
+RECIPES = [
     "allreduce(how={})",
     "diloco(every=2, how={})",
     "Recipe(how={}, whom=server(shards=2))",
@@ -301,9 +301,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=["gradients", "outer gradients", "through a server", "on arrival"])
+@pytest.mark.parametrize("place", RECIPES, ids=["gradients", "outer gradients", "through a server", "on arrival"])
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
+def test_every_codec_works_in_every_kind_of_recipe(codec: str, place: str) -> None:
     if "async" in place and not parse(f"allreduce(how={codec})").how.pair:
         with pytest.raises(RecipeError, match="pair of encode and decode"):
             parse(place.format(codec))
@@ -313,7 +313,7 @@ def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
     assert bool(found[0].isfinite().all())
 
 
-def test_exact_is_a_codec_of_differences() -> None:
+def test_exact_encodes_gradient_differences() -> None:
     assert gradient_differences().init_state(exact(), torch.zeros(3), CodecContext()).own.tolist() == [0, 0, 0]
 
 
