@@ -1,4 +1,4 @@
-"""A codec of another package, typed by its import path, keeps its state wherever one of ours does."""
+"""A codec of another package, given by its import path, keeps its state wherever a built-in codec does."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ for a, b in stretto.distribute(net, optimizer, loader):
 """
 
 
-def nothing(_worker: int, _moment: int) -> None:
+def undisturbed(_worker: int, _moment: int) -> None:
     """Do not disturb the run."""
 
 
-def training(epochs: int, happens: Callable[[int, int], None] = nothing) -> Callable[[int], Any]:
+def training(epochs: int, disturb: Callable[[int, int], None] = undisturbed) -> Callable[[int], Any]:
     def work(worker: int) -> Any:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
@@ -59,9 +59,9 @@ def training(epochs: int, happens: Callable[[int, int], None] = nothing) -> Call
         for _ in range(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
-                happens(worker, 2 * step)
+                disturb(worker, 2 * step)
                 nn.functional.mse_loss(net(x), y).backward()
-                happens(worker, 2 * step + 1)
+                disturb(worker, 2 * step + 1)
                 optimizer.step()
                 step += 1
         return flat(net)
@@ -73,7 +73,7 @@ def all_equal(found: list[Any]) -> bool:
     return all(torch.equal(one, found[0]) for one in found)
 
 
-def test_an_import_path_is_read_and_printed_back() -> None:
+def test_an_import_path_is_parsed_and_printed_back() -> None:
     recipe = parse("allreduce(how=foreign_codec.drifting(0.25))")
     assert recipe.how == foreign_codec.drifting(0.25)
     assert parse(str(recipe)) == recipe
@@ -98,7 +98,7 @@ def test_a_wrong_import_path_is_one_error(path: str, got: str) -> None:
     assert "stretto.how.Codec" in str(found.value)
 
 
-def test_an_import_path_stands_only_where_a_codec_does() -> None:
+def test_an_import_path_is_accepted_only_in_the_place_of_a_codec() -> None:
     for text in ("foreign_codec.drifting()", "allreduce(how=(1).real)", "allreduce(how=foreign_codec.drifting()())"):
         with pytest.raises(RecipeError, match="not a recipe"):
             parse(text)
@@ -106,7 +106,7 @@ def test_an_import_path_stands_only_where_a_codec_does() -> None:
         parse("allreduce(how=foreign_codec.drifting(wight=1))")
 
 
-def test_a_codec_with_an_entry_point_is_typed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_with_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     point = importlib.metadata.EntryPoint("drift", "foreign_codec:drifting", "stretto.codecs")
 
     def found(**asked: str) -> list[Any]:
@@ -119,27 +119,27 @@ def test_a_codec_with_an_entry_point_is_typed_by_its_name(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_repeated_round_begins_with_the_state_it_began_with(recipe: str, tmp_path: Path) -> None:
+def test_a_repeated_round_starts_from_the_state_before_its_first_attempt(recipe: str, tmp_path: Path) -> None:
     quiet, _ = run_elastic_workers(3, training(epochs=1), recipe, tmp_path / "quiet")
     coordinator = ThreadCoordinator(3)
     left = {4, 9, 12}
 
-    def happens(worker: int, moment: int) -> None:
+    def disturb(worker: int, moment: int) -> None:
         if worker == 1 and moment in left:
             left.discard(moment)
             coordinator.abort(coordinator.generations[-1].generation)
 
     found, _ = run_elastic_workers(
-        3, training(epochs=1, happens=happens), recipe, tmp_path / "broken", coordinator=coordinator
+        3, training(epochs=1, disturb=disturb), recipe, tmp_path / "broken", coordinator=coordinator
     )
     assert len(coordinator.generations) > 2, "rounds were repeated"
-    if not recipe.startswith("Recipe"):  # which begins again at 0 in a new generation, whoever its members are
+    if not recipe.startswith("Recipe"):  # gradient differences restart at 0 in each new generation
         assert all(torch.equal(one, quiet[0]) for one in found)
     assert all_equal(found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(recipe: str, tmp_path: Path) -> None:
     whole, _ = run_elastic_workers(2, training(epochs=2), recipe, tmp_path / "whole")
     run_elastic_workers(2, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("1 rounds"))
     found, _ = run_elastic_workers(2, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
@@ -147,23 +147,23 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_states_are_reset_to_the_members_that_are_left_and_that_join(recipe: str, tmp_path: Path) -> None:
+def test_codec_states_are_reset_when_members_fail_or_join(recipe: str, tmp_path: Path) -> None:
     foreign_codec.MEMBERS.clear()
     left = {(1, 3)}
 
-    def happens(worker: int, moment: int) -> None:
+    def disturb(worker: int, moment: int) -> None:
         if (worker, moment) in left:
             left.clear()
             raise WorkerKilled
 
-    found, _ = run_elastic_workers(3, training(epochs=4, happens=happens), recipe, tmp_path, again=1)
+    found, _ = run_elastic_workers(3, training(epochs=4, disturb=disturb), recipe, tmp_path, again=1)
     assert all_equal(found)
     assert all(isinstance(one, torch.Tensor) for one in found)
     assert set(foreign_codec.MEMBERS) == {2, 3}
 
 
 def test_a_codec_beside_the_script_works_at_a_server(tmp_path: Path) -> None:
-    """The servers import it too, though only the launcher and the workers know the script."""
+    """The servers import the codec too, though only the launcher and the workers know the script."""
     shutil.copy(foreign_codec.__file__, tmp_path / "beside_the_script.py")
     (tmp_path / "train.py").write_text(SCRIPT)
     recipe = "async_sgd(how=both_ways(beside_the_script.drifting(0.05), top_k(0.5)))"
