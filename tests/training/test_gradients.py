@@ -1,4 +1,4 @@
-"""The exchange of gradients with a codec that cannot carry counts along, and with several buckets."""
+"""The all-reduce of gradients with a codec that cannot carry counts, and with several buckets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOUBLE = torch.float64
 
 @dataclass(frozen=True, repr=False)
 class whole(SingleRound):
-    """Sends every message whole; what lies behind the numbers would be lost on it."""
+    """Codec that sends every tensor unencoded; it would lose counts appended to the numbers."""
 
     linear = False
 
@@ -34,7 +34,9 @@ class whole(SingleRound):
 
 @pytest.mark.parametrize("codec", [whole(), stretto.codecs.exact()], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [8, 200, 1 << 20])
-def test_whatever_the_buckets_and_the_codec(codec: Any, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_allreduce_equals_one_process_for_all_buckets_and_codecs(
+    codec: Any, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradient_allreduce, "FIRST_BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(gradient_allreduce, "BUCKET_BYTES", bucket_bytes)
     states = [Branching().state_dict(), small_net(DOUBLE).state_dict()]
