@@ -1,4 +1,4 @@
-"""Who a worker is, and what one of them does for all: alone, simulated, live."""
+"""Rank, barriers, and work that one worker does for all: single process, simulated, live."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)", "stale_sync
 LIMIT_S = 120
 
 
-def test_alone_the_answers_are_0_1_and_true_and_nothing_waits(
+def test_a_single_process_is_rank_0_of_1_and_main_and_never_waits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (stretto.rank(), stretto.world_size(), stretto.is_main()) == (0, 1, True)
@@ -36,7 +36,7 @@ def test_alone_the_answers_are_0_1_and_true_and_nothing_waits(
     assert torch.load(tmp_path / "a/b/model.pt")["x"].tolist() == [1, 1]
 
 
-def test_a_save_that_fails_leaves_the_file_before_it_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_previous_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "best.pt"
     stretto.save(1, path)
     path.chmod(0o640)
@@ -49,7 +49,7 @@ def test_a_save_that_fails_leaves_the_file_before_it_and_nothing_else(tmp_path: 
 
 
 def trained(folder: Path, recipe: str, before: Any = None, after: Any = None, epochs: int = 2) -> Any:
-    """A script that makes its data first, and in each epoch saves at all workers and loads again."""
+    """Return a script that makes its data first, and in each epoch saves at all workers and loads again."""
 
     def work(worker: int) -> list[int]:
         assert (stretto.rank(), stretto.is_main()) == (worker, worker == 0)
@@ -85,7 +85,7 @@ def trained(folder: Path, recipe: str, before: Any = None, after: Any = None, ep
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_main_is_first_and_a_file_that_all_save_is_there_for_all(
+def test_main_runs_first_and_a_saved_file_exists_for_all_workers(
     tmp_path: Path, recipe: str, order: tuple[int, ...]
 ) -> None:
     ended = simulated(3, trained(tmp_path, recipe), recipe, order=order, speed="1,2,3")
@@ -96,7 +96,7 @@ def test_main_is_first_and_a_file_that_all_save_is_there_for_all(
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd(shards=2)"])
 @pytest.mark.parametrize("at", ["35ms", "60ms", "95ms", "130ms"])
 @pytest.mark.parametrize("worker", [0, 2])
-def test_barriers_end_whoever_fails_and_comes_back(tmp_path: Path, recipe: str, at: str, worker: int) -> None:
+def test_barriers_end_when_a_worker_fails_and_restarts(tmp_path: Path, recipe: str, at: str, worker: int) -> None:
     fault = f"kill worker {worker} at {at}, back after 20ms"
 
     def made(worker: int) -> None:
@@ -108,8 +108,8 @@ def test_barriers_end_whoever_fails_and_comes_back(tmp_path: Path, recipe: str, 
     assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [41] * 4
 
 
-def test_a_main_worker_that_is_killed_in_the_block_is_waited_for() -> None:
-    """Its next life runs the block again."""
+def test_workers_wait_for_a_main_worker_killed_in_main_first() -> None:
+    """The restarted main worker runs the block again."""
     script = """
         import pathlib, time
         import stretto
@@ -132,7 +132,7 @@ def test_a_main_worker_that_is_killed_in_the_block_is_waited_for() -> None:
     assert ended.seconds == pytest.approx(1.7, abs=0.2)
 
 
-def test_a_main_worker_that_raises_in_the_block_ends_the_run(tmp_path: Path) -> None:
+def test_a_main_worker_that_raises_in_main_first_ends_the_run(tmp_path: Path) -> None:
     def raises(worker: int) -> None:
         raise OSError("no network")
 
@@ -141,7 +141,7 @@ def test_a_main_worker_that_raises_in_the_block_ends_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)"])
-def test_save_at_other_workers_than_main_waits_for_no_call_that_main_leaves_out(tmp_path: Path, recipe: str) -> None:
+def test_save_at_other_workers_does_not_wait_for_a_call_by_main(tmp_path: Path, recipe: str) -> None:
     def work(worker: int) -> None:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -172,7 +172,7 @@ def test_a_barrier_in_the_loop_is_refused_where_workers_take_unequal_numbers_of_
     assert simulated(3, work, "local_sgd(every=2)").found == [None] * 3
 
 
-def test_a_barrier_that_one_worker_leaves_out_ends_with_its_number() -> None:
+def test_a_barrier_that_one_worker_skips_fails_with_its_number() -> None:
     script = """
         import time
         import stretto
@@ -217,7 +217,7 @@ pathlib.Path(f"here-{stretto.rank()}").touch()
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_live_workers_meet_before_training_and_in_it(tmp_path: Path, recipe: str) -> None:
+def test_live_workers_synchronise_before_and_during_training(tmp_path: Path, recipe: str) -> None:
     (tmp_path / "train.py").write_text(LIVE)
     command = [
         sys.executable,
