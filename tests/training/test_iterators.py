@@ -1,4 +1,4 @@
-"""Properties of iterators over the shared loader: one at a time, a peek is no epoch, an epoch needs optimizer steps."""
+"""Iterators over the distributed loader: one at a time, a peek is no epoch, epochs need optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(n: int) -> TensorDataset:
 
 
 def prepared(data: Any, **options: Any) -> tuple[Any, Step]:
-    """A distributed loader of single numbers, and a training step on one of its batches."""
+    """Return a distributed loader of single numbers, and a training step on one of its batches."""
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     loader = stretto.distribute(net, optimizer, data, **options)
@@ -86,7 +86,7 @@ def test_an_exhausted_iterator_stays_exhausted() -> None:
 def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> None:
     def work(worker: int) -> list[list[float]]:
         loader, step = prepared(DataLoader(numbers(48), batch_size=4, shuffle=True))
-        passes = []
+        epochs = []
         if when == "before":
             next(iter(loader))
         for _ in range(2):
@@ -94,14 +94,14 @@ def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> N
             for batch in loader:
                 step(batch)
                 seen += batch[0].view(-1).tolist()
-            passes.append(seen)
+            epochs.append(seen)
         if when == "after":
             next(iter(loader))
-        return passes
+        return epochs
 
     found = run_workers(2, work, recipe, run=tmp_path)
     for epoch in range(2):
-        assert sorted(x for passes in found for x in passes[epoch]) == list(range(48))
+        assert sorted(x for epochs in found for x in epochs[epoch]) == list(range(48))
     written = epochs_of(tmp_path)
     assert [one["samples"] for one in written] == [48, 96]
     assert all(one["sample_counts"]["once"] == 48 and not one["sample_counts"]["never"] for one in written)
@@ -109,8 +109,8 @@ def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)"])
-def test_a_peek_leaves_weights_and_parameters_untouched(recipe: str) -> None:
-    """Uneven batches: a peeked batch that weighed in the next exchange would show."""
+def test_a_peek_changes_neither_weights_nor_parameters(recipe: str) -> None:
+    """The batches are uneven: a peeked batch with weight in the next exchange would change the result."""
     data = regression(44, DOUBLE)
 
     def work(peeks: bool) -> Callable[[int], Tensor]:
@@ -156,7 +156,7 @@ def test_one_worker_that_peeks_draws_what_the_plain_script_draws() -> None:
     assert torch.equal(plain, run_one_worker(work, "allreduce"))
 
 
-def test_a_peek_into_a_stream_begins_the_stream_again() -> None:
+def test_a_peek_into_a_stream_restarts_the_stream() -> None:
     batches = [[torch.full((4, 1), float(n))] for n in range(6)]
 
     def work(worker: int) -> list[float]:
@@ -193,7 +193,7 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
 
 @pytest.mark.parametrize("how", ["no_grad around", "eval mode"])
 def test_an_epoch_of_evaluation_makes_no_rounds_and_no_steps(how: str, tmp_path: Path) -> None:
-    """A gradient scaler may skip a step at one worker, which counts; a loop without gradients skips nothing."""
+    """A step that a gradient scaler skips at one worker counts; a loop without gradients skips no step."""
 
     def work(worker: int) -> None:
         net = nn.Linear(1, 1)
@@ -217,7 +217,7 @@ def test_an_epoch_of_evaluation_makes_no_rounds_and_no_steps(how: str, tmp_path:
     assert [(one["step"], one["rounds"]) for one in ends] == [(12, 4)] * 2
 
 
-def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
+def test_an_epoch_of_evaluation_has_no_weight_in_the_next_exchange() -> None:
     data = regression(44, DOUBLE)
 
     def work(evaluates: bool) -> Callable[[int], Tensor]:
@@ -254,7 +254,7 @@ def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
 )
 @pytest.mark.parametrize("workers", [2, 3])
 def test_update_bn_takes_the_statistics_of_all_samples_at_every_worker(recipe: str, samples: int, workers: int) -> None:
-    """Batches of one size: the mean of the batches' means does not depend on how they are dealt."""
+    """All batches have one size: the mean of the batches' means does not depend on the batch assignment."""
     data = regression(samples, DOUBLE)
 
     def work(worker: int) -> Tensor:
@@ -283,7 +283,7 @@ LEFT = "the last loop was left before its end"
     [("async_sgd", True), ("local_sgd(every=4)", True), ("local_sgd(every=3)", False), ("allreduce", False)],
 )
 @pytest.mark.parametrize("finishes", [False, True])
-def test_models_that_differ_after_a_loop_that_was_left_are_named(
+def test_models_that_differ_after_a_loop_was_left_early_are_reported(
     finishes: bool, recipe: str, is_said: bool, tmp_path: Path
 ) -> None:
     def work(worker: int) -> None:
