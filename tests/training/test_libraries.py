@@ -1,4 +1,4 @@
-"""What other training libraries wrap is taken or refused by name, alone and live alike. Stand-ins have their names."""
+"""Wrappers of other training libraries are unwrapped or refused by name. Stand-ins carry the libraries' names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stretto.training.other_libraries import unwrapped
 
 
 def of(module: str, name: str, *bases: type, **body: Any) -> type:
-    """A class as another library would have it."""
+    """Return a class as another library would define it."""
     return type(name, bases or (object,), {"__module__": module, **body})
 
 
 class _Wrapping(torch.optim.Optimizer):
-    """An optimizer that hands its steps on, as Accelerate's does."""
+    """An optimizer that delegates its steps, as Accelerate's does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -79,8 +79,8 @@ WRAPPED = {
 
 @pytest.mark.parametrize("case", WRAPPED)
 @pytest.mark.parametrize("live", [False, True])
-def test_a_wrapper_that_shares_out_data_itself_is_refused_with_the_name_of_its_library(case: str, live: bool) -> None:
-    error, told, place, module, name = WRAPPED[case]
+def test_a_wrapper_that_shards_data_is_refused_with_the_name_of_its_library(case: str, live: bool) -> None:
+    error, message, place, module, name = WRAPPED[case]
     given: list[Any] = [small_net(), None, DataLoader(regression(8))]
     given[1] = torch.optim.SGD(given[0].parameters(), lr=0.1)
     given[place].__class__ = of(module, name, type(given[place]))
@@ -88,7 +88,7 @@ def test_a_wrapper_that_shares_out_data_itself_is_refused_with_the_name_of_its_l
     def work(worker: int) -> None:
         stretto.distribute(*given)
 
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         run_workers(2, work) if live else work(0)
     assert api._current.get() is None
 
@@ -106,7 +106,7 @@ def test_another_librarys_loop_over_the_distributed_loader_is_refused(module: st
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         theirs(stretto.distribute(net, optimizer, DataLoader(regression(8), batch_size=4)))
 
-    def alone() -> None:
+    def in_single_process() -> None:
         token = api._current.set(None)
         try:
             work(0)
@@ -114,11 +114,11 @@ def test_another_librarys_loop_over_the_distributed_loader_is_refused(module: st
             api._current.reset(token)
 
     with pytest.raises(ScriptError, match="iterates over the loader") as refused:
-        run_workers(2, work) if live else alone()
+        run_workers(2, work) if live else in_single_process()
     assert ("Lightning" in str(refused.value)) == module.startswith("lightning")
 
 
-def test_a_script_without_distribute_is_told_which_librarys_loop_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_script_without_distribute_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ScriptError, match="expected: one call before the loop"):
         close()
     for name in ("transformers.trainer", "accelerate.accelerator"):
