@@ -1,4 +1,4 @@
-"""A NaN or an infinity in what a worker is about to send: it ends the run by name, or is left out whole."""
+"""An update with a NaN or an infinity ends the run with an error that names it, or is left out as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECIPES = [
 
 
 def spoiling(value: float, at_worker: int = 1, at_step: int = 3) -> Callable[[int], Tensor]:
-    """A training in which one worker's optimizer writes a value into the first weight, once; its gradients are fine."""
+    """Return a training: one worker's optimizer writes `value` into the first weight once; gradients stay finite."""
     data = regression(160)
 
     def work(worker: int) -> Tensor:
@@ -59,13 +59,13 @@ def spoiling(value: float, at_worker: int = 1, at_step: int = 3) -> Callable[[in
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_run_ends_and_names_parameter_step_and_worker(recipe: str, value: float) -> None:
+def test_the_run_ends_with_the_names_of_parameter_step_and_worker(recipe: str, value: float) -> None:
     with pytest.raises(NotFiniteError, match=r"the update of 0\.weight is NaN or infinite.*step 3, worker 1"):
         run_workers(2, spoiling(value), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_left_out_it_harms_nobody_and_its_samples_do_not_count(recipe: str, tmp_path: Path) -> None:
+def test_a_skipped_update_changes_no_worker_and_its_samples_do_not_count(recipe: str, tmp_path: Path) -> None:
     found = run_workers(2, spoiling(math.nan), recipe, run=tmp_path, on_nan="skip")
     assert all(bool(torch.isfinite(one).all()) for one in found)
     events = list(read_events(tmp_path / "events.jsonl"))
@@ -77,6 +77,6 @@ def test_left_out_it_harms_nobody_and_its_samples_do_not_count(recipe: str, tmp_
     assert sum(one["once"] for one in seen) == 4 * 160 - 8
 
 
-def test_too_large_for_the_encoding_is_infinite() -> None:
+def test_an_update_that_overflows_in_the_encoding_ends_the_run() -> None:
     with pytest.raises(NotFiniteError, match="in the encoding of the recipe"):
         run_workers(2, spoiling(1e6), 'async_sgd(how=cast("fp16"))')
