@@ -1,4 +1,4 @@
-"""The one table of laws that every recipe passes; a new recipe is added to RECIPES and to nothing else."""
+"""Properties that every recipe has; a new recipe is added to RECIPES and to nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.recipe.parser import parse
 
 DOUBLE = torch.float64
 SMALL = {"ef21": "ef21(how=top_k(0.3))", "deep_gradient_compression": "deep_gradient_compression(ratio=0.2)"}
-"""One number in a hundred of a net of 60 is none: what the defaults are not meant for."""
+"""Recipes with a larger share of numbers: the default, one in a hundred, sends none of a model of 60 parameters."""
 RECIPES = [
     *(SMALL.get(name, name) for name in NAMED),
     "local_sgd(every=3)",
@@ -67,15 +67,15 @@ RECIPES = [
     "async_diloco(every=3, outer_lr=0.5, how=both_ways(chunked(16, 4), quantise(8)))",
     "stale_synchronous(bound=1, overlap=True, how=both_ways(error_feedback(sign(bucket=16)), top_k(0.5)))",
 ]
-TOGETHER = [one for one in RECIPES if not parse(one).asynchronous]
-TIMED = [one for one in TOGETHER if "when_it_pays" in one]
-"""What they do depends on measured times."""
-COUNT_WORKERS = [one for one in TOGETHER if "gd_s" in one or "censoring" in one or "one_bit" in one]
-"""Their rules hold the number of workers, also of those without data."""
+SYNCHRONOUS = [one for one in RECIPES if not parse(one).asynchronous]
+TIMED = [one for one in SYNCHRONOUS if "when_it_pays" in one]
+"""Recipes whose behaviour depends on measured times."""
+COUNT_WORKERS = [one for one in SYNCHRONOUS if "gd_s" in one or "censoring" in one or "one_bit" in one]
+"""Recipes whose rules contain the number of workers, including workers without data."""
 
 
 def optimizer_for(recipe: str, net: nn.Module) -> torch.optim.Optimizer:
-    """What the recipe is meant for: Adam, plain SGD where momentum is the recipe's own, else SGD with momentum."""
+    """Return an optimizer that fits the recipe: Adam, plain SGD if the recipe has momentum, else SGD with momentum."""
     if "one_bit" in recipe:
         return torch.optim.Adam(net.parameters(), lr=0.02)
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.0 if "deep_gradient" in recipe else 0.5)
@@ -106,19 +106,19 @@ def recipe(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_after_a_pass_all_workers_hold_the_same_bits(recipe: str) -> None:
+def test_after_an_epoch_all_workers_hold_the_same_bits(recipe: str) -> None:
     found = run_workers(4, train(recipe, 100), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
+@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED)))
 def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
     assert torch.equal(run_workers(3, train(recipe, 100), recipe)[0], run_workers(3, train(recipe, 100), recipe)[0])
 
 
-@pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED) - set(COUNT_WORKERS)))
-def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
-    """Two batches for two workers, or for three of whom one is idle."""
+@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED) - set(COUNT_WORKERS)))
+def test_a_worker_without_data_has_weight_0(recipe: str) -> None:
+    """Two batches for two workers, or for three workers of which one is idle."""
     close = 1e-2 if "cast" in recipe else 1e-12
     assert (
         relative_distance(run_workers(3, train(recipe, 16), recipe)[2], run_workers(2, train(recipe, 16), recipe)[0])
@@ -126,8 +126,8 @@ def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
     )
 
 
-def test_it_learns(recipe: str) -> None:
-    """Simulated, which is quicker and decides nothing by itself."""
+def test_training_reduces_the_loss(recipe: str) -> None:
+    """The workers are simulated, which is faster and does not affect the result."""
     data, after = regression(160, DOUBLE), list[float]()
     before = nn.functional.mse_loss(small_net(DOUBLE)(data.tensors[0]), data.tensors[1]).item()
     epochs = 35 if any(word in recipe for word in ("soft", "weight", "elastic", "collect")) else 15
@@ -138,11 +138,11 @@ def test_it_learns(recipe: str) -> None:
 def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
     run_workers(3, train(recipe, 50), recipe, run=tmp_path)
     events = list(read_events(tmp_path / "events.jsonl"))
-    seen = [one["sample_counts"] for one in events if one["event"] == "epoch"]
-    assert seen == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
+    counts = [one["sample_counts"] for one in events if one["event"] == "epoch"]
+    assert counts == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
     for end in (one for one in events if one["event"] == "end"):
         assert sum(end["time_breakdown"].values()) == pytest.approx(end["t"], rel=0.02)
 
 
-def test_it_prints_as_it_is_typed(recipe: str) -> None:
+def test_a_printed_recipe_is_parsed_back(recipe: str) -> None:
     assert parse(str(parse(recipe))) == parse(parse(recipe).spelled()) == parse(recipe)
