@@ -1,4 +1,4 @@
-"""Bad input of every kind gets one clear error: what was got, what was expected, what to type."""
+"""Bad input of every kind raises one clear error: the input, the expected input, and text to type."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def begin(net: nn.Module, optimizer: Any = None, loader: Any = None, **options: 
     return stretto.distribute(net, optimizer or sgd(net.parameters()), loader, **options)
 
 
-def has_three_answers(text: str) -> bool:
+def has_all_parts(text: str) -> bool:
     return all(word in text for word in ("got:", "expected:", "try:"))
 
 
-def test_never_called() -> None:
-    assert has_three_answers(refused(errors.ScriptError, "without calling stretto.distribute", lambda worker: None))
+def test_a_script_that_never_calls_distribute_is_refused() -> None:
+    assert has_all_parts(refused(errors.ScriptError, "without calling stretto.distribute", lambda worker: None))
 
 
 def test_models_whose_shapes_differ_are_named() -> None:
@@ -63,11 +63,11 @@ def test_models_whose_names_differ_are_named() -> None:
     assert "not there" in found
 
 
-def test_an_optimizer_without_the_models_parameters() -> None:
+def test_an_optimizer_without_the_models_parameters_is_refused() -> None:
     found = refused(
         errors.ModelError, "not the model's", lambda worker: begin(small_net(), sgd(small_net().parameters()))
     )
-    assert has_three_answers(found)
+    assert has_all_parts(found)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_an_optimizer_without_the_models_parameters() -> None:
     ],
     ids=lambda arguments: next(f"{name} {type(value).__name__}" for name, value in arguments.items()),
 )
-def test_arguments_of_the_wrong_kind(arguments: dict[str, Any]) -> None:
+def test_arguments_of_the_wrong_type_are_refused(arguments: dict[str, Any]) -> None:
     def work(worker: int) -> None:
         net: Any = small_net()
         given = {"net": net, "optimizer": sgd(net.parameters())} | arguments
         begin(**given)
 
-    assert has_three_answers(refused(errors.StrettoError, None, work))
+    assert has_all_parts(refused(errors.StrettoError, None, work))
 
 
-def test_fewer_samples_than_workers() -> None:
+def test_fewer_samples_than_workers_are_refused() -> None:
     def work(worker: int) -> None:
         for _ in begin(small_net(), loader=DataLoader(regression(2), batch_size=1)):
             pass
@@ -103,15 +103,15 @@ def test_fewer_samples_than_workers() -> None:
     assert "-n 2" in refused(errors.LoaderError, "2 samples for 3 workers", work, workers=3)
 
 
-def test_a_loader_that_shares_out_already() -> None:
+def test_a_loader_that_already_shards_is_refused() -> None:
     sampler = DistributedSampler(range(40), num_replicas=2, rank=0)  # type: ignore[arg-type]
     loader = DataLoader(regression(40), batch_size=8, sampler=sampler)
-    assert has_three_answers(
+    assert has_all_parts(
         refused(errors.LoaderError, "already shares", lambda worker: begin(small_net(), loader=loader))
     )
 
 
-def test_workers_with_different_recipes() -> None:
+def test_workers_with_different_recipes_are_refused() -> None:
     from stretto.recipe.named import local_sgd
 
     def work(worker: int) -> None:
@@ -121,7 +121,7 @@ def test_workers_with_different_recipes() -> None:
         run_workers(2, work)
 
 
-def test_evaluate_that_raises() -> None:
+def test_an_exception_in_evaluate_ends_the_run() -> None:
     def broken(net: nn.Module) -> dict[str, float]:
         raise KeyError("no such thing")
 
@@ -133,12 +133,12 @@ def test_evaluate_that_raises() -> None:
 
 
 @pytest.mark.parametrize("found", [None, 0.9, {}, {"accuracy": "high"}, [1]], ids=str)
-def test_evaluate_that_returns_no_numbers(found: Any) -> None:
+def test_evaluate_that_returns_no_numbers_is_refused(found: Any) -> None:
     def work(worker: int) -> None:
         for _ in begin(small_net(), evaluate=lambda net: found):
             pass
 
-    assert has_three_answers(refused(errors.EvaluateError, "did not return numbers", work))
+    assert has_all_parts(refused(errors.EvaluateError, "did not return numbers", work))
 
 
 def poisoned(wrong: float, log: bool, recipe_worker: int = 1) -> Any:
@@ -164,17 +164,17 @@ def test_a_loss_that_is_not_finite_is_named_with_step_and_worker(wrong: float) -
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "local_sgd(every=50)", "diloco(every=2)"])
-def test_it_is_found_without_a_log_too(recipe: str) -> None:
+def test_a_gradient_that_is_not_finite_is_found_without_a_log(recipe: str) -> None:
     found = refused(errors.NotFiniteError, "not finite", poisoned(math.nan, log=False), recipe=recipe)
     assert "step 2" in found
 
 
-def test_a_single_machine_in_a_run_is_told_too() -> None:
+def test_a_gradient_that_is_not_finite_is_found_in_a_single_process() -> None:
     with pytest.raises(errors.NotFiniteError, match="step 2"):
         run_single_process(poisoned(math.nan, log=False, recipe_worker=0))
 
 
-def test_what_overflows_in_the_encoding_is_refused_before_it_changes_anything() -> None:
+def test_an_update_that_overflows_in_the_encoding_is_refused_before_any_change() -> None:
     kept = {}
 
     def work(worker: int) -> None:
@@ -192,11 +192,11 @@ def test_what_overflows_in_the_encoding_is_refused_before_it_changes_anything() 
 
 def test_replicas_that_differ_are_named() -> None:
     with pytest.raises(errors.ReplicasDifferError, match=r"0\.bias of worker 2"):
-        run_workers(3, _spoiled, "allreduce")
+        run_workers(3, _changed_at_worker_2, "allreduce")
 
 
 def test_workers_that_step_after_different_batches_are_named() -> None:
-    """As with a counter of accumulated batches that goes on from epoch to epoch, where workers have 6, 5, 5 batches."""
+    """A counter of accumulated batches that continues across epochs does this, if workers have 6, 5 and 5 batches."""
 
     def work(worker: int) -> None:
         net, batches = small_net(), 0
@@ -215,7 +215,7 @@ def test_workers_that_step_after_different_batches_are_named() -> None:
         run_workers(3, work, "allreduce")
 
 
-def _spoiled(worker: int) -> None:
+def _changed_at_worker_2(worker: int) -> None:
     net = small_net()
     optimizer = sgd(net.parameters())
     for x, y in begin(net, optimizer):
@@ -245,11 +245,11 @@ def test_model_that_is_wholly_frozen_is_refused(recipe: str) -> None:
             net(x)
             optimizer.step()
 
-    assert has_three_answers(refused(errors.ModelError, "all are frozen", work, recipe=recipe))
+    assert has_all_parts(refused(errors.ModelError, "all are frozen", work, recipe=recipe))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
-def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
+def test_model_unfrozen_after_distribute_trains(recipe: str) -> None:
     def work(worker: int) -> bool:
         net = small_net().requires_grad_(False)
         before, optimizer = flat(net), sgd(net.parameters())
@@ -264,18 +264,18 @@ def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
     assert run_workers(2, work, recipe) == [True, True]
 
 
-def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_is_an_error_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(LogFile(Path("/dev/full")), 3)
     for _ in range(3):
         log.write("warning", 0.0, text="something")
         log.flush()
-    said = capsys.readouterr().err
-    assert said.count("worker 3: the event log /dev/full cannot be written: No space left") == 1
+    errors_printed = capsys.readouterr().err
+    assert errors_printed.count("worker 3: the event log /dev/full cannot be written: No space left") == 1
     with pytest.raises(errors.LogError, match="/dev/full cannot be written: No space left"):
         log.close()
 
 
-def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
+def test_events_that_wait_for_a_full_disk_are_bounded() -> None:
     log = EventLog(LogFile(Path("/dev/full")), 0, max_buffered=100)
     log.write("warning", 0.0, text="something")
     log.flush()
@@ -285,8 +285,8 @@ def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5))
-def test_whatever_a_full_disk_took_each_event_is_there_once_when_it_has_room(rooms: list[tuple[int, bool]]) -> None:
-    """Two write; the disk takes some bytes, then none, then more. A line that was cut off is a notice."""
+def test_each_event_is_written_once_when_a_full_disk_has_room_again(rooms: list[tuple[int, bool]]) -> None:
+    """Two logs write; the disk takes some bytes, then none, then more. A truncated line becomes a warning."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events.jsonl"
         logs = [EventLog(LogFile(path), worker) for worker in range(2)]
@@ -307,7 +307,7 @@ def test_whatever_a_full_disk_took_each_event_is_there_once_when_it_has_room(roo
         assert [one["t"] for one in found if one["worker"] == worker] == [float(n) for n in range(len(rooms) + 1)]
 
 
-def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_or_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(errors.LogError, match="cannot be opened"):
         LogFile(tmp_path / "no" / "such" / "folder")
     with pytest.raises(errors.LogError, match="cannot be read"):
@@ -323,7 +323,7 @@ def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
         list(read_events(tmp_path / "damaged"))
 
 
-def test_script_that_is_ended_within_evaluate_fails_by_name() -> None:
+def test_script_that_exits_within_evaluate_is_refused() -> None:
     def evaluate(net: nn.Module) -> dict[str, float]:
         raise SystemExit(0)
 
@@ -334,7 +334,7 @@ def test_script_that_is_ended_within_evaluate_fails_by_name() -> None:
             (net(x) - y).square().mean().backward()
             optimizer.step()
 
-    assert has_three_answers(refused(errors.EvaluateError, "evaluate ended the script", work))
+    assert has_all_parts(refused(errors.EvaluateError, "evaluate ended the script", work))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
@@ -349,7 +349,7 @@ def test_step_without_a_batch_of_the_distributed_loader_is_refused(recipe: str) 
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
 
-    assert has_three_answers(refused(errors.ScriptError, "no batch of the loader", work, recipe=recipe))
+    assert has_all_parts(refused(errors.ScriptError, "no batch of the loader", work, recipe=recipe))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
@@ -364,12 +364,12 @@ def test_batches_taken_in_another_thread_than_the_steps_are_refused(recipe: str)
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
 
-    assert has_three_answers(refused(errors.ScriptError, "in another thread", work, recipe=recipe))
+    assert has_all_parts(refused(errors.ScriptError, "in another thread", work, recipe=recipe))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd", "diloco(every=4)"])
 @pytest.mark.parametrize("how", ["a list", "reads ahead", "left over"])
-def test_steps_after_the_loader_came_to_its_end_are_refused(how: str, recipe: str) -> None:
+def test_steps_after_the_end_of_the_loader_are_refused(how: str, recipe: str) -> None:
     def work(worker: int) -> None:
         net = small_net()
         optimizer = sgd(net.parameters())
@@ -384,12 +384,12 @@ def test_steps_after_the_loader_came_to_its_end_are_refused(how: str, recipe: st
             before = x
         optimizer.step()
 
-    assert has_three_answers(
+    assert has_all_parts(
         refused(errors.ScriptError, "after the distributed loader has come to its end", work, recipe=recipe)
     )
 
 
-def test_steps_between_two_sections_are_the_scripts_own() -> None:
+def test_steps_between_two_sections_are_accepted() -> None:
     def work(worker: int) -> None:
         net = small_net()
         optimizer = sgd(net.parameters())
@@ -407,4 +407,4 @@ def test_lazy_module_without_shapes_is_refused() -> None:
         net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
         begin(net, sgd(net.parameters()))
 
-    assert has_three_answers(refused(errors.ModelError, "without a shape", work))
+    assert has_all_parts(refused(errors.ModelError, "without a shape", work))
