@@ -1,4 +1,4 @@
-"""Servers die while a run that is resumed over them is beginning: it goes on from what was kept, and does it once."""
+"""Servers that fail while a run resumes: the run continues from the checkpoint, and trains each batch once."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from stretto.strategies.traffic_counters import Tally
 from stretto.training.checkpoint_manager import CheckpointManager
 
 BATCHES, DONE, APART = 12, 6, 16
-"""A batch changes a number of its own; these are so far apart that both servers have some."""
+"""A batch changes an element of its own; the elements are so far apart that both servers hold some of them."""
 STEPS = 6000
-Settled = Callable[[list[Any]], None]
+OnSettled = Callable[[list[Any]], None]
 
 
-class Side:
-    """A worker's parameters, and its exchange."""
+class WorkerSide:
+    """A worker's parameters, and its exchange with the servers."""
 
-    def __init__(self, worker: Worker, settled: Settled = lambda _found: None) -> None:
+    def __init__(self, worker: Worker, settled: OnSettled = lambda _found: None) -> None:
         self.worker, self.settled = worker, settled
         self.net = nn.Module()
         self.net.w = nn.Parameter(torch.zeros(BATCHES * APART))
@@ -46,14 +46,14 @@ class Side:
     def exchange(self, number: int) -> AsyncServer:
         context = codecs.CodecContext(self.worker.number, self.worker.cluster.workers)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
-        recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
-        wire = self.worker.client
+        recipe, timer = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
+        client = self.worker.client
         return AsyncServer(
             self.arena,
             number,
             recipe,
-            wire,
-            watch,
+            client,
+            timer,
             Tally(context),
             Optimizers([optimizer]),
             self.settled,
@@ -62,8 +62,8 @@ class Side:
         )
 
 
-def follow(cluster: FaultyCluster, planned: Mapping[int, Callable[[], object]]) -> None:
-    """Run to the end, with this at these steps."""
+def run_with_plan(cluster: FaultyCluster, planned: Mapping[int, Callable[[], object]]) -> None:
+    """Run the cluster to its end, and call each planned function at its step."""
     grads = torch.is_grad_enabled()
     try:
         cluster.start()
@@ -79,11 +79,11 @@ def follow(cluster: FaultyCluster, planned: Mapping[int, Callable[[], object]]) 
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_what_a_run_goes_on_from_is_given_though_a_server_dies_meanwhile(dies: int) -> None:
+def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(dies: int) -> None:
     found: dict[int, float] = {}
 
     def run(worker: Worker) -> None:
-        side = Side(worker)
+        side = WorkerSide(worker)
         side.exchange(1)  # the script's own parameters
         worker.client.broadcast_bytes(lambda: b"the checkpoint")
         with torch.no_grad():
@@ -98,54 +98,57 @@ def test_what_a_run_goes_on_from_is_given_though_a_server_dies_meanwhile(dies: i
         for at in range(0, 120, 5):
             found.clear()
             cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
-            follow(cluster, {at: lambda cluster=cluster: cluster.kill_server(dies)})  # type: ignore[misc]
+            run_with_plan(cluster, {at: lambda cluster=cluster: cluster.kill_server(dies)})  # type: ignore[misc]
             assert set(found.values()) == {5.0}, (seed, at)
 
 
 @pytest.mark.parametrize("at", [(30, 60), (40, 90), (60, 100)])
-def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinator_die(at: tuple[int, int]) -> None:
-    """Before the first cut, which a newcomer may be the first to ask for: it knows nothing of what was done."""
+def test_finished_batches_are_not_repeated_when_a_worker_and_then_the_coordinator_fail(at: tuple[int, int]) -> None:
+    """The failures precede the first snapshot.
+
+    A restarted worker may be the first to request one, and does not know which batches are done.
+    """
     found: dict[int, list[float]] = {}
 
     def run(worker: Worker) -> None:
         leases: list[Any] = []
-        hands: list[LeasedEpoch] = []
-        side = Side(worker, lambda done: hands[0].settle(done))
-        wire, exchange = worker.client, side.exchange(1)
+        epochs: list[LeasedEpoch] = []
+        side = WorkerSide(worker, lambda done: epochs[0].settle(done))
+        client, exchange = worker.client, side.exchange(1)
 
         def unsent() -> tuple[int, list[Any]]:
-            now, leases[:] = list(leases), []
-            return len(now), now
+            pushed, leases[:] = list(leases), []
+            return len(pushed), pushed
 
         data = TensorDataset(torch.arange(BATCHES))
         loader = DataLoader(data, batch_size=1, shuffle=False)
-        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, None, in_turn=False)
+        sampler = LeasedBatchSampler(lambda: draw(loader, client, 1), client, None, in_turn=False)
         order = EpochOrder([[one] for one in range(BATCHES)], 0)
-        begun = order, BatchAssignment.from_settled(bounds_of(order.sizes), range(DONE), 2)
-        mine = DataLoader(data, batch_sampler=share)
-        hands.append(LeasedEpoch(mine, share, 1, begun if wire.join_position is None else None))
-        hands[0].push_all = lambda: exchange.finish(*unsent()) and None
-        hands[0].wait_at_barriers = lambda _times: None
-        while (hand := hands[0].next()) is not None:
+        start = order, BatchAssignment.from_settled(bounds_of(order.sizes), range(DONE), 2)
+        batches = DataLoader(data, batch_sampler=sampler)
+        epochs.append(LeasedEpoch(batches, sampler, 1, start if client.join_position is None else None))
+        epochs[0].push_all = lambda: exchange.finish(*unsent()) and None
+        epochs[0].wait_at_barriers = lambda _times: None
+        while (assigned := epochs[0].next()) is not None:
             with torch.no_grad():
-                for one in hand.batch[0]:
+                for one in assigned.batch[0]:
                     side.theta[APART * int(one)] += 1.0
-            leases.append(hand.lease)
+            leases.append(assigned.lease)
             exchange.stepped()
             exchange.run(*unsent())
-            hands[0].ask_ahead()
+            epochs[0].ask_ahead()
         exchange.finish(*unsent())
         exchange.wait_at_barrier()
         exchange.read()
-        wire.all_gather_bytes(b"end")
+        client.all_gather_bytes(b"end")
         found[worker.number] = side.theta[: BATCHES * APART : APART].tolist()
-        wire.broadcast_bytes(lambda: b"done")
-        wire.close()
+        client.broadcast_bytes(lambda: b"done")
+        client.close()
 
     for seed in range(8):
         found.clear()
         cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
-        follow(
+        run_with_plan(
             cluster,
             {
                 at[0]: lambda cluster=cluster: cluster.kill_worker(1),  # type: ignore[misc]
@@ -157,35 +160,35 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
         assert all(one == [0.0] * DONE + [1.0] * (BATCHES - DONE) for one in found.values()), seed
 
 
-def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: Path) -> None:
-    """It knows whose states those are that were gathered, though one of them is dead by now."""
-    kept: list[list[int]] = []
+def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(tmp_path: Path) -> None:
+    """The next worker knows to which worker each gathered state belongs, though one of these workers has failed."""
+    written: list[list[int]] = []
 
     def run(worker: Worker) -> None:
-        journal = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
+        events = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
         counts = {"rounds_done": 5, "steps": 5, "samples": 1}
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         replica = SimpleNamespace(server=True)
         trainer: Any = SimpleNamespace(
-            transport=worker.client, replica=replica, events=journal, optimizers=optimizers, **counts
+            transport=worker.client, replica=replica, events=events, optimizers=optimizers, **counts
         )
-        place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
-        keeper: Any = CheckpointManager(trainer, place)
+        context: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
+        manager: Any = CheckpointManager(trainer, context)
 
         def state(own: dict[int, Any]) -> State:
-            kept.append(sorted(own))
+            written.append(sorted(own))
             return State({}, {}, own)
 
-        keeper._own, keeper.state = lambda: ({}, {}), state
+        manager._own, manager.state = lambda: ({}, {}), state
         if not worker.incarnation:
             for _ in range(3):
-                keeper.save()
+                manager.save()
         worker.client.close()
 
     for seed in range(3):
         for at in range(2, 80, 6):
             cluster = FaultyCluster(3, 1, seed, run, snapshot_interval_s=10**9)
-            follow(cluster, {at: lambda cluster=cluster: cluster.kill_worker(0), at + 6: cluster.report_failure})  # type: ignore[misc]
+            run_with_plan(cluster, {at: lambda cluster=cluster: cluster.kill_worker(0), at + 6: cluster.report_failure})  # type: ignore[misc]
             assert all(one.is_done for one in cluster.workers_now[1:])
-    assert [0, 1, 2] in kept
-    assert [1, 2] in kept
+    assert [0, 1, 2] in written
+    assert [1, 2] in written
