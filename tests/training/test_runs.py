@@ -1,4 +1,4 @@
-"""What a run writes down about itself: time, samples, evaluations, states."""
+"""Records that a run writes about itself: time, samples, evaluations, states."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def work(worker: int, slow_s: float = 0.0, **options: Any) -> nn.Module:
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [one for one in read_events(run / "events.jsonl") if one["event"] == kind]
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_time_split_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> None:
+def test_the_time_breakdown_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> None:
     began = time.perf_counter()
     run_workers(3, lambda worker: work(worker, slow_s=0.02), recipe, run=tmp_path)
     wall_s = time.perf_counter() - began
@@ -55,8 +55,8 @@ def test_the_time_split_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> No
         assert end["t"] <= wall_s
 
 
-def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
-    """Worker 1 sleeps in each step: the others wait for it, it waits for nobody."""
+def test_waiting_is_distinguished_from_exchanging(tmp_path: Path) -> None:
+    """Worker 1 sleeps in each step: the other workers wait for worker 1, and worker 1 waits for none."""
     run_workers(3, lambda worker: work(worker, slow_s=0.03), "allreduce", run=tmp_path)
     waiting = [worker["time_breakdown"]["waiting"] for worker in events(tmp_path, "epoch")[-1]["workers"]]
     slept = 0.03 * 10
@@ -67,7 +67,7 @@ def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("workers", [1, 3])
-def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
+def test_the_samples_of_an_epoch_are_counted(recipe: str, workers: int, tmp_path: Path) -> None:
     run_workers(workers, work, recipe, run=tmp_path)
     epochs = events(tmp_path, "epoch")
     assert [one["sample_counts"] for one in epochs] == [{"once": 100, "twice": 0, "never": 0, "dropped": 0}] * 2
@@ -76,8 +76,8 @@ def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("before", "seen"), [(False, 48), (True, 32)])
-def test_a_pass_left_early_is_audited_honestly(recipe: str, before: bool, seen: int, tmp_path: Path) -> None:
-    """A batch that the script has left without a step is not in the model, and does not count."""
+def test_an_epoch_left_early_counts_trained_samples_only(recipe: str, before: bool, seen: int, tmp_path: Path) -> None:
+    """A batch that the script left without a step is not in the model, and does not count."""
 
     def early(worker: int) -> None:
         net = small_net()
@@ -102,7 +102,7 @@ def test_a_pass_left_early_is_audited_honestly(recipe: str, before: bool, seen: 
     assert sum(one["samples"] for one in events(tmp_path, "epoch")[0]["workers"]) == seen
 
 
-def test_what_the_loader_drops_is_said(tmp_path: Path) -> None:
+def test_samples_that_the_loader_drops_are_recorded(tmp_path: Path) -> None:
     def dropping(worker: int) -> None:
         net = small_net()
         optimizer = sgd(net.parameters())
@@ -114,30 +114,30 @@ def test_what_the_loader_drops_is_said(tmp_path: Path) -> None:
     assert events(tmp_path, "epoch")[0]["sample_counts"] == {"once": 96, "twice": 0, "never": 0, "dropped": 4}
 
 
-class Judge:
-    """An evaluate that notes the model it was shown, and disturbs what it can."""
+class RecordingEvaluate:
+    """An evaluate function that records the models it receives, and changes the mode and the random state."""
 
     def __init__(self) -> None:
-        self.shown: list[torch.Tensor] = []
+        self.models: list[torch.Tensor] = []
 
     def __call__(self, net: nn.Module) -> dict[str, float]:
         net.eval()
         torch.rand(3)
         time.sleep(0.05)
-        self.shown.append(flat(net))
+        self.models.append(flat(net))
         return {"norm": float(flat(net).norm()), "loss": torch.tensor(0.5)}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_evaluate_sees_the_agreed_model_and_leaves_no_trace(recipe: str, tmp_path: Path) -> None:
-    judge = Judge()
-    judged = run_workers(3, lambda worker: work(worker, evaluate=judge), recipe, run=tmp_path)
+def test_evaluate_receives_the_averaged_model_and_does_not_change_the_training(recipe: str, tmp_path: Path) -> None:
+    evaluate = RecordingEvaluate()
+    evaluated = run_workers(3, lambda worker: work(worker, evaluate=evaluate), recipe, run=tmp_path)
     plain = run_workers(3, work, recipe)
-    assert all(net.training for net in judged)
-    for one, other in zip(judged, plain, strict=True):
+    assert all(net.training for net in evaluated)
+    for one, other in zip(evaluated, plain, strict=True):
         assert torch.equal(flat(one), flat(other))
-    assert len(judge.shown) == 2
-    assert torch.equal(judge.shown[-1], flat(plain[0]))
+    assert len(evaluate.models) == 2
+    assert torch.equal(evaluate.models[-1], flat(plain[0]))
     found = events(tmp_path, "evaluation")
     assert [one["epoch"] for one in found] == [1, 2]
     assert found[-1]["metrics"]["norm"] == pytest.approx(float(flat(plain[0]).norm()))
@@ -157,21 +157,21 @@ def test_evaluate_draws_no_random_number_of_the_training() -> None:
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)"])
 def test_evaluating_between_exchanges_does_not_change_the_training(recipe: str, tmp_path: Path) -> None:
-    judge = Judge()
-    often = run_workers(3, lambda worker: work(worker, evaluate=judge, evaluate_every=2), recipe, run=tmp_path)
+    evaluate = RecordingEvaluate()
+    often = run_workers(3, lambda worker: work(worker, evaluate=evaluate, evaluate_every=2), recipe, run=tmp_path)
     never = run_workers(3, work, recipe)
     assert torch.equal(flat(often[0]), flat(never[0]))
     assert [one["step"] for one in events(tmp_path, "evaluation")] == [2, 4, 6, 8, 10]
 
 
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
-    run_workers(2, lambda worker: work(worker, evaluate=Judge()), "allreduce", run=tmp_path)
+    run_workers(2, lambda worker: work(worker, evaluate=RecordingEvaluate()), "allreduce", run=tmp_path)
     for end in events(tmp_path, "end"):
         assert end["time_breakdown"]["evaluating"] >= 0.1
         assert end["training_s"] == pytest.approx(end["t"] - end["time_breakdown"]["evaluating"], abs=0.01)
 
 
-def test_the_final_state_is_the_agreed_model(tmp_path: Path) -> None:
+def test_the_final_state_is_the_averaged_model(tmp_path: Path) -> None:
     nets = run_workers(3, work, "local_sgd(every=3)", run=tmp_path)
     state = load_file(tmp_path / "final.safetensors")
     assert set(state) == set(nets[0].state_dict())
@@ -179,8 +179,8 @@ def test_the_final_state_is_the_agreed_model(tmp_path: Path) -> None:
     assert not (tmp_path / "states").exists()
 
 
-def test_the_final_state_is_what_the_model_takes_back(tmp_path: Path) -> None:
-    """Tied weights under both names, whole numbers, and no buffer that the model does not keep itself."""
+def test_the_model_loads_the_final_state(tmp_path: Path) -> None:
+    """Tied weights are stored under both names, with integers, but without buffers that are not persistent."""
 
     class Tied(nn.Sequential):
         def __init__(self) -> None:
@@ -224,26 +224,26 @@ def test_states_and_predictions_are_kept_when_asked_for(tmp_path: Path) -> None:
     assert predictions.dtype == np.int32
 
 
-def test_the_recipe_of_the_command_line_wins_and_that_is_said(
+def test_the_recipe_of_the_command_line_takes_precedence_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from stretto.recipe.named import diloco
 
     run_workers(2, lambda worker: work(worker, recipe=diloco(every=7)), "local_sgd(every=3)", run=tmp_path)
-    said = events(tmp_path, "warning")[0]["text"]
-    assert "local_sgd(every=3)" in said
-    assert "diloco(every=7)" in said
-    assert said in capsys.readouterr().err
+    warning = events(tmp_path, "warning")[0]["text"]
+    assert "local_sgd(every=3)" in warning
+    assert "diloco(every=7)" in warning
+    assert warning in capsys.readouterr().err
     assert events(tmp_path, "start")[0]["recipe"] == "local_sgd(every=3)"
 
 
-def test_alone_with_joined_batches_takes_the_steps_of_the_joined_batch(tmp_path: Path) -> None:
+def test_a_single_process_with_the_global_batch_makes_its_number_of_steps(tmp_path: Path) -> None:
     run_workers(1, work, single_process=True, global_batch_of=4, run=tmp_path)
     assert events(tmp_path, "epoch")[-1]["step"] == 2 * 4
     assert events(tmp_path, "start")[0]["recipe"] == "single process"
 
 
-def test_replicas_are_compared_in_the_run(tmp_path: Path) -> None:
+def test_replicas_are_compared_during_the_run(tmp_path: Path) -> None:
     run_workers(3, work, "allreduce", run=tmp_path)
     assert all(one["equal"] for one in events(tmp_path, "check"))
     assert len(events(tmp_path, "check")) >= 2
@@ -264,11 +264,19 @@ def test_without_a_run_logging_costs_nothing_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_seat_is_read_from_the_environment(tmp_path: Path) -> None:
+def test_the_worker_context_is_read_from_the_environment(tmp_path: Path) -> None:
     assert find_context({}) is None
-    seat = find_context(WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment())
-    assert seat is not None
-    assert (seat.run, seat.single_process, seat.global_batch_of, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
+    context = find_context(
+        WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment()
+    )
+    assert context is not None
+    assert (context.run, context.single_process, context.global_batch_of, context.seed, context.workers) == (
+        tmp_path,
+        True,
+        4,
+        3,
+        1,
+    )
     torchrun = find_context({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})
     assert isinstance(torchrun, WorkerContext)
     assert (torchrun.worker, torchrun.workers, torchrun.recipe, torchrun.run) == (2, 4, "allreduce", None)
