@@ -1,4 +1,4 @@
-"""The residual in the record of a short run is that of its exchanges, not what there was before the first."""
+"""Residual norms in the record of a short run are those of its exchanges, not of the time before them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESIDUALS = [
 
 
 @pytest.mark.parametrize("recipe", RESIDUALS)
-def test_run_of_a_second_has_a_residual(recipe: str, tmp_path: Path) -> None:
+def test_short_run_records_a_residual(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 2}')
     run_workers(2, training(regression(64), 4), recipe, run=tmp_path)
     assert record(tmp_path)["residual_share"] > 0.01
