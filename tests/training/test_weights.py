@@ -1,4 +1,4 @@
-"""The weights of an exchange: what the workers that are left were dealt since the last one, and nothing else."""
+"""Weights of an exchange: the samples assigned to the remaining workers since the last exchange, and nothing else."""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,29 +10,29 @@ from stretto.transport.single_worker import SingleWorkerTransport
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=24)
 
 
-@given(sizes=SIZES, members=st.integers(1, 4), words=st.lists(st.sampled_from(["carried", 0, 1, 2, 3]), max_size=24))
-@example(sizes=[1] * 12, members=2, words=[3, 0, 0, 0])
-def test_those_who_are_gone_weigh_nothing(sizes: list[int], members: int, words: list[str | int]) -> None:
-    """Against what each was dealt since the last exchange, written down hand by hand."""
-    deal, weights = BatchAssignment(sizes, range(members)), Weights(SingleWorkerTransport())
-    there, dealt, is_carried, me = set(range(members)), dict.fromkeys(range(members), 0), False, members - 1
-    for word in words:
-        if word == "carried":
+@given(sizes=SIZES, members=st.integers(1, 4), events=st.lists(st.sampled_from(["carried", 0, 1, 2, 3]), max_size=24))
+@example(sizes=[1] * 12, members=2, events=[3, 0, 0, 0])
+def test_failed_workers_have_weight_0(sizes: list[int], members: int, events: list[str | int]) -> None:
+    """Compare with the samples assigned to each worker since the last exchange, summed explicitly step by step."""
+    assignment, weights = BatchAssignment(sizes, range(members)), Weights(SingleWorkerTransport())
+    running, assigned, is_carried, own = set(range(members)), dict.fromkeys(range(members), 0), False, members - 1
+    for event in events:
+        if event == "carried":
             weights.carried()
             is_carried = True
-        elif isinstance(word, int) and word < me:
-            there ^= {word}  # it goes, or comes back
-            deal.change(sorted(there), deal.global_step, deal.committed)
-            if word not in there:
-                weights.remove_failed([word])
-                dealt[word] = 0
-        if (portion := deal.next(me)) is None:
+        elif isinstance(event, int) and event < own:
+            running ^= {event}  # the worker fails, or joins again
+            assignment.change(sorted(running), assignment.global_step, assignment.committed)
+            if event not in running:
+                weights.remove_failed([event])
+                assigned[event] = 0
+        if (batch := assignment.next(own)) is None:
             break
         if is_carried:
-            dealt, is_carried = dict.fromkeys(range(members), 0), False
-        parts = deal.last_step_samples()
-        for worker in there:
-            dealt[worker] += parts(worker)
-        weights.add(portion.samples, portion.total, parts)
-        assert sum(map(parts, range(members))) == portion.total
-        assert weights.share() == dealt[me] / sum(dealt.values())
+            assigned, is_carried = dict.fromkeys(range(members), 0), False
+        parts = assignment.last_step_samples()
+        for worker in running:
+            assigned[worker] += parts(worker)
+        weights.add(batch.samples, batch.total, parts)
+        assert sum(map(parts, range(members))) == batch.total
+        assert weights.share() == assigned[own] / sum(assigned.values())
