@@ -1,4 +1,4 @@
-"""Learning-rate schedulers end where they would in one process, under every recipe, with unequal steps, too."""
+"""Learning-rate schedulers end as in one process, under every recipe, also if workers make unequal numbers of steps."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ BATCH, EPOCHS = 4, 3
 SAMPLES = 15 * BATCH + 3
 EPOCH = math.ceil(SAMPLES / BATCH)
 TOTAL = EPOCHS * EPOCH
-"""Steps of one process."""
+"""Number of steps of one process."""
 RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)", "downpour(every=1)"]
 
 Make = Callable[[torch.optim.Optimizer], Any]
 
 
-def line(step: int, *, num_training_steps: int) -> float:
-    """A linear decay, as transformers has it."""
+def linear_decay(step: int, *, num_training_steps: int) -> float:
+    """Return the factor of a linear decay, as transformers defines it."""
     return max(0.0, 1 - step / num_training_steps)
 
 
 KINDS: dict[str, Make] = {
     "one cycle": lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL),
     "cosine": lambda one: schedulers.CosineAnnealingLR(one, TOTAL),
-    "lambda": lambda one: schedulers.LambdaLR(one, functools.partial(line, num_training_steps=TOTAL)),
+    "lambda": lambda one: schedulers.LambdaLR(one, functools.partial(linear_decay, num_training_steps=TOTAL)),
     "sequential": lambda one: schedulers.SequentialLR(
         one, [schedulers.LinearLR(one, 0.1, total_iters=5), schedulers.CosineAnnealingLR(one, TOTAL - 5)], [5]
     ),
@@ -58,11 +58,11 @@ def rates(
     before: bool = True,
     distribute: bool = True,
     accumulate: int = 1,
-    happens: Callable[[int, int], None] = lambda worker, step: None,
+    before_step: Callable[[int, int], None] = lambda worker, step: None,
     epochs: int = EPOCHS,
     **options: Any,
 ) -> Callable[[int], Any]:
-    """A loop that returns the learning rate after each call of the scheduler."""
+    """Return a script that returns the learning rate after each call of the scheduler."""
 
     def work(worker: int) -> Any:
         net = small_net()
@@ -75,7 +75,7 @@ def rates(
         found = []
         for _ in range(epochs):
             for number, (x, y) in enumerate(loader):
-                happens(worker, len(found))
+                before_step(worker, len(found))
                 nn.functional.mse_loss(net(x), y).backward()
                 if (number + 1) % accumulate == 0:
                     optimizer.step()
@@ -88,29 +88,29 @@ def rates(
 
 
 def plain(make: Make, **options: Any) -> list[float]:
-    """The learning rates of one process without the line."""
+    """Return the learning rates of one process without `distribute`."""
     found: list[float] = rates(make, distribute=False, **options)(0)
     return found
 
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_schedule_of_one_process_is_where_it_would_be_there(kind: str, before: bool) -> None:
-    alone = plain(KINDS[kind])
-    expected = [*(alone[EPOCH * epoch + at] for epoch in range(EPOCHS) for at in [2, 5, 8, 11, 14, EPOCH - 1])]
+def test_rates_equal_those_of_one_process_after_as_many_samples(kind: str, before: bool) -> None:
+    single_process = plain(KINDS[kind])
+    expected = [*(single_process[EPOCH * epoch + at] for epoch in range(EPOCHS) for at in [2, 5, 8, 11, 14, EPOCH - 1])]
     for found in run_workers(3, rates(KINDS[kind], before), "allreduce"):
-        own = len(found) // EPOCHS  # a worker without a batch in the last global step of an epoch does not call
+        own = len(found) // EPOCHS  # a worker without a batch in the last global step of an epoch does not call it
         steps = [rate for at, rate in enumerate(expected) if at % 6 < own]
         assert found == pytest.approx(steps)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["one cycle", "lambda", "sequential"])
-def test_schedule_ends_under_every_recipe(kind: str, recipe: str) -> None:
-    alone = plain(KINDS[kind])
+def test_schedules_reach_their_end_under_every_recipe(kind: str, recipe: str) -> None:
+    single_process = plain(KINDS[kind])
     lasts = [found[-1] for found in run_workers(3, rates(KINDS[kind]), recipe)]
-    assert min(abs(one - alone[-1]) for one in lasts) < 1e-9
-    assert all(one <= alone[-6] for one in lasts)
+    assert min(abs(one - single_process[-1]) for one in lasts) < 1e-9
+    assert all(one <= single_process[-6] for one in lasts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,10 +154,10 @@ def test_accumulation_advances_once_for_each_step_of_one_process(accumulate: int
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)"])
 @pytest.mark.parametrize("steps_with", ["full windows", "left over batches, too"])
 @pytest.mark.parametrize("batches", [38, 44])
-def test_accumulation_that_begins_again_in_each_epoch_ends_as_in_one_process(
+def test_accumulation_that_restarts_in_each_epoch_ends_as_in_one_process(
     batches: int, steps_with: str, recipe: str
 ) -> None:
-    """As in one process: what is left over at the end of an epoch is dropped, or is a step of its own."""
+    """Batches left over at the end of an epoch are dropped, or make a step of their own, as in one process."""
 
     def work(distribute: bool) -> Callable[[int], list[int]]:
         def run(worker: int) -> list[int]:
@@ -181,12 +181,12 @@ def test_accumulation_that_begins_again_in_each_epoch_ends_as_in_one_process(
 
         return run
 
-    alone = work(distribute=False)(0)
-    assert alone[-1] == 6 * (batches // 4 if steps_with == "full windows" else math.ceil(batches / 4))
+    single_process = work(distribute=False)(0)
+    assert single_process[-1] == 6 * (batches // 4 if steps_with == "full windows" else math.ceil(batches / 4))
     found = run_workers(3, work(distribute=True), recipe)
     if steps_with == "full windows" and batches == 44:  # no step follows the last three global steps of an epoch
-        alone = [one - 2 for one in alone]
-    assert found == [alone] * 3
+        single_process = [one - 2 for one in single_process]
+    assert found == [single_process] * 3
 
 
 ONCE = [
@@ -199,7 +199,7 @@ ONCE = [
 
 
 @pytest.mark.parametrize(("recipe", "where"), ONCE)
-def test_schedule_of_epochs_is_advanced_once(recipe: str, where: str) -> None:
+def test_schedule_advanced_per_epoch_advances_once_per_epoch(recipe: str, where: str) -> None:
     def work(worker: int) -> int:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -222,7 +222,7 @@ def test_schedule_of_epochs_is_advanced_once(recipe: str, where: str) -> None:
     assert run_workers(3, work, recipe) == [EPOCHS] * 3
 
 
-def test_plateau_is_never_advanced_more_than_once() -> None:
+def test_plateau_scheduler_advances_once_per_call() -> None:
     def work(worker: int) -> int:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -238,7 +238,7 @@ def test_plateau_is_never_advanced_more_than_once() -> None:
     assert found[0] == math.ceil(EPOCH / 3)
 
 
-def test_schedule_of_another_optimizer_is_left_alone() -> None:
+def test_schedule_of_another_optimizer_is_not_changed() -> None:
     def work(worker: int) -> int:
         net, other = small_net(), torch.zeros(3, requires_grad=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -253,7 +253,7 @@ def test_schedule_of_another_optimizer_is_left_alone() -> None:
     assert max(run_workers(3, work, "allreduce")) == math.ceil(EPOCH / 3)
 
 
-def test_class_of_the_script_with_a_step_of_its_own() -> None:
+def test_scheduler_class_with_its_own_step_reaches_its_end() -> None:
     class Halving(schedulers.LRScheduler):
         def get_lr(self) -> list[float]:
             return [base * 0.5**self.last_epoch for base in self.base_lrs]
@@ -280,7 +280,7 @@ def test_a_stream_advances_by_the_batches_that_were_read() -> None:
     assert EPOCH in run_workers(3, work, "allreduce")
 
 
-def test_never_past_the_end_that_raises() -> None:
+def test_schedule_is_not_advanced_past_its_end() -> None:
     """The script makes as many steps as the schedule has on each worker."""
     found = run_workers(3, rates(lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL // 2)), "allreduce")
     assert found[0][-1] == found[0][-2]
@@ -291,23 +291,23 @@ def notices(run: Path) -> str:
 
 
 @pytest.mark.parametrize("total", [TOTAL, TOTAL + 5])
-def test_per_step_advances_as_called_and_says_both_numbers_once(total: int, tmp_path: Path) -> None:
+def test_per_step_advances_as_called_and_reports_both_numbers_once(total: int, tmp_path: Path) -> None:
     make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=total)
     found = run_workers(3, rates(make, schedule="per-step"), "allreduce", run=tmp_path)
     made = EPOCHS * math.ceil(EPOCH / 3)
     assert found[0] == plain(make)[:made]
-    said = notices(tmp_path)
-    assert f"OneCycleLR has {total} steps" in said and f"{made}" in said
-    assert said.count("OneCycleLR") == 1
+    warnings = notices(tmp_path)
+    assert f"OneCycleLR has {total} steps" in warnings and f"{made}" in warnings
+    assert warnings.count("OneCycleLR") == 1
 
 
-def test_per_sample_says_what_it_does_once(tmp_path: Path) -> None:
+def test_per_sample_is_reported_once(tmp_path: Path) -> None:
     run_workers(3, rates(KINDS["one cycle"]), "allreduce", run=tmp_path)
-    said = notices(tmp_path)
-    assert said.count("OneCycleLR") == 1 and f"{TOTAL} steps" in said and "makes 18 in 3 epochs" in said
+    warnings = notices(tmp_path)
+    assert warnings.count("OneCycleLR") == 1 and f"{TOTAL} steps" in warnings and "makes 18 in 3 epochs" in warnings
 
 
-def test_per_step_that_runs_out_under_unequal_steps_names_the_recipe() -> None:
+def test_per_step_that_runs_out_under_unequal_steps_is_an_error_with_the_recipe() -> None:
     make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=4)
     with pytest.raises(ScriptError, match="OneCycleLR has run out: under .*unequal numbers of steps"):
         run_workers(2, rates(make, schedule="per-step"), "downpour(every=1)")
@@ -323,16 +323,16 @@ def test_unknown_schedule_is_refused() -> None:
 def test_schedule_ends_when_workers_are_killed_and_return(recipe: str, tmp_path: Path) -> None:
     left = {(1, 2), (0, 9)}
 
-    def happens(worker: int, step: int) -> None:
+    def before_step(worker: int, step: int) -> None:
         if (worker, step) in left:
             left.discard((worker, step))
             raise WorkerKilled
 
-    alone = plain(KINDS["lambda"], epochs=EPOCHS)
-    found, _ = run_elastic_workers(3, rates(KINDS["lambda"], happens=happens), recipe, tmp_path, again=1)
+    single_process = plain(KINDS["lambda"], epochs=EPOCHS)
+    found, _ = run_elastic_workers(3, rates(KINDS["lambda"], before_step=before_step), recipe, tmp_path, again=1)
     lasts = [one[-1] for one in found if one]
-    assert lasts and min(lasts) == pytest.approx(alone[-1], abs=1e-9)
-    assert max(lasts) <= alone[-4]
+    assert lasts and min(lasts) == pytest.approx(single_process[-1], abs=1e-9)
+    assert max(lasts) <= single_process[-4]
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
@@ -340,8 +340,8 @@ def test_resumed_run_continues_the_schedule(recipe: str, tmp_path: Path) -> None
     make, first, second = KINDS["sequential"], tmp_path / "first", tmp_path / "second"
     run_elastic_workers(3, rates(make, epochs=2), recipe, first, checkpoint=every("9 rounds"))
     found, _ = run_elastic_workers(3, rates(make), recipe, second, resume=first)
-    alone = plain(make)
-    assert all(one[-1] == pytest.approx(alone[-1 if worker == 0 else -2]) for worker, one in enumerate(found))
+    single_process = plain(make)
+    assert all(one[-1] == pytest.approx(single_process[-1 if worker == 0 else -2]) for worker, one in enumerate(found))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
