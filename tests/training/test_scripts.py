@@ -1,4 +1,4 @@
-"""What scripts do: each thing that a plain loop may contain leaves several workers equal to one machine."""
+"""Constructs of a plain training loop: with each, several workers equal one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSE = 1e-10
 EVERY_STEP = ["allreduce", "local_sgd(every=1)"]
 
 
-def equal_to_one_machine(work: Any, recipe: str, workers: int = 3, close: float = CLOSE) -> None:
+def check_equals_one_process(work: Any, recipe: str, workers: int = 3, close: float = CLOSE) -> None:
     found = run_workers(workers, work, recipe)
     assert relative_distance(found[0], run_single_process(work, join=workers)) <= close
     assert all(torch.equal(one, found[0]) for one in found)
@@ -53,13 +53,13 @@ def loop(
 
 
 @pytest.mark.parametrize("recipe", EVERY_STEP)
-def test_several_parameter_groups(recipe: str) -> None:
+def test_several_parameter_groups_equal_one_process(recipe: str) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         groups = [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.01}]
         return loop(net, torch.optim.SGD(groups, lr=0.5), regression(70, DOUBLE))
 
-    equal_to_one_machine(work, recipe)
+    check_equals_one_process(work, recipe)
 
 
 class Tied(nn.Module):
@@ -90,7 +90,7 @@ def test_tied_parameters_stay_tied(recipe: str, same_object: bool) -> None:
         assert torch.equal(net.one.weight, net.two.weight)
         return found
 
-    equal_to_one_machine(work, recipe)
+    check_equals_one_process(work, recipe)
 
 
 @pytest.mark.parametrize("recipe", EVERY_STEP)
@@ -103,10 +103,10 @@ def test_frozen_parameters_keep_their_bits(recipe: str) -> None:
         assert torch.equal(net[0].weight, before)
         return found
 
-    equal_to_one_machine(work, recipe)
+    check_equals_one_process(work, recipe)
 
 
-def test_a_parameter_thawed_between_passes_is_exchanged_from_then_on() -> None:
+def test_a_parameter_unfrozen_between_epochs_is_exchanged_from_then_on() -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         net[0].weight.requires_grad_(False)
@@ -121,12 +121,12 @@ def test_a_parameter_thawed_between_passes_is_exchanged_from_then_on() -> None:
         return flat(net)
 
     for recipe in EVERY_STEP:
-        equal_to_one_machine(work, recipe)
+        check_equals_one_process(work, recipe)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_parameters_without_gradient_on_some_workers(set_to_none: bool) -> None:
-    """Weight decay and momentum tell a gradient of None from one of zero: both must be as on one machine."""
+def test_parameters_without_gradient_on_some_workers_equal_one_process(set_to_none: bool) -> None:
+    """Weight decay and momentum distinguish a gradient of None from one of zero: both must be as in one process."""
     torch.manual_seed(2)
     state = Branching().state_dict()
 
@@ -139,11 +139,11 @@ def test_parameters_without_gradient_on_some_workers(set_to_none: bool) -> None:
         assert torch.equal(net.never.detach(), torch.ones(3, dtype=DOUBLE))
         return found
 
-    equal_to_one_machine(work, "allreduce")
+    check_equals_one_process(work, "allreduce")
 
 
 @pytest.mark.parametrize("recipe", [*EVERY_STEP, "diloco(every=3)"])
-def test_mixed_dtypes(recipe: str) -> None:
+def test_models_of_mixed_dtypes_equal_one_process(recipe: str) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +164,7 @@ def test_mixed_dtypes(recipe: str) -> None:
         found = run_workers(3, work, recipe)
         assert all(torch.equal(one, found[0]) for one in found)
     else:
-        equal_to_one_machine(work, recipe, close=1e-6)
+        check_equals_one_process(work, recipe, close=1e-6)
 
 
 class Normed(nn.Module):
@@ -178,8 +178,8 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)"])
-def test_buffers_follow_what_is_exchanged(recipe: str) -> None:
-    """Averaged with parameters, the lead's with gradients; whole numbers are never averaged, constants do not drift."""
+def test_buffers_are_synchronised_with_the_exchange(recipe: str) -> None:
+    """Averaged with parameters, worker 0's with gradients; integers are never averaged, constants do not drift."""
     torch.manual_seed(1)
     state = Normed().state_dict()
 
@@ -221,8 +221,8 @@ def test_averaged_statistics_are_the_mean_of_the_workers() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, *EVERY_STEP])
-def test_gradient_accumulation(recipe: str | None) -> None:
-    """Two micro-batches a step, the first without an exchange, are one batch of the same samples."""
+def test_gradient_accumulation_equals_one_batch(recipe: str | None) -> None:
+    """Two micro-batches per step, the first without an exchange, equal one batch of the same samples."""
     data = regression(96, DOUBLE)
 
     def accumulated(worker: int) -> Tensor:
@@ -243,7 +243,7 @@ def test_gradient_accumulation(recipe: str | None) -> None:
     assert relative_distance(found, run_single_process(whole, join=workers)) <= CLOSE
 
 
-def test_accumulation_without_the_context_manager_is_right_too() -> None:
+def test_accumulation_without_no_sync_equals_one_process() -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = sgd(net.parameters())
@@ -255,10 +255,10 @@ def test_accumulation_without_the_context_manager_is_right_too() -> None:
                 optimizer.zero_grad()
         return flat(net)
 
-    equal_to_one_machine(work, "allreduce", workers=4)
+    check_equals_one_process(work, "allreduce", workers=4)
 
 
-def test_clipping_sees_the_agreed_gradient() -> None:
+def test_clipping_receives_the_averaged_gradient() -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -270,12 +270,12 @@ def test_clipping_sees_the_agreed_gradient() -> None:
             optimizer.step()
         return flat(net)
 
-    equal_to_one_machine(work, "allreduce")
-    equal_to_one_machine(work, "allreduce", workers=4)
+    check_equals_one_process(work, "allreduce")
+    check_equals_one_process(work, "allreduce", workers=4)
 
 
 def scaled(worker: int, data: TensorDataset, poison: int | None = None) -> Tensor:
-    """A loop with autocast and a gradient scaler; worker `poison` meets an overflow in its second batch."""
+    """Train with autocast and a gradient scaler; the second batch of worker `poison` overflows."""
     net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -294,8 +294,8 @@ def scaled(worker: int, data: TensorDataset, poison: int | None = None) -> Tenso
 
 
 @pytest.mark.parametrize("recipe", EVERY_STEP)
-def test_scaler_and_autocast(recipe: str) -> None:
-    """Autocast rounds to 8 bits, so batches of other shapes agree to that; replicas agree to the bit."""
+def test_scaler_and_autocast_agree_with_one_process(recipe: str) -> None:
+    """Autocast rounds to 8 bits, so batches of other sizes agree to that precision; replicas agree to the bit."""
     data = regression(100)
     found = run_workers(3, lambda worker: scaled(worker, data), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
@@ -303,7 +303,7 @@ def test_scaler_and_autocast(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*EVERY_STEP, "local_sgd(every=3)"])
-def test_a_step_that_the_scaler_skips_on_one_worker_holds_nobody_up(recipe: str) -> None:
+def test_a_step_that_the_scaler_skips_on_one_worker_blocks_no_other_worker(recipe: str) -> None:
     data = regression(100)
     found = run_workers(3, lambda worker: scaled(worker, data, poison=1), recipe)
     assert torch.isfinite(found[0]).all()
@@ -312,7 +312,7 @@ def test_a_step_that_the_scaler_skips_on_one_worker_holds_nobody_up(recipe: str)
 
 @pytest.mark.parametrize("samples", [96, 97])
 @pytest.mark.parametrize("recipe", EVERY_STEP)
-def test_schedulers_stay_in_step_on_idle_workers_too(recipe: str, samples: int) -> None:
+def test_schedulers_of_idle_workers_advance_too(recipe: str, samples: int) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 if recipe == "allreduce" else 0.0)
@@ -328,11 +328,11 @@ def test_schedulers_stay_in_step_on_idle_workers_too(recipe: str, samples: int) 
                 scheduler.step()
         return torch.cat([flat(net), torch.tensor([optimizer.param_groups[0]["lr"], scheduler.last_epoch])])
 
-    equal_to_one_machine(work, recipe, workers=4)
+    check_equals_one_process(work, recipe, workers=4)
 
 
 @pytest.mark.parametrize("recipe", [*EVERY_STEP, "local_sgd(every=4)"])
-def test_closures(recipe: str) -> None:
+def test_closures_equal_one_process(recipe: str) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = sgd(net.parameters())
@@ -352,10 +352,10 @@ def test_closures(recipe: str) -> None:
         found = run_workers(4, work, recipe)
         assert all(torch.equal(one, found[0]) for one in found)
     else:
-        equal_to_one_machine(work, recipe, workers=4)
+        check_equals_one_process(work, recipe, workers=4)
 
 
-def test_two_backward_passes_a_step() -> None:
+def test_two_backward_passes_per_step_equal_one_process() -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = sgd(net.parameters())
@@ -367,21 +367,21 @@ def test_two_backward_passes_a_step() -> None:
             optimizer.step()
         return flat(net)
 
-    equal_to_one_machine(work, "allreduce")
+    check_equals_one_process(work, "allreduce")
 
 
 @pytest.mark.parametrize("recipe", EVERY_STEP)
-def test_set_to_none_both_ways(recipe: str) -> None:
+def test_zeroed_gradients_equal_one_process(recipe: str) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         return loop(net, sgd(net.parameters()), regression(70, DOUBLE), set_to_none=False)
 
-    equal_to_one_machine(work, recipe)
+    check_equals_one_process(work, recipe)
 
 
 @pytest.mark.parametrize("state", ["average", "keep", "reset"])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_what_becomes_of_the_optimizers_state(make: Any, state: str) -> None:
+def test_every_treatment_of_the_optimizer_state_keeps_replicas_equal(make: Any, state: str) -> None:
     optimizers = {}
 
     def work(worker: int) -> Tensor:
@@ -410,7 +410,7 @@ def test_averaged_momentum_is_equal_everywhere_and_kept_momentum_is_not() -> Non
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_model(in_place: bool) -> None:
+def test_a_compiled_model_computes_the_plain_loop(in_place: bool) -> None:
     def work(worker: int) -> Tensor:
         net: Any = small_net(DOUBLE)
         if in_place:
@@ -438,12 +438,12 @@ def test_a_channels_last_model_keeps_its_memory_format() -> None:
         assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
         return found
 
-    equal_to_one_machine(work, "local_sgd(every=1)", workers=2, close=1e-6)
-    equal_to_one_machine(work, "allreduce", workers=2, close=1e-6)
+    check_equals_one_process(work, "local_sgd(every=1)", workers=2, close=1e-6)
+    check_equals_one_process(work, "allreduce", workers=2, close=1e-6)
 
 
-def test_a_change_of_the_model_between_passes_stands() -> None:
-    """The script loads other values after a pass in which the workers had drifted apart."""
+def test_a_change_of_the_model_between_epochs_is_kept() -> None:
+    """The script loads other values after an epoch in which the workers' models diverged."""
 
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
@@ -465,7 +465,7 @@ def test_a_change_of_the_model_between_passes_stands() -> None:
         assert torch.equal(run_workers(2, work, recipe)[1], torch.full_like(flat(small_net()), 0.25))
 
 
-def test_leaving_a_pass_early_ends_in_good_order() -> None:
+def test_leaving_an_epoch_early_equals_one_process() -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = sgd(net.parameters())
@@ -480,7 +480,7 @@ def test_leaving_a_pass_early_ends_in_good_order() -> None:
         return flat(net)
 
     for recipe in EVERY_STEP:
-        equal_to_one_machine(work, recipe)
+        check_equals_one_process(work, recipe)
     run_workers(3, work, "local_sgd(every=3)")
 
 
@@ -495,11 +495,11 @@ class Counted(IterableDataset):
 
 
 def read(loader: Any, epochs: int = 2) -> list[list[float]]:
-    """The numbers that the loop sees in each pass, training meanwhile."""
+    """Train on the loader's batches, and return the numbers in them by epoch."""
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     loader = stretto.distribute(net, optimizer, loader)
-    passes = []
+    epochs_read = []
     for _ in range(epochs):
         seen: list[float] = []
         for batch in loader:
@@ -508,8 +508,8 @@ def read(loader: Any, epochs: int = 2) -> list[list[float]]:
             net(x.view(-1, 1)).mean().backward()
             optimizer.step()
             seen += x.view(-1).tolist()
-        passes.append(seen)
-    return passes
+        epochs_read.append(seen)
+    return epochs_read
 
 
 def numbers(n: int) -> TensorDataset:
@@ -535,16 +535,16 @@ LOADERS = {
 def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int, recipe: str) -> None:
     found = run_workers(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
     for epoch in range(2):
-        assert sorted(x for passes in found for x in passes[epoch]) == list(range(samples))
+        assert sorted(x for epochs in found for x in epochs[epoch]) == list(range(samples))
 
 
-def test_drop_last_drops_what_the_loader_drops() -> None:
+def test_drop_last_drops_the_incomplete_batch_of_the_loader() -> None:
     found = run_workers(3, lambda worker: read(DataLoader(numbers(23), batch_size=4, drop_last=True)), "allreduce")
-    assert sorted(x for passes in found for x in passes[0]) == list(range(20))
+    assert sorted(x for epochs in found for x in epochs[0]) == list(range(20))
 
 
 @pytest.mark.parametrize("indices", [np.arange(3, 60), torch.arange(3, 60)], ids=["numpy", "torch"])
-def test_a_sampler_over_an_array_of_indices(indices: Any) -> None:
+def test_a_sampler_over_an_array_of_indices_equals_one_process(indices: Any) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = sgd(net.parameters())
@@ -556,10 +556,10 @@ def test_a_sampler_over_an_array_of_indices(indices: Any) -> None:
             optimizer.step()
         return flat(net)
 
-    equal_to_one_machine(work, "allreduce")
+    check_equals_one_process(work, "allreduce")
 
 
-def test_a_sampler_of_other_things_than_numbers() -> None:
+def test_samples_of_a_sampler_of_tuples_are_seen_once() -> None:
     class Named(torch.utils.data.Dataset):
         def __getitem__(self, key: tuple[str, int]) -> Tensor:
             assert isinstance(key, tuple)
@@ -570,4 +570,4 @@ def test_a_sampler_of_other_things_than_numbers() -> None:
 
     keys = [("it", number) for number in range(9)]
     found = run_workers(2, lambda worker: read(DataLoader(Named(), batch_size=2, sampler=keys)), "allreduce")
-    assert sorted(x for passes in found for x in passes[0]) == list(range(9))
+    assert sorted(x for epochs in found for x in epochs[0]) == list(range(9))
