@@ -1,4 +1,4 @@
-"""A second `distribute` in one process ends the run before it, and begins another with its own books."""
+"""A second `distribute` in one process ends the current run, and starts another run with its own records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPES = [
     "stale_synchronous(bound=1)",
     "elastic_averaging",
 ]
-"""One of each kind that the training of a worker differs by."""
+"""One recipe of each kind for which a worker trains differently."""
 
 
 def fold(index: int, data: Any = None, epochs: int = 2, **more: Any) -> nn.Module:
@@ -51,17 +51,17 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(folder / "events.jsonl") if event["event"] == kind]
 
 
-def seen(folder: Path) -> list[dict[str, int]]:
-    """The audit of each epoch."""
+def sample_counts(folder: Path) -> list[dict[str, int]]:
+    """Return the sample counts of each epoch."""
     return [event["sample_counts"] for event in sorted(events(folder, "epoch"), key=lambda event: event["epoch"])]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
+def test_each_section_has_its_own_records(recipe: str, tmp_path: Path) -> None:
     nets = run_workers(3, lambda worker: [fold(index) for index in range(3)], recipe, run=tmp_path)
     for index, folder in enumerate([tmp_path, tmp_path / "section-2", tmp_path / "section-3"]):
-        assert [one["once"] for one in seen(folder)] == [36 + 4 * index] * 2
-        assert all(one["never"] == one["twice"] == 0 for one in seen(folder))
+        assert [one["once"] for one in sample_counts(folder)] == [36 + 4 * index] * 2
+        assert all(one["never"] == one["twice"] == 0 for one in sample_counts(folder))
         assert sorted(event["worker"] for event in events(folder, "end")) == [0, 1, 2]
         assert sum(event["samples"] for event in events(folder, "end")) == 2 * (36 + 4 * index)
         final = load_file(folder / "final.safetensors")
@@ -72,7 +72,7 @@ def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
-def test_a_section_computes_as_a_run_of_its_own(recipe: str) -> None:
+def test_a_section_computes_the_same_as_a_separate_run(recipe: str) -> None:
     both = run_workers(2, lambda worker: [flat(fold(index)) for index in range(2)], recipe)
     for index in range(2):
         single = run_workers(2, lambda worker, index=index: flat(fold(index)), recipe)
@@ -124,18 +124,18 @@ def test_evaluations_are_counted_from_the_beginning_of_each_section(tmp_path: Pa
         assert (first[-1], second[-1]) == (36, 40)
 
 
-def test_finish_ends_a_section_by_hand(tmp_path: Path) -> None:
+def test_finish_ends_a_section_explicitly(tmp_path: Path) -> None:
     def work(worker: int) -> None:
         fold(0)
         stretto.finish()
         assert (tmp_path / "final.safetensors").exists()
-        stretto.log(loss=1.0)  # it is of no run
+        stretto.log(loss=1.0)  # no run records this
         fold(1)
         stretto.finish()
         stretto.finish()
 
     run_workers(2, work, "local_sgd(every=3)", run=tmp_path)
-    assert len(seen(tmp_path / "section-2")) == 2
+    assert len(sample_counts(tmp_path / "section-2")) == 2
 
 
 def test_finish_without_a_run_does_nothing() -> None:
@@ -183,7 +183,7 @@ def test_an_exception_that_all_workers_catch_ends_the_section(tmp_path: Path) ->
         fold(1)
 
     run_workers(2, work, "allreduce", run=tmp_path)
-    assert [one["once"] for one in seen(tmp_path / "section-2")] == [40, 40]
+    assert [one["once"] for one in sample_counts(tmp_path / "section-2")] == [40, 40]
 
 
 def test_data_that_differ_among_workers_are_refused_in_later_sections() -> None:
@@ -203,7 +203,7 @@ def _hooks(net: nn.Module, optimizer: Any) -> int:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "one_bit(warm_up=2)", "local_sgd(every=2)", "async_sgd"])
-def test_no_hook_is_left_behind(recipe: str) -> None:
+def test_finish_removes_all_hooks(recipe: str) -> None:
     def work(worker: int) -> int:
         net = small_net()
         optimizer = torch.optim.Adam(net.parameters()) if "one_bit" in recipe else sgd(net.parameters())
@@ -220,7 +220,7 @@ def test_no_hook_is_left_behind(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)", "async_sgd"])
-def test_twenty_sections_leave_nothing_behind(recipe: str, tmp_path: Path) -> None:
+def test_twenty_sections_leak_no_files_threads_or_trainers(recipe: str, tmp_path: Path) -> None:
     def count() -> tuple[int, int, int]:
         gc.collect()
         open_files = len(list(Path("/proc/self/fd").iterdir()))
