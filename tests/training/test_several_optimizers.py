@@ -36,7 +36,7 @@ def models() -> tuple[nn.Module, nn.Module]:
 
 
 def gan(critic_steps: int = 1, optimizer: Any = torch.optim.SGD, samples: int = 60) -> Callable[[int], Tensor]:
-    """Two adversaries: the critic steps for every batch, the generator after so many of them."""
+    """Return an adversarial training: the critic steps for every batch, the generator every `critic_steps` batches."""
 
     def work(worker: int) -> Tensor:
         generator, critic = models()
@@ -62,7 +62,7 @@ def gan(critic_steps: int = 1, optimizer: Any = torch.optim.SGD, samples: int = 
 @pytest.mark.parametrize("critic_steps", [1, 3])
 @pytest.mark.parametrize("samples", [60, 52])
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=1)"])
-def test_exchanging_every_step_is_one_process(recipe: str, critic_steps: int, samples: int) -> None:
+def test_exchanging_every_step_equals_one_process(recipe: str, critic_steps: int, samples: int) -> None:
     if samples == 52 and recipe != "allreduce":
         samples = 48
     found = run_workers(3, gan(critic_steps, samples=samples), recipe)
@@ -84,9 +84,9 @@ def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
 
 
 def test_each_optimizer_has_rounds_of_its_own() -> None:
-    """local_sgd(every=2): the critic is averaged after its 2nd, 4th ... step, the generator after its own."""
+    """local_sgd(every=2): each model is averaged after the 2nd, 4th ... step of its own optimizer."""
 
-    def by_hand(workers: int, samples: int, critic_steps: int, every: int) -> Tensor:
+    def explicit_loop(workers: int, samples: int, critic_steps: int, every: int) -> Tensor:
         replicas = [models() for _ in range(workers)]
         steps = {0: 0, 1: 0}
         batches = list(DataLoader(regression(samples, DOUBLE), batch_size=4))
@@ -131,10 +131,10 @@ def test_each_optimizer_has_rounds_of_its_own() -> None:
         return torch.cat([flat(generator), flat(critic)])
 
     found = run_workers(3, once, "local_sgd(every=2)")
-    assert relative_distance(found[0], by_hand(3, 60, 3, 2)) < 1e-12
+    assert relative_distance(found[0], explicit_loop(3, 60, 3, 2)) < 1e-12
 
 
-def test_evaluate_is_given_the_list_of_models() -> None:
+def test_evaluate_receives_the_list_of_models() -> None:
     seen: list[Any] = []
 
     def work(worker: int) -> None:
@@ -158,13 +158,13 @@ def test_evaluate_is_given_the_list_of_models() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["power_sgd(rank=1)", "ef21(how=top_k(0.1))", "one_bit"])
-def test_recipes_that_remember_gradients_refuse_two_optimizers(recipe: str) -> None:
+def test_recipes_with_a_state_of_gradients_refuse_two_optimizers(recipe: str) -> None:
     with pytest.raises(ModelError, match="can't tell those of 2 optimizers apart"):
         run_workers(2, gan(), recipe)
 
 
 def loop(held: Callable[[nn.Module], Any], outside: Callable[[nn.Module], Any], recipe: str) -> None:
-    """A loop with an optimizer that is given and another one that is not."""
+    """Run a loop with one optimizer that is passed to `distribute`, and another that is not."""
 
     def work(worker: int) -> None:
         net = small_net(DOUBLE)
@@ -205,7 +205,7 @@ def test_trainable_parameters_in_no_optimizer_are_named_at_the_first_step(recipe
         run_workers(2, work, recipe)
 
 
-def test_an_optimizer_over_the_input_of_one_batch_is_the_scripts_own_affair() -> None:
+def test_an_optimizer_over_the_input_of_one_batch_is_accepted() -> None:
     def work(worker: int) -> None:
         net = small_net(DOUBLE)
         given = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -240,7 +240,7 @@ def test_gradients_made_without_a_backward_pass_are_refused_where_gradients_are_
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_accumulation_without_no_sync_is_said_once_with_the_saving(
+def test_accumulation_without_no_sync_is_reported_once_with_the_saving(
     batches: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work(worker: int) -> None:
@@ -258,7 +258,7 @@ def test_accumulation_without_no_sync_is_said_once_with_the_saving(
 
 
 def sharing(distribute: bool) -> Callable[[int], Tensor]:
-    """Two optimizers that hold the same layer, as an actor's and a critic's with one trunk."""
+    """Return a training whose two optimizers hold the same layer, as an actor's and a critic's do with one trunk."""
 
     def work(worker: int) -> Tensor:
         net = small_net()
@@ -312,7 +312,7 @@ AVERAGED = ["local_sgd(every=2)", "stale_synchronous(bound=2)", "soft_sync(colle
 
 
 @pytest.mark.parametrize("recipe", AVERAGED)
-def test_a_line_search_is_fine_where_parameters_are_exchanged(recipe: str) -> None:
+def test_a_line_search_is_accepted_where_parameters_are_exchanged(recipe: str) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe", max_iter=3)
