@@ -22,7 +22,7 @@ RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd"]
 
 
 class Shard(IterableDataset):
-    """The numbers `start`, `start + step`, ... below n."""
+    """A stream of the numbers `start`, `start + step`, ... below n."""
 
     def __init__(self, n: int, start: int = 0, step: int = 1) -> None:
         self.n, self.start, self.step = n, start, step
@@ -32,7 +32,7 @@ class Shard(IterableDataset):
 
 
 class Shuffled(Shard):
-    """The numbers in an order of a random generator of its own."""
+    """A stream of numbers in the order of its own random generator."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__(n)
@@ -45,35 +45,35 @@ class Shuffled(Shard):
 
 
 def reading(make: Callable[[int], Any], epochs: int = 2, **options: Any) -> Callable[[int], list[list[float]]]:
-    """A function of the worker that trains on a stream, and returns the numbers in each epoch's batches."""
+    """Return a script that trains on a stream, and returns the numbers in each epoch's batches."""
 
     def work(worker: int) -> list[list[float]]:
         net = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
         loader = stretto.distribute(net, optimizer, make(worker), **options)
-        found = []
+        numbers_by_epoch = []
         for _ in range(epochs):
-            seen: list[float] = []
+            numbers: list[float] = []
             for x in loader:
                 optimizer.zero_grad()
                 net(x).mean().backward()
                 optimizer.step()
-                seen += x.view(-1).tolist()
-            found.append(seen)
-        return found
+                numbers += x.view(-1).tolist()
+            numbers_by_epoch.append(numbers)
+        return numbers_by_epoch
 
     return work
 
 
 def each_once(found: list[list[list[float]]], samples: int) -> bool:
     """Return True if each epoch of all workers holds every number once."""
-    return all(sorted(x for one in found for x in one[epoch]) == list(range(samples)) for epoch in range(2))
+    return all(sorted(x for of_worker in found for x in of_worker[epoch]) == list(range(samples)) for epoch in range(2))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("samples", [7, 60, 61])
 def test_a_stream_of_own_shards_is_assigned_once(recipe: str, samples: int) -> None:
-    """The shards have unequal lengths, and one may be empty of whole batches when others are not."""
+    """The shards have unequal lengths, and one shard may have no whole batch when other shards have some."""
     work = reading(lambda worker: DataLoader(Shard(samples, worker, 3), batch_size=4), deal="own")
     assert each_once(run_workers(3, work, recipe), samples)
 
@@ -84,7 +84,7 @@ def test_a_shard_that_is_much_longer_than_others_is_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -> None:
+def test_streams_that_differ_end_with_an_error_that_names_the_option(recipe: str) -> None:
     work = reading(lambda worker: DataLoader(Shard(60, worker, 2), batch_size=4))
     with pytest.raises(LoaderError, match='deal="own"'):
         run_workers(2, work, recipe)
@@ -92,7 +92,7 @@ def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_that_are_equal_at_all_workers_end_with_an_error(recipe: str) -> None:
-    """As a script has that shards by RANK, which `stretto run` removes: each sample would be trained on N times."""
+    """A script that shards by RANK, which `stretto run` removes, has such shards: each sample would count N times."""
     work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="own")
     with pytest.raises(LoaderError, match="workers 0 and 1 begin with the same batch"):
         run_workers(3, work, recipe)
@@ -113,7 +113,7 @@ def test_streams_in_another_order_end_with_an_error() -> None:
         run_workers(2, work, "allreduce")
 
 
-def test_streams_declared_alike_are_not_compared() -> None:
+def test_streams_declared_equal_are_not_compared() -> None:
     work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="round-robin")
     assert each_once(run_workers(2, work, "allreduce"), 60)
 
@@ -137,7 +137,7 @@ def test_webdataset_splits_where_a_launcher_sets_the_world_size() -> None:
     assert sharded_by(DataLoader(Shard(4)), {"WORLD_SIZE": "4"}) is None
 
 
-def test_the_common_random_state_gives_one_order_and_leaves_the_own_states() -> None:
+def test_the_common_random_state_gives_one_order_and_restores_the_own_states() -> None:
     def shuffling() -> Iterator[Any]:
         for _ in range(4):
             yield random.random(), float(torch.rand(())), float(np.random.rand())
@@ -156,7 +156,7 @@ def test_the_common_random_state_gives_one_order_and_leaves_the_own_states() -> 
     assert len(set(found[0])) == 4
 
 
-def test_a_digest_tells_samples_apart_by_all_that_is_in_them() -> None:
+def test_digests_of_samples_depend_on_all_their_contents() -> None:
     x, y = torch.arange(6.0).view(3, 2), torch.tensor([0, 0, 1])
     assert len(set(digests((x, y)))) == 3
     assert digests({"x": x, "y": y}) == digests((x, y))
@@ -166,7 +166,7 @@ def test_a_digest_tells_samples_apart_by_all_that_is_in_them() -> None:
 
 
 @pytest.mark.parametrize("deal", ["own", "sorted", 3])
-def test_an_assignment_that_is_none_is_refused(deal: Any) -> None:
+def test_an_unknown_assignment_is_refused(deal: Any) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
     work = reading(lambda worker: DataLoader(data, batch_size=4), deal=deal)
     with pytest.raises(LoaderError if deal == "own" else stretto.errors.ScriptError, match="deal="):
