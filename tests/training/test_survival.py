@@ -1,4 +1,4 @@
-"""Workers die, leave and come: those who are left agree, and every sample counts exactly once."""
+"""Workers fail, quit and join: the remaining workers agree, and every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RECIPES = [
 ]
 
 
-def nothing(_worker: int, _moment: int) -> None:
-    """What happens otherwise."""
+def undisturbed(_worker: int, _moment: int) -> None:
+    """Do not disturb the run."""
 
 
 def training(
-    epochs: int = 2, happens: Callable[[int, int], None] = nothing, samples: int = 97, batch: int = 4
+    epochs: int = 2, disturb: Callable[[int, int], None] = undisturbed, samples: int = 97, batch: int = 4
 ) -> Callable[[int], Any]:
     def work(worker: int) -> Any:
         net = small_net()
@@ -48,9 +48,9 @@ def training(
         for _ in range(epochs):
             for x, y in loader:
                 optimizer.zero_grad()
-                happens(worker, 2 * step)
+                disturb(worker, 2 * step)
                 nn.functional.mse_loss(net(x), y).backward()
-                happens(worker, 2 * step + 1)
+                disturb(worker, 2 * step + 1)
                 optimizer.step()
                 step += 1
         return flat(net)
@@ -59,73 +59,73 @@ def training(
 
 
 def killing(*plan: tuple[int, int]) -> Callable[[int, int], None]:
-    left = set(plan)
+    pending = set(plan)
 
-    def happens(worker: int, moment: int) -> None:
-        if (worker, moment) in left:
-            left.discard((worker, moment))
+    def disturb(worker: int, moment: int) -> None:
+        if (worker, moment) in pending:
+            pending.discard((worker, moment))
             raise WorkerKilled
 
-    return happens
+    return disturb
 
 
-def audits(run: Path) -> list[dict[str, int]]:
+def sample_counts(run: Path) -> list[dict[str, int]]:
     found = [one["sample_counts"] for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
     return [{name: value for name, value in one.items() if name != "recovered_samples"} for one in found]
 
 
 def all_equal(found: list[Any]) -> bool:
-    living = [one for one in found if one is not None and not isinstance(one, str)]
-    return bool(living) and all(torch.equal(one, living[0]) for one in living)
+    running = [one for one in found if one is not None and not isinstance(one, str)]
+    return bool(running) and all(torch.equal(one, running[0]) for one in running)
 
 
 @pytest.mark.parametrize("moment", [0, 7, 16, 18])
 @pytest.mark.parametrize("killed", [0, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_others_go_on(recipe: str, killed: int, moment: int, tmp_path: Path) -> None:
-    found, coordinator = run_elastic_workers(3, training(happens=killing((killed, moment))), recipe, tmp_path)
+def test_the_remaining_workers_continue(recipe: str, killed: int, moment: int, tmp_path: Path) -> None:
+    found, coordinator = run_elastic_workers(3, training(disturb=killing((killed, moment))), recipe, tmp_path)
     assert found[killed] is None
     assert all_equal(found)
-    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
     assert [view.generation for view in coordinator.generations] == [1, 2]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_at_once_and_one_later(recipe: str, tmp_path: Path) -> None:
-    found, _ = run_elastic_workers(4, training(happens=killing((0, 4), (3, 4), (1, 19))), recipe, tmp_path)
+def test_two_concurrent_failures_and_a_later_failure_lose_no_samples(recipe: str, tmp_path: Path) -> None:
+    found, _ = run_elastic_workers(4, training(disturb=killing((0, 4), (3, 4), (1, 19))), recipe, tmp_path)
     assert [one is None for one in found] == [True, True, False, True]
-    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_who_comes_back_takes_part(recipe: str, tmp_path: Path) -> None:
+def test_a_restarted_worker_takes_part(recipe: str, tmp_path: Path) -> None:
     found, coordinator = run_elastic_workers(
-        3, training(epochs=6, happens=killing((1, 3), (0, 20))), recipe, tmp_path, again=1
+        3, training(epochs=6, disturb=killing((1, 3), (0, 20))), recipe, tmp_path, again=1
     )
     assert all(one is not None for one in found)
     assert all_equal(found)
-    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 6
+    assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 6
     assert len(coordinator.generations[-1].members) == 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None:
+def test_a_worker_asked_to_quit_leaves_no_samples_to_reassign(recipe: str, tmp_path: Path) -> None:
     coordinator = ThreadCoordinator(3)
 
-    def happens(worker: int, moment: int) -> None:
+    def disturb(worker: int, moment: int) -> None:
         if (worker, moment) == (1, 4):
             coordinator.quit(1)
 
-    found, _ = run_elastic_workers(3, training(epochs=3, happens=happens), recipe, tmp_path, coordinator=coordinator)
+    found, _ = run_elastic_workers(3, training(epochs=3, disturb=disturb), recipe, tmp_path, coordinator=coordinator)
     assert found[1] == "left"
     assert all_equal(found)
-    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
+    assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
     again = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "samples_reassigned"]
     assert [(one["failed_worker"], one["samples"]) for one in again] == [(1, 0)]
 
 
-def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_again(tmp_path: Path) -> None:
-    """The others' wait has a limit; when they meet anew, what took so long is there."""
+def test_an_evaluation_that_outlasts_the_wait_is_made_once(tmp_path: Path) -> None:
+    """The other workers' wait has a limit; when the group has formed again, the result of the evaluation is there."""
     coordinator, made = ThreadCoordinator(3), [0]
 
     def evaluate(net: nn.Module) -> dict[str, float]:
@@ -150,21 +150,21 @@ def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_a
 
 
 @pytest.mark.parametrize("rule", ["per-worker-batch", "global-batch"])
-def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None:
+def test_the_resize_rule_sets_the_number_of_steps_after_a_failure(rule: str, tmp_path: Path) -> None:
     steps = []
 
-    def happens(worker: int, moment: int) -> None:
+    def disturb(worker: int, moment: int) -> None:
         if worker == 0 and moment % 2 == 0:
             steps.append(moment // 2)
         if (worker, moment) == (2, 0):
             raise WorkerKilled
 
-    run_elastic_workers(3, training(epochs=1, happens=happens, samples=120), "allreduce", tmp_path, rule=rule)
+    run_elastic_workers(3, training(epochs=1, disturb=disturb, samples=120), "allreduce", tmp_path, rule=rule)
     assert len(steps) == {"per-worker-batch": 15, "global-batch": 11}[rule]
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "local_sgd(every=3, optimizer_state='reset')"])
-def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(recipe: str, tmp_path: Path) -> None:
     def work(epochs: int) -> Callable[[int], Any]:
         def train(worker: int) -> Any:
             net = small_net()
@@ -196,19 +196,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path) -> 
         assert torch.equal(again[1], whole[1]), one.name
 
 
-def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
+def test_a_run_resumes_with_fewer_workers_and_another_recipe(tmp_path: Path) -> None:
     run_elastic_workers(3, training(epochs=2), "allreduce", tmp_path / "one", checkpoint=every("4 rounds"))
     found, _ = run_elastic_workers(
         2, training(epochs=3), "local_sgd(every=2)", tmp_path / "two", resume=tmp_path / "one"
     )
     assert all_equal(found)
-    assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+    assert sample_counts(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_those_who_begin_together_agree_from_where_though_some_have_lived_before(kept: bool, tmp_path: Path) -> None:
-    """One was killed before all had met; or all were, and one that joins has never lived. The run's own checkpoint is
-    newer than the one of the run that was gone on from.
+def test_workers_that_start_together_agree_on_the_checkpoint_though_some_are_restarted(
+    kept: bool, tmp_path: Path
+) -> None:
+    """A worker was killed before all had connected; or all workers were killed, and a new worker joins.
+
+    The checkpoint of the run is newer than the checkpoint of the run that it resumed.
     """
     run, asked = tmp_path / "run", {"checkpoint": every("4 rounds")}
     if kept:
@@ -218,40 +221,43 @@ def test_those_who_begin_together_agree_from_where_though_some_have_lived_before
     coordinator.incarnations[1] = 1
     found, _ = run_elastic_workers(3, training(epochs=2 + kept), "allreduce", run, coordinator=coordinator, **asked)
     assert all_equal(found)
-    assert len(audits(run)) == 2
-    assert audits(run)[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+    assert len(sample_counts(run)) == 2
+    assert sample_counts(run)[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
 
-def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Path) -> None:
-    """It owes what the others did, and speaks their recipe, though at first to nobody."""
+def test_a_run_resumed_by_one_worker_encodes_as_with_several(tmp_path: Path) -> None:
+    """The worker takes over all residuals, and encodes by the recipe though it sends to no worker at first."""
     recipe = "power_sgd(rank=1)"
     run_elastic_workers(3, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("4 rounds"))
     found, _ = run_elastic_workers(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
     assert len(found) == 1
-    assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+    assert sample_counts(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
 
 @pytest.mark.parametrize(
     "recipe",
     ["gradient_sharing(tau=0.01)", "sparse_loco(every=3)", "local_sgd(every=3, how=error_feedback(top_k(0.1)))"],
 )
-def test_who_is_alone_owes_nothing_for_what_it_has_learned(recipe: str, tmp_path: Path) -> None:
-    """It has it; whoever comes would be told of it a second time. And all that it has is agreed."""
+def test_a_single_worker_has_no_residual(recipe: str, tmp_path: Path) -> None:
+    """The worker's model holds all of its updates: a worker that joins would receive a residual a second time.
+
+    The whole model counts as averaged.
+    """
     run_elastic_workers(1, training(epochs=1, samples=96), recipe, tmp_path, checkpoint=every("1 rounds"))
     found = Checkpoints(tmp_path / "checkpoints").newest()
     assert found is not None
-    _, owed = found[1].own[0]
-    assert not any(one.any() for name, one in owed.items() if name.startswith("residual/"))
-    assert any(name.startswith("residual/") for name in owed)
-    agreed = [one for name, one in found[1].tensors.items() if name == "outer/0/0"]
+    _, state = found[1].own[0]
+    assert not any(one.any() for name, one in state.items() if name.startswith("residual/"))
+    assert any(name.startswith("residual/") for name in state)
+    averaged = [one for name, one in found[1].tensors.items() if name == "outer/0/0"]
     model = torch.cat([one.flatten() for name, one in found[1].tensors.items() if name.startswith("model/")])
-    assert len(agreed) == 1
-    assert torch.allclose(agreed[0].sum(), model.sum(), atol=1e-4)
+    assert len(averaged) == 1
+    assert torch.allclose(averaged[0].sum(), model.sum(), atol=1e-4)
 
 
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
-def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp_path: Path) -> None:
+def test_workers_with_the_result_send_it_to_workers_without(recipe: str, dies: int, tmp_path: Path) -> None:
     op, ends = dies, False
     while not ends:
         op += 2
@@ -260,5 +266,5 @@ def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp
         found, _ = run_elastic_workers(3, training(epochs=2, samples=41), recipe, run, coordinator=coordinator)
         ends = coordinator.generations[-1].generation == 1
         assert all_equal(found), op
-        assert audits(run) == [{"once": 41, "twice": 0, "never": 0, "dropped": 0}] * 2, op
+        assert sample_counts(run) == [{"once": 41, "twice": 0, "never": 0, "dropped": 0}] * 2, op
     assert op > 20
