@@ -1,4 +1,4 @@
-"""What is trained may change at any moment: frozen, thawed, added and replaced parameters, under every recipe."""
+"""The set of trained parameters may change at any moment, under every recipe: frozen, unfrozen, added and replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import stretto
 
 DOUBLE = torch.float64
 EXACT = ["allreduce", "local_sgd(every=1)"]
-WAITING = [
+SYNCHRONOUS = [
     "allreduce",
     "local_sgd(every=4)",
     "diloco(every=8)",
@@ -35,11 +35,11 @@ WAITING = [
     "power_sgd(rank=1)",
     "ef21(how=top_k(0.3))",
 ]
-SERVED = ["async_sgd", "stale_synchronous(bound=2)", "elastic_averaging(every=3)", "async_diloco(every=4)"]
+OVER_A_SERVER = ["async_sgd", "stale_synchronous(bound=2)", "elastic_averaging(every=3)", "async_diloco(every=4)"]
 Change = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def unfreeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net[0].requires_grad_(True)
 
 
@@ -48,7 +48,7 @@ def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def swap(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    thaw(net, optimizer)
+    unfreeze(net, optimizer)
     freeze(net, optimizer)
 
 
@@ -70,7 +70,7 @@ def start(dtype: torch.dtype, change: Change | None) -> tuple[nn.Module, torch.o
 
 
 def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 3) -> Callable[[int], Tensor]:
-    """A loop in which something changes at the start of epoch 2, or before the step of this number."""
+    """Return a training that calls `change` at the start of epoch 2, or before step number `at`."""
 
     def work(worker: int) -> Tensor:
         net, optimizer = start(DOUBLE, change)
@@ -94,28 +94,28 @@ def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 3
     return work
 
 
-@pytest.mark.parametrize("recipe", WAITING)
+@pytest.mark.parametrize("recipe", SYNCHRONOUS)
 @pytest.mark.parametrize(
     ("change", "at"),
     [
-        *((change, at) for change in (thaw, freeze, swap, add_group) for at in (None, 5)),
-        *((change, at) for change in (thaw, freeze, swap) for at in (8, 11)),
+        *((change, at) for change in (unfreeze, freeze, swap, add_group) for at in (None, 5)),
+        *((change, at) for change in (unfreeze, freeze, swap) for at in (8, 11)),
     ],
 )
-def test_replicas_are_equal_whatever_changes_whenever(change: Change, at: int | None, recipe: str) -> None:
+def test_replicas_are_equal_after_any_change_at_any_step(change: Change, at: int | None, recipe: str) -> None:
     found = run_workers(3, changing(change, at), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("at", [None, 5])
-@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
-def test_exchanging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
+@pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group])
+def test_exchanging_every_step_equals_one_process_under_any_change(change: Change, at: int | None) -> None:
     wanted = run_single_process(changing(change, at), join=3)
     assert relative_distance(run_workers(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
 
 
 def add_head(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer keeps the parameters of the old head, as scripts leave them there."""
+    """Replace the head; the optimizer keeps the parameters of the old head, as scripts leave them there."""
     net[2] = nn.Linear(16, 1, dtype=net[2].weight.dtype)
     with torch.no_grad():
         for one in net[2].parameters():
@@ -124,7 +124,7 @@ def add_head(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("at", [None, 0, 5])
-@pytest.mark.parametrize("recipe", [*WAITING, "async_sgd"])
+@pytest.mark.parametrize("recipe", [*SYNCHRONOUS, "async_sgd"])
 def test_parameters_that_were_replaced_may_stay_in_the_optimizer(recipe: str, at: int | None) -> None:
     if recipe == "async_sgd" and at is not None:
         pytest.skip("recipes that do not wait follow changes between two epochs")
@@ -167,8 +167,8 @@ def test_a_group_added_where_a_worker_has_no_batch_is_refused(recipe: str) -> No
 
 
 @pytest.mark.parametrize("at", [None, 5])
-@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
-def test_averaging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
+@pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group])
+def test_averaging_every_step_equals_one_process_under_any_change(change: Change, at: int | None) -> None:
     wanted = run_single_process(plain_sgd(change, at), join=3)
     assert relative_distance(run_workers(3, plain_sgd(change, at), "local_sgd(every=1)")[0], wanted) < 1e-12
 
@@ -186,31 +186,31 @@ def test_a_head_that_differs_and_is_replaced_in_an_epoch_is_refused_by_name(reci
 
 
 @pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
-def test_a_worker_that_skipped_a_step_may_thaw_later_than_the_others(recipe: str) -> None:
-    """13 batches for 3 workers: two have none in the last global step, so their own counts of steps fall behind."""
+def test_a_worker_without_a_last_batch_may_unfreeze_later_than_the_others(recipe: str) -> None:
+    """13 batches for 3 workers: two workers have none in the last global step, so their own step counts are lower."""
 
     def work(worker: int) -> Tensor:
-        return changing(thaw, 7, samples=52)(worker)
+        return changing(unfreeze, 7, samples=52)(worker)
 
     found = run_workers(3, work, recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("recipe", SERVED)
-@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
-def test_over_a_server_what_is_trained_may_change_between_epochs(change: Change, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", OVER_A_SERVER)
+@pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group, replace_head])
+def test_over_a_server_trained_parameters_may_change_between_epochs(change: Change, recipe: str) -> None:
     found = run_workers(3, changing(change, None, samples=60), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("recipe", SERVED)
-def test_over_a_server_what_begins_to_train_in_an_epoch_is_refused_by_name(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", OVER_A_SERVER)
+def test_over_a_server_parameters_unfrozen_in_an_epoch_are_refused_by_name(recipe: str) -> None:
     with pytest.raises(stretto.errors.ModelError, match=r"0\.(weight|bias) began to train in the middle of an epoch"):
-        run_workers(2, changing(thaw, 5, samples=60), recipe)
+        run_workers(2, changing(unfreeze, 5, samples=60), recipe)
 
 
-@pytest.mark.parametrize("recipe", WAITING)
-@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
+@pytest.mark.parametrize("recipe", SYNCHRONOUS)
+@pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group, replace_head])
 def test_one_worker_computes_the_bits_of_the_plain_loop(change: Change, recipe: str) -> None:
     wanted = run_single_process(changing(change, 5))
     assert torch.equal(run_one_worker(changing(change, 5), recipe), wanted)
