@@ -186,9 +186,9 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
     assert [one["sample_counts"]["once"] for one in written] == [48, 0, 48]
     assert [sum(one["samples"] for one in line["workers"]) for line in written] == [48, 48, 96]
     notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
-    said = [one for one in notices if "epoch 2 made no optimizer step" in one]
-    assert len(said) == 1
-    assert "not counted as trained" in said[0]
+    matching = [one for one in notices if "epoch 2 made no optimizer step" in one]
+    assert len(matching) == 1
+    assert "not counted as trained" in matching[0]
 
 
 @pytest.mark.parametrize("how", ["no_grad around", "eval mode"])
@@ -279,12 +279,12 @@ LEFT = "the last loop was left before its end"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_said"),
+    ("recipe", "is_reported"),
     [("async_sgd", True), ("local_sgd(every=4)", True), ("local_sgd(every=3)", False), ("allreduce", False)],
 )
 @pytest.mark.parametrize("finishes", [False, True])
 def test_models_that_differ_after_a_loop_was_left_early_are_reported(
-    finishes: bool, recipe: str, is_said: bool, tmp_path: Path
+    finishes: bool, recipe: str, is_reported: bool, tmp_path: Path
 ) -> None:
     def work(worker: int) -> None:
         loader, step = prepared(DataLoader(numbers(48), batch_size=4))
@@ -297,5 +297,5 @@ def test_models_that_differ_after_a_loop_was_left_early_are_reported(
             finish()
 
     run_workers(2, work, recipe, run=tmp_path)
-    said = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
-    assert any(LEFT in one for one in said) == (is_said and not finishes)
+    texts = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
+    assert any(LEFT in one for one in texts) == (is_reported and not finishes)
