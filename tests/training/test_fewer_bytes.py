@@ -192,7 +192,7 @@ def test_one_bit_needs_adam_with_its_beta() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "momentum", "said"),
+    ("recipe", "momentum", "warning"),
     [
         ("gd_sec(xi=100, beta=0.5)", 0.0, "lr * beta * xi = 5 is above 1"),
         ("gd_sec(xi=100, beta=0.1)", 0.0, ""),
@@ -202,11 +202,11 @@ def test_one_bit_needs_adam_with_its_beta() -> None:
         ("power_sgd", 0.9, ""),
     ],
 )
-def test_combinations_that_harm_training_are_warned_about(recipe: str, momentum: float, said: str) -> None:
+def test_combinations_that_harm_training_are_warned_about(recipe: str, momentum: float, warning: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=momentum)
-    found = list(advice(parse(recipe), optimizer))
-    assert len(found) == bool(said)
-    assert said in "".join(found)
+    warnings = list(advice(parse(recipe), optimizer))
+    assert len(warnings) == bool(warning)
+    assert warning in "".join(warnings)
 
 
 # --- NaN, traffic, replies --------------------------------------------------------------------------------------
