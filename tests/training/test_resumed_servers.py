@@ -78,8 +78,8 @@ def run_with_plan(cluster: FaultyCluster, planned: Mapping[int, Callable[[], obj
         torch.set_grad_enabled(grads)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(dies: int) -> None:
+@pytest.mark.parametrize("failed", [0, 1])
+def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(failed: int) -> None:
     found: dict[int, float] = {}
 
     def run(worker: Worker) -> None:
@@ -98,7 +98,7 @@ def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(
         for at in range(0, 120, 5):
             found.clear()
             cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
-            run_with_plan(cluster, {at: lambda cluster=cluster: cluster.kill_server(dies)})  # type: ignore[misc]
+            run_with_plan(cluster, {at: lambda cluster=cluster: cluster.kill_server(failed)})  # type: ignore[misc]
             assert set(found.values()) == {5.0}, (seed, at)
 
 
