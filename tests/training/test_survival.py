@@ -255,13 +255,13 @@ def test_a_single_worker_has_no_residual(recipe: str, tmp_path: Path) -> None:
     assert torch.allclose(averaged[0].sum(), model.sum(), atol=1e-4)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("failed", [0, 1])
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
-def test_workers_with_the_result_send_it_to_workers_without(recipe: str, dies: int, tmp_path: Path) -> None:
-    op, ends = dies, False
+def test_workers_with_the_result_send_it_to_workers_without(recipe: str, failed: int, tmp_path: Path) -> None:
+    op, ends = failed, False
     while not ends:
         op += 2
-        coordinator = ThreadCoordinator(3, KillInExchange(op, dies, 2))
+        coordinator = ThreadCoordinator(3, KillInExchange(op, failed, 2))
         run = tmp_path / str(op)
         found, _ = run_elastic_workers(3, training(epochs=2, samples=41), recipe, run, coordinator=coordinator)
         ends = coordinator.generations[-1].generation == 1
