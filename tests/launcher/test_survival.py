@@ -75,7 +75,7 @@ until("back")
     [
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
-        ("os._exit(75)", "was taken for dead and stopped by itself"),
+        ("os._exit(75)", "was declared failed and stopped itself"),
     ],
 )
 def test_failed_worker_is_restarted_as_a_new_incarnation(place_with_coordinator: Place, end: str, why: str) -> None:
@@ -134,7 +134,7 @@ time.sleep(60)
     message = failure(place_with_coordinator, text, workers=3, min_workers=3, restarts=restarts)
     assert message.startswith("worker 1 was killed by SIGKILL\n")
     assert "2 of at least 3 workers are left (--min-workers)" in message
-    assert ("it has been started again 2 times (--restarts)" in message) == (restarts == 2)
+    assert ("it was restarted 2 times (--restarts)" in message) == (restarts == 2)
     assert len(list(place_with_coordinator.folder.glob("life-*"))) == lives
     assert message.endswith("worker-1.log")
 
@@ -229,10 +229,10 @@ until("back")
     folder = place_with_coordinator.run(HEAD + text, workers=2)
     events = list(read_events(folder / "events.jsonl"))
     assert [(one["event"], one["worker"], one["text"]) for one in events if one["event"] != "written"] == [
-        ("warning", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
+        ("warning", 1, "worker 1 stops itself: nobody heard of it for 10 s")
     ]
     assert launcher_messages(place_with_coordinator) == [
-        ["ProcessExited", 1, 0, "was taken for dead and stopped by itself", True]
+        ["ProcessExited", 1, 0, "was declared failed and stopped itself", True]
     ]
 
 
@@ -304,7 +304,7 @@ say("whole")
 
 def test_run_that_all_workers_left_early_is_not_complete(place_with_coordinator: Place) -> None:
     message = failure(place_with_coordinator, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
-    assert message.startswith("all workers have left before the end, as they were asked to")
+    assert message.startswith("all workers left before the end, as they were asked to")
 
 
 def test_worker_declared_failed_is_not_waited_for_at_the_end(place_with_coordinator: Place) -> None:
@@ -460,7 +460,7 @@ def test_output_of_the_coordinator_is_shown_on_the_terminal(place_with_coordinat
     assert b"stretto: heard it\n" in err
     assert b"stretto: and more\n" in err
     assert Path("here/coordinator.log").read_text() == "stretto: heard it\nand more\n"
-    assert "stretto: worker 1 is started again, for the 1. time" in Path("here/worker-1.log").read_text()
+    assert "stretto: restart 1 of worker 1" in Path("here/worker-1.log").read_text()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -195,7 +195,7 @@ def test_folder_of_another_sweep_is_refused_with_the_difference(key: str, change
 
 
 def test_target_without_a_metric_ends_the_sweep_immediately() -> None:
-    with pytest.raises(LaunchError, match="the target is about 'accuracy'"):
+    with pytest.raises(LaunchError, match="`evaluate` does not return 'accuracy'"):
         swept("workers=1,2,4,...,64", "--mode=well,hang", target="accuracy>=0.9", jobs=2)
     assert len(starts()) <= 3
     assert not _alive()
