@@ -107,11 +107,11 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
 
     ip("-n", HUB, "link", "set", "port1", "nomaster")
     before = len(generations(run))
-    until(lambda: "worker 3 stops by itself" in (run / "events.jsonl").read_text(), *both)
-    until(lambda: "worker 2 stops by itself" in (run / "events.jsonl").read_text(), *both)
+    until(lambda: "worker 3 stops itself" in (run / "events.jsonl").read_text(), *both)
+    until(lambda: "worker 2 stops itself" in (run / "events.jsonl").read_text(), *both)
     assert generations(run)[-1] == [0, 1]
     alone = generations(run)[before:]
-    assert all(set(members) >= {0, 1} for members in alone), "only the side with the coordinator goes on"
+    assert all(set(members) >= {0, 1} for members in alone), "only the side with the coordinator continues"
 
     ip("-n", HUB, "link", "set", "port1", "master", "bridge")
     until(lambda: generations(run)[-1] == [0, 1, 2, 3], *both)
