@@ -341,9 +341,11 @@ class Schedules:
         if self._mode == "per-sample" and times > 1:
             self._has_spoken = True
             fits = f" has {length} steps, and each of {workers} workers makes {made} in {_epochs(epochs)}: it"
+            accumulates = max(self._hands, self._hands_before) > 1
+            end = "close to where it ends" if accumulates else "as"
             self._run.events.notice(
                 f"{record.name}{fits if made else ''} is advanced by the batches that all workers get, {times} in this "
-                f'step, so that it ends as in one process (schedule="per-step" advances it once a call)'
+                f'step, so that it ends {end} in one process (schedule="per-step" advances it once a call)'
             )
         elif self._mode == "per-step" and made and length and made < length:
             self._say_short(record, f"makes {made} in {_epochs(epochs)}")
