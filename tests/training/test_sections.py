@@ -224,7 +224,7 @@ def test_twenty_sections_leak_no_files_threads_or_trainers(recipe: str, tmp_path
     def count() -> tuple[int, int, int]:
         gc.collect()
         open_files = len(list(Path("/proc/self/fd").iterdir()))
-        trainers = sum(type(one).__name__ in ("Trainer", "Arena") for one in gc.get_objects())
+        trainers = sum(type(one).__name__ in ("Trainer", "FlatParameters") for one in gc.get_objects())
         return open_files, threading.active_count(), trainers
 
     def work(worker: int) -> list[tuple[int, int, int]]:
