@@ -116,7 +116,7 @@ class RunConfig:
         return entry.file_of(self.script, self.module)
 
     def threads_each(self) -> int:
-        """Return the threads of each worker: as given, else an equal share of the cores, at minimum one."""
+        """Return the threads of each worker: as given, else an equal share of the cores, at least one."""
         return self.threads or max(1, cores() // self.workers)
 
     def asked(self) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def settled(order: RunConfig) -> RunConfig:
 
 def codec_folder(order: RunConfig) -> str | None:
     """Return the folder from which a recipe's own codecs are imported: that of the script; None if it has none."""
-    from stretto.recipe.parser import has_import_path
+    from stretto.recipe.parser import import_paths
 
-    if order.recipe is None or not has_import_path(order.recipe):
+    if order.recipe is None or not import_paths(order.recipe):
         return None
     return str(Path.cwd() if order.module else Path(order.script).resolve().parent)
 
@@ -259,12 +259,12 @@ def _check_survival(order: RunConfig) -> None:
     minimum, maximum = order.min_workers, order.max_workers
     if not (order.failure_timeout_s >= MIN_FAILURE_TIMEOUT_S and math.isfinite(order.failure_timeout_s)):
         got, to_type = f"{spelled(order.failure_timeout_s)}s", "--failure-timeout 10s"
-        _refuse("the failure timeout", got, "a time, at minimum 100ms", to_type)
+        _refuse("the failure timeout", got, "a time, at least 100ms", to_type)
     if not 1 <= minimum <= order.workers:
         started = f"a number from 1 to {order.workers}, as many as are started"
         _refuse("the minimum number of workers", minimum, started, f"--min-workers {order.workers}")
     if maximum is not None and maximum < order.workers:
-        started = f"at minimum {order.workers}, as many as are started"
+        started = f"at least {order.workers}, as many as are started"
         _refuse("the largest number of workers", maximum, started, f"--max-workers {order.workers}")
     if order.restarts < 0:
         _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
@@ -296,7 +296,7 @@ def _check_faults(order: RunConfig) -> None:
         check_faults(faults, order.workers, settled(order).servers or 0)
         check_live(faults, order.restarts)
         if not order.elastic and any(_targets_coordinator(fault) for fault in faults):
-            problem, expected = "there is no coordinator for the fault", "at minimum 2 workers"
+            problem, expected = "there is no coordinator for the fault", "at least 2 workers"
             raise LaunchError(explain(problem, got=f"--faults {order.faults!r}", expected=expected, to_type="-n 4"))
 
 
@@ -338,7 +338,7 @@ def _names(paths: list[Path]) -> str:
 
 def _at_least_one(what: str, got: int | None, to_type: str) -> None:
     if got is not None and got < 1:
-        _refuse(what, got, "a whole number, at minimum 1", to_type)
+        _refuse(what, got, "a whole number, at least 1", to_type)
 
 
 def _refuse(what: str, got: object, expected: str, to_type: str) -> None:

@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import re
 import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -30,7 +29,6 @@ LONGEST = 10_000
 RECIPES = tuple(named.NAMED)
 """Names of all recipes."""
 ENTRY_POINTS = "stretto.codecs"
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*\s*\.\s*[^\W\d]")
 _one_at_a_time = threading.Lock()
 """Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
 
@@ -120,15 +118,6 @@ def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], o
     make = words.get(name) or (_imported(name) if "." in name else _of_entry_point(name))
     _check_options(name, make, args, options)
     return make(*args, **options)
-
-
-def has_import_path(text: str) -> bool:
-    """Return True if a recipe names a codec by its import path.
-
-    >>> has_import_path("allreduce(how=mypkg.my_codec(0.5))"), has_import_path("allreduce(how=top_k(0.5))")
-    (True, False)
-    """
-    return _IMPORT_PATH.search(text) is not None
 
 
 def import_paths(text: str) -> list[str]:

@@ -140,7 +140,7 @@ def test_record_is_written_to_the_given_path(place: Place) -> None:
         (["run", "--lr", "0.1", "train.py"], 2, ("no option --lr", "got: --lr")),
         (["run", "-n", "four", "train.py"], 2, ("got: four", "expected: a whole number")),
         (["run", "-n", "1.5", "train.py"], 2, ("got: 1.5", "expected: a whole number")),
-        (["run", "-n", "0", "train.py"], 1, ("got: 0", "expected: a whole number, at minimum 1", "try: -n 4")),
+        (["run", "-n", "0", "train.py"], 1, ("got: 0", "expected: a whole number, at least 1", "try: -n 4")),
         (["run", "-n"], 2, ("-n",)),
         (
             ["run", "--failure-timeout", "ten", "train.py"],

@@ -412,8 +412,8 @@ def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
     ("line", "code", "words"),
     [
         (["--servers", "2"], 1, ("--servers needs --recipe", "got: --servers 2", "try: --recipe async_sgd")),
-        (["--servers", "0", "--recipe", "async_sgd"], 1, ("got: 0", "at minimum 1", "try: --servers 2")),
-        (["--servers=-1", "--recipe", "async_sgd"], 1, ("got: -1", "at minimum 1")),
+        (["--servers", "0", "--recipe", "async_sgd"], 1, ("got: 0", "at least 1", "try: --servers 2")),
+        (["--servers=-1", "--recipe", "async_sgd"], 1, ("got: -1", "at least 1")),
         (["--servers", "257", "--recipe", "async_sgd"], 1, ("257", "at most 256")),
         (["--servers", "two", "--recipe", "async_sgd"], 2, ("got: two", "a whole number")),
         (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
