@@ -27,7 +27,7 @@ from simulator.harness import STEP_S, Ended, now, simulated
 from thread_workers import flat, regression, run_workers, training
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training.test_recipes import RECIPES, TIMED, TOGETHER, train
+from training.test_recipes import RECIPES, TIMED, SYNCHRONOUS, train
 
 import stretto
 from stretto.errors import LaunchError
@@ -151,7 +151,7 @@ def test_record_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None
 # --- equality with live runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
+@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED)))
 def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
     """The in-memory transport adds in the same order; the last global step has a batch for one of three workers."""
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)
@@ -160,7 +160,7 @@ def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
     assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
 
 
-@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(TOGETHER)))
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(SYNCHRONOUS)))
 def test_asynchronous_workers_count_each_sample_once_and_none_starves(recipe: str) -> None:
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed="1,1,100")
     assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
