@@ -27,7 +27,7 @@ from simulator.harness import STEP_S, Ended, now, simulated
 from thread_workers import flat, regression, run_workers, training
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training.test_recipes import RECIPES, TIMED, SYNCHRONOUS, train
+from training.test_recipes import RECIPES, SYNCHRONOUS, TIMED, train
 
 import stretto
 from stretto.errors import LaunchError
