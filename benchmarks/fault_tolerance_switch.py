@@ -38,7 +38,7 @@ class FaultToleranceSwitch:
         replica: Any = self._trainer.replica
         strategy = replica.gradients or replica.rounds
         strategy._elastic = strategy.codec_states._elastic = self._is_ready
-        epoch: Any = self._trainer.hands
+        epoch: Any = self._trainer.epoch_batches
         epoch._parts = self._is_ready
 
     def _set_transport(self) -> None:

@@ -158,7 +158,7 @@ def log(**values: float | torch.Tensor) -> None:
     """
     trainer = _current.get()
     if isinstance(trainer, Trainer):
-        trainer.events.record(trainer.hands_done, trainer.samples, values)
+        trainer.events.record(trainer.global_steps_done, trainer.samples, values)
 
 
 def no_sync() -> AbstractContextManager[None]:
@@ -254,7 +254,7 @@ class PlainLoader:
 
     def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
         self._model, self._loader, self._evaluate, self._every = model, loader, evaluate, every
-        self._passes = self._batches = 0
+        self._epochs = self._batches = 0
 
     def __iter__(self) -> Iterator[Any]:
         other_libraries.refuse_loops(sys._getframe(1))
@@ -268,9 +268,9 @@ class PlainLoader:
             self._batches += 1
             if self._every is not None and self._batches % self._every == 0:
                 self._show(f"step {self._batches}")
-        self._passes += 1
+        self._epochs += 1
         if self._every is None:
-            self._show(f"epoch {self._passes}")
+            self._show(f"epoch {self._epochs}")
 
     def _show(self, when: str) -> None:
         assert self._evaluate is not None

@@ -62,6 +62,6 @@ def test_run_killed_in_the_middle_of_an_epoch_is_resumed(tmp_path: Path) -> None
 def unfinished_epoch(folder: Path) -> int:
     """Return the epoch in whose middle the newest checkpoint is; 0 if it is at the end of one."""
     newest = Checkpoints(folder).newest() if folder.is_dir() else None
-    if newest is None or newest[1].facts["deal"] is None:
+    if newest is None or newest[1].facts["assignment"] is None:
         return 0
-    return int(newest[1].facts["passes"])
+    return int(newest[1].facts["epochs"])

@@ -30,7 +30,7 @@ from stretto.errors import LogError
 from stretto.strategies.tensor_sync import octets
 
 Notice = Callable[[str], object]
-FORMAT = 2
+FORMAT = 3
 MANIFEST, COMMON = "manifest.json", "state.safetensors"
 NAME = re.compile(r"round-([0-9]{8,})(?:-([0-9]+))?", re.ASCII)
 """Name of a checkpoint: its round, and its number among several of the same round."""

@@ -98,7 +98,7 @@ class UncommittedWork:
 class AssignedEpoch:
     """The global steps of a map-style loader: all assignments are known in advance, except for membership changes.
 
-    `found` is the order and the assignment so far of an epoch that other workers have begun.
+    `begun` is the order and the assignment so far of an epoch that other workers have begun.
     """
 
     def __init__(
@@ -106,23 +106,23 @@ class AssignedEpoch:
         loader: DataLoader[Any],
         sampler: ShardedBatchSampler,
         transport: Transport,
-        found: tuple[EpochOrder, BatchAssignment] | None = None,
+        begun: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
-        sampler.begin(*found or ())
+        sampler.begin(*begun or ())
         self._loader, self._sampler, self._worker = loader, sampler, number_of(transport)
         self._batches: Iterator[Any] = iter(loader)
         self.order, self.batch_assignment = sampler.order, sampler.batch_assignment
         self.dropped, self.samples = self.order.dropped, self.batch_assignment.samples
         self._trained: list[Range] = []
         self._parts = isinstance(transport, ElasticTransport)
-        self._since, self._changed = self.batch_assignment.global_step, found is not None
+        self._since, self._changed = self.batch_assignment.global_step, begun is not None
         self.is_over = False
         """True if all global steps are assigned."""
-        if found is None:
+        if begun is None:
             refuse_too_few(self.samples, transport.workers)
 
     @property
-    def handed(self) -> int:
+    def assigned_samples(self) -> int:
         """Samples assigned to all workers in this epoch, without those that were returned."""
         return self.batch_assignment.assigned_samples
 
@@ -227,13 +227,15 @@ class AssignedEpoch:
             return None
         parts = self.batch_assignment.last_step_samples() if self._parts else None
         if not rank_batch.ranges:
-            return GlobalStep(None, None, 0, self.handed, rank_batch.total, rank_batch.incomplete, parts=parts)
+            return GlobalStep(
+                None, None, 0, self.assigned_samples, rank_batch.total, rank_batch.incomplete, parts=parts
+            )
         batch = next(self._batches)
         return GlobalStep(
             batch,
             rank_batch.ranges,
             rank_batch.samples,
-            self.handed,
+            self.assigned_samples,
             rank_batch.total,
             rank_batch.incomplete,
             parts=parts,
@@ -315,7 +317,7 @@ class BatchSource:
         barrier_every: int | None = None,
         runtime: Runtime | None = None,
         rule: Rule = "per-worker-batch",
-        base: int | None = None,
+        initial_workers: int | None = None,
         assignment: Assignment | None = None,
         split: bool = False,
     ) -> None:
@@ -324,7 +326,7 @@ class BatchSource:
         """True if all workers share each batch of the script: each has an even part of it."""
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
-        self._base = base or transport.workers
+        self._initial_workers = initial_workers or transport.workers
         self.members: Callable[[], Sequence[int]] = lambda: members_of(transport)
         """Returns the members that an epoch which begins is assigned to."""
         self.peeks: Callable[[], Sequence[int]] = lambda: ()
@@ -333,7 +335,7 @@ class BatchSource:
         if split and assignment in ("contiguous", "own"):
             _refuse_assignment(f'deal="{assignment}" with --batch split', "one of the two")
         if split:
-            self._rule, self._base = "global-batch", 1
+            self._rule, self._initial_workers = "global-batch", 1
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
         self._sampler: ShardedBatchSampler | LeasedBatchSampler | None = None
@@ -355,7 +357,7 @@ class BatchSource:
             return draw(self._loader, self._transport, self._global_batch_of, self.peeks(), self._arranged)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
-            return BatchAssignment((), self.members(), self._rule, self._base, drawn.bounds)
+            return BatchAssignment((), self.members(), self._rule, self._initial_workers, drawn.bounds)
 
         if not isinstance(when, on_arrival):
             return ShardedBatchSampler(order, assign, number_of(self._transport))
@@ -377,12 +379,12 @@ class BatchSource:
         """True if samples are counted by index, False for a stream."""
         return self._sampler is not None
 
-    def begin_epoch(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
+    def begin_epoch(self, number: int, begun: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
         """Begin epoch `number`, or take part in one that other workers have begun."""
         if isinstance(self._sampler, LeasedBatchSampler):
-            return LeasedEpoch(self._rebuilt, self._sampler, number, found)
+            return LeasedEpoch(self._rebuilt, self._sampler, number, begun)
         if self._sampler is not None:
-            return AssignedEpoch(self._rebuilt, self._sampler, self._transport, found)
+            return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.assignment == "own":
             return StreamedEpoch(
@@ -400,7 +402,7 @@ class BatchSource:
         return StreamedEpoch(own, self._transport, self._asynchronous, self.splits)
 
     @property
-    def batches_a_step(self) -> int:
+    def batches_per_step(self) -> int:
         """The number of the script's batches in a global step of all workers."""
         return self._global_batch_of * (1 if self.splits else self._transport.workers)
 

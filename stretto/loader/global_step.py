@@ -21,15 +21,15 @@ class GlobalStep:
     """A global step: one batch for each worker. `batch` is None if this worker has none.
 
     `own` is the number of this worker's samples, `total` that of all workers in this step (0 for a worker that does not
-    wait), and `handed` the number assigned to all workers in the epoch so far, this step included.
+    wait), and `assigned_samples` the number assigned to all workers in the epoch so far, this step included.
     """
 
     batch: Any
     lease: Held | None
     own: int
-    handed: int
+    assigned_samples: int
     total: int = 0
-    short: bool = False
+    incomplete: bool = False
     """True if some workers have no batch."""
     root: int = 0
     """First worker with a batch: the root that broadcasts to the idle workers."""

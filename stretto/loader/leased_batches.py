@@ -44,10 +44,10 @@ class LeasedBatchSampler(BatchSampler):
         self.snapshots_due = 0
         """Number of barriers that are due for a snapshot alone."""
 
-    def begin(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None) -> None:
-        """Begin an epoch. Its order is drawn on first use, unless it was `found` with the assignment so far."""
+    def begin(self, number: int, begun: tuple[EpochOrder, BatchAssignment] | None) -> None:
+        """Begin an epoch. Its order is drawn on first use, unless `begun` holds it with the assignment so far."""
         self._number, self._order, self._request = number, None, None
-        self._begun = parted(found[0], found[1].remaining()) if found is not None else None
+        self._begun = parted(begun[0], begun[1].remaining()) if begun is not None else None
         self.leased.clear()
 
     def order(self) -> EpochOrder:
@@ -165,7 +165,7 @@ class LeasedEpoch:
         loader: DataLoader[Any],
         sampler: LeasedBatchSampler,
         number: int,
-        found: tuple[EpochOrder, BatchAssignment] | None = None,
+        begun: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
         self._loader, self._sampler = loader, sampler
         self._loads_ahead = loader.num_workers > 0
@@ -175,12 +175,12 @@ class LeasedEpoch:
         """Meets the other workers this number of times; if None, the caller must use `barriers_due` itself."""
         self.on_snapshot: Callable[[], None] = lambda: None
         """Called when all workers have met for a snapshot, with no update in flight."""
-        sampler.begin(number, found)
+        sampler.begin(number, begun)
         self._batches: Iterator[Any] = iter(loader)
         self.order = sampler.order()
         self.dropped = self.order.dropped
-        self.samples = found[1].samples if found is not None else self.order.bounds[-1]
-        if found is None:
+        self.samples = begun[1].samples if begun is not None else self.order.bounds[-1]
+        if begun is None:
             refuse_too_few(self.samples, sampler.transport.workers)
 
     def at_rest(self) -> BatchAssignment:
@@ -222,9 +222,9 @@ class LeasedEpoch:
             if batch is None:
                 self._batches = iter(self._loader)
                 continue
-            lease, handed = self._sampler.leased.popleft()
+            lease, assigned_samples = self._sampler.leased.popleft()
             if lease.recovery_epoch == self._sampler.transport.recovery_epoch:
-                return GlobalStep(batch, lease, lease.samples, handed)
+                return GlobalStep(batch, lease, lease.samples, assigned_samples)
 
     def leave(self) -> None:
         """Wait for the other workers, which do the remaining batches, after the script has left the epoch.

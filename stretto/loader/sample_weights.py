@@ -18,7 +18,7 @@ class Weights:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._own = self._total = 0
-        self._hands: list[tuple[int, int]] = []
+        self._global_steps: list[tuple[int, int]] = []
         """Samples of this worker and of all workers, by global step."""
         self._parts: list[Parts] = []
         self._removed: dict[int, int] = {}
@@ -29,13 +29,13 @@ class Weights:
         """Add a global step. Samples that an exchange has carried do not weigh again."""
         if self._spent:
             self._own = self._total = 0
-            self._hands.clear()
+            self._global_steps.clear()
             self._parts.clear()
             self._removed.clear()
             self._spent = False
         self._own += own
         self._total += total
-        self._hands.append((own, total))
+        self._global_steps.append((own, total))
         if parts is not None:
             self._parts.append(parts)
 
@@ -45,13 +45,13 @@ class Weights:
             self._total -= sum(part(worker) for part in self._parts[self._removed.get(worker, 0) :])
             self._removed[worker] = len(self._parts)
 
-    def forget(self, hands: int) -> None:
+    def forget(self, global_steps: int) -> None:
         """Remove the samples of the last global steps, which produced no gradient, from the next exchange's weights."""
-        for _ in range(0 if self._spent else min(hands, len(self._hands))):
-            own, total = self._hands.pop()
+        for _ in range(0 if self._spent else min(global_steps, len(self._global_steps))):
+            own, total = self._global_steps.pop()
             self._own -= own
             self._total -= total
-            if len(self._parts) > len(self._hands):
+            if len(self._parts) > len(self._global_steps):
                 part = self._parts.pop()
                 self._total += sum(
                     part(worker) for worker, removed in self._removed.items() if removed > len(self._parts)

@@ -50,7 +50,7 @@ class Stopwatch:
 class Pace(Protocol):
     """Controls how long the computation of a worker lasts."""
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """Note the start of an epoch."""
         ...
 
@@ -70,7 +70,7 @@ class Stretch:
         self._factor, self._watch, self._sleep = factor, watch, sleep
         self._until = 0.0
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """Do nothing: real time passes."""
 
     def begin(self) -> None:

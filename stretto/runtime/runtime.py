@@ -98,10 +98,10 @@ class Runtime:
         """Return the gradient scalers of this worker's script, which have no reference to its optimizer."""
         return _scalers.all() if self.own_process else []
 
-    def sees_enough(self, hands: int, samples: int, t: float) -> bool:
+    def is_limit_reached(self, global_steps: int, samples: int, t: float) -> bool:
         """Return True if the run ends before the next global step, after this many steps, samples and seconds."""
         return False
 
-    def has_seen_enough(self) -> bool:
+    def has_reached_limit(self) -> bool:
         """Return True if an asynchronous worker has reached the limit within the epoch that just ended for all."""
         return False

@@ -338,10 +338,10 @@ class Replica:
         for one in self.sets:
             one.weights.add(own, total, parts)
 
-    def forget(self, hands: int) -> None:
+    def forget(self, global_steps: int) -> None:
         """Remove the samples of the last global steps, in which no optimizer stepped, from the weights."""
         for one in self.sets:
-            one.weights.forget(hands)
+            one.weights.forget(global_steps)
 
     def lose(self, gone: Sequence[int], behind: bool) -> None:
         """Remove failed workers from the weights.

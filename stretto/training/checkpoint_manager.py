@@ -57,11 +57,11 @@ class CheckpointManager:
 
     def on_snapshot(self) -> None:
         """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""
-        if self.is_told_to_save():
-            self._trainer.bring_steps()
-            self._trainer.look_together(self.save)
+        if self.is_save_requested():
+            self._trainer.push_stepped()
+            self._trainer.run_synced(self.save)
 
-    def is_told_to_save(self) -> bool:
+    def is_save_requested(self) -> bool:
         """Return True if the first of the asynchronous workers finds that a checkpoint is due; all must call this."""
         trainer, due = self._trainer, self._every
         if due is None or trainer.replica.server is None:
@@ -80,20 +80,20 @@ class CheckpointManager:
         """
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
-        told = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
-        whose = dict(zip(members_of(trainer.transport), told, strict=True))
+        states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
+        state_of = dict(zip(members_of(trainer.transport), states, strict=True))
         if trainer.replica.server is not None:
-            trainer.transport.broadcast_bytes(lambda: self._write(whose))
+            trainer.transport.broadcast_bytes(lambda: self._write(state_of))
         elif not trainer.transport.worker:
-            self._write(whose)
+            self._write(state_of)
 
-    def _write(self, told: Mapping[int, bytes]) -> bytes:
+    def _write(self, states: Mapping[int, bytes]) -> bytes:
         """Submit the state to the writer, unless a server failed: its part would be of another moment."""
         trainer = self._trainer
         if self._checkpoints is None:
             return b"nowhere"
         try:
-            state = self.state({worker: state_transfer.unpack_own(one) for worker, one in told.items()})
+            state = self.state({worker: state_transfer.unpack_own(one) for worker, one in states.items()})
         except RollbackRequiredError:
             return b"lost"
         kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
@@ -129,28 +129,34 @@ class CheckpointManager:
     def state(self, own: dict[int, state_transfer.Own]) -> State:
         """Return the state of the run, with each worker's own. Raises RollbackRequiredError when a server was lost."""
         trainer = self._trainer
-        hands = trainer.hands if isinstance(trainer.hands, AssignedEpoch | LeasedEpoch) else None
-        deal = hands.at_rest() if hands is not None else None
+        epoch_batches = (
+            trainer.epoch_batches if isinstance(trainer.epoch_batches, AssignedEpoch | LeasedEpoch) else None
+        )
+        assignment = epoch_batches.at_rest() if epoch_batches is not None else None
         replica, tensors = trainer.replica.state()
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
             "recipe": str(trainer.replica.recipe),
             "workers": list(members_of(trainer.transport)),
-            "passes": trainer.passes,
+            "epochs": trainer.epochs,
             "peeks": trainer.peeks,
-            "closing": trainer.closing is not None,
-            "order": pack(hands.order) if hands is not None else None,
-            "deal": deal.state() if deal is not None else None,
+            "closing_epoch": trainer.closing_epoch is not None,
+            "order": pack(epoch_batches.order) if epoch_batches is not None else None,
+            "assignment": assignment.state() if assignment is not None else None,
             "steps": trainer.steps,
             "steps_of": trainer.steps_of,
-            "turns": trainer.turns,
-            "hands": trainer.hands_done,
-            "stepless_hands": trainer.stepless_hands,
+            "step_requests": trainer.step_requests,
+            "global_steps": trainer.global_steps_done,
+            "stepless_global_steps": trainer.stepless_global_steps,
             "rounds": trainer.rounds_done,
-            "samples": trainer.samples_before + deal.assigned_samples if deal is not None else trainer.samples,
+            "samples": trainer.samples_before + assignment.assigned_samples
+            if assignment is not None
+            else trainer.samples,
             "samples_before": trainer.samples_before,
-            "turns_before": trainer.turns if isinstance(hands, LeasedEpoch) else trainer.turns_before,
-            "referee": trainer.evaluator.state(),
+            "step_requests_before": trainer.step_requests
+            if isinstance(epoch_batches, LeasedEpoch)
+            else trainer.step_requests_before,
+            "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "replica": replica,
             "own_optimizer": trainer.replica.keeps_own_optimizer,

@@ -34,23 +34,23 @@ class ElasticAgent:
         """State to continue from, until its epoch has begun."""
         self._late: tuple[Change, tuple[int, ...]] | None = None
         """Membership change, and the members before it, in an epoch that this worker has not begun."""
-        self._passes_over, self._asked = 0, False
+        self._epochs_over, self._asked = 0, False
         self.left = False
         """True if this worker has left the run gracefully."""
         self.checkpoints = CheckpointManager(trainer, context)
         self._members = members_of(trainer.transport)
-        self._tail: list[UncommittedWork] = []
+        self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
-        self._asks = False
+        self._is_agreeing = False
         """True while the workers agree on whether the epoch continues."""
         self._lost: list[list[Any]] = []
         """Batches of failed workers, to be assigned again."""
         self._counted = 0
         """Number of samples in `_lost` that still count as trained, until they are assigned again."""
-        self._redealt: tuple[list[list[Any]], int] = [], 0
+        self._reassigned: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
         if isinstance(trainer.transport, ElasticTransport):
-            trainer.transport.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
+            trainer.transport.position = lambda: (trainer.step_requests, trainer.section.rounds + trainer.rounds_done)
             trainer.transport.on_change = self._changed
         if isinstance(trainer.transport, KnowsPlace):
             trainer.transport.place = trainer.place
@@ -68,19 +68,19 @@ class ElasticAgent:
         if state is not None:
             self._take(state)
         if isinstance(transport, ElasticTransport) and transport.arrives:
-            self._draw_otherwise()
+            self._seed_incarnation()
         elif isinstance(transport, ParameterServerClient) and comes_late(transport):
             self._join(transport)
 
     def _join(self, transport: ParameterServerClient) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
         assert transport.join_position is not None
-        self._passes_over = epoch_of(transport.join_position.epoch_number) - 1
+        self._epochs_over = epoch_of(transport.join_position.epoch_number) - 1
         self._trainer.peeks = list(unpack(transport.order[1]).peeks)
-        self._trainer.evaluator.restore([self._passes_over - len(self._trainer.peeks), None])
+        self._trainer.evaluator.restore([self._epochs_over - len(self._trainer.peeks), None])
         if self._context.run is not None and (zero := zero_of(self._context.run)) is not None:
             self._trainer.events.zero = zero
-        self._draw_otherwise()
+        self._seed_incarnation()
 
     def _take(self, state: State) -> None:
         if not state.facts:
@@ -88,29 +88,33 @@ class ElasticAgent:
         trainer, facts = self._trainer, state.facts
         self._taken = state
         state_transfer.load_model(trainer.model, state.tensors)
-        own = state.own.get(number_of(trainer.transport)) if self._is_same_crew(state) else None
+        own = state.own.get(number_of(trainer.transport)) if self._has_same_members(state) else None
         each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
-        trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
-        trainer.steps_of, trainer.stepless_hands = list(facts["steps_of"]), facts.get("stepless_hands", 0)
+        trainer.steps, trainer.step_requests, trainer.global_steps_done = (
+            facts["steps"],
+            facts["step_requests"],
+            facts["global_steps"],
+        )
+        trainer.steps_of, trainer.stepless_global_steps = list(facts["steps_of"]), facts.get("stepless_global_steps", 0)
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
-        trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
+        trainer.samples_before, trainer.step_requests_before = facts["samples_before"], facts["step_requests_before"]
         trainer.peeks = list(facts["peeks"])
-        trainer.evaluator.restore(facts["referee"])
+        trainer.evaluator.restore(facts["evaluator"])
         self.checkpoints.saved_at = facts["saved"]
         trainer.events.start_at(facts["t"], facts["zero"] if comes_late(trainer.transport) else None, facts["boot"])
         trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
 
-    def _is_same_crew(self, state: State) -> bool:
+    def _has_same_members(self, state: State) -> bool:
         return sorted(state.own) == sorted(members_of(self._trainer.transport))
 
     def _orphans(self, state: State) -> list[state_transfer.Own]:
         """Return the own states of former members: worker 0 adds their residuals to its own."""
-        if self._is_same_crew(state) or self._trainer.transport.worker:
+        if self._has_same_members(state) or self._trainer.transport.worker:
             return []
         return list(state.own.values())
 
-    def _draw_otherwise(self) -> None:
+    def _seed_incarnation(self) -> None:
         """Seed the random generators for this incarnation."""
         draw_from(f"{self._context.seed}:{self._context.worker}:{self._context.incarnation}".encode())
 
@@ -118,39 +122,45 @@ class ElasticAgent:
 
     def is_over(self, number: int) -> bool:
         """Return True if an epoch was over before this worker joined."""
-        if number <= self._passes_over:
+        if number <= self._epochs_over:
             return True
         if self._taken is None:
             return False
         facts = self._taken.facts
-        return bool(number < facts["passes"] or (number == facts["passes"] and facts["order"] is None))
+        return bool(number < facts["epochs"] or (number == facts["epochs"] and facts["order"] is None))
 
-    def found(self, number: int) -> tuple[EpochOrder, BatchAssignment] | None:
+    def begun_epoch(self, number: int) -> tuple[EpochOrder, BatchAssignment] | None:
         """Return the order and the batch assignment of an epoch that others have begun; None for another epoch."""
-        if self._taken is None or number != self._taken.facts["passes"]:
+        if self._taken is None or number != self._taken.facts["epochs"]:
             return None
         facts = self._taken.facts
-        return unpack(facts["order"]), BatchAssignment.restored(facts["deal"], members_of(self._trainer.transport))
+        return unpack(facts["order"]), BatchAssignment.restored(
+            facts["assignment"], members_of(self._trainer.transport)
+        )
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
-        if self._late is not None and self._late[0].global_step > self._trainer.turns:
+        if self._late is not None and self._late[0].global_step > self._trainer.step_requests:
             return self._late[1]
         return members_of(self._trainer.transport)
 
     def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
         late, self._late = self._late, None
-        hands = self._trainer.hands
-        if late is not None and isinstance(hands, AssignedEpoch) and late[0].global_step > self._trainer.turns_before:
-            hands.change_members(late[0], late[0].global_step - self._trainer.turns_before, 0)
-        self._lose(())
-        if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
-            self._go_on_from(self._taken)
+        epoch_batches = self._trainer.epoch_batches
+        if (
+            late is not None
+            and isinstance(epoch_batches, AssignedEpoch)
+            and late[0].global_step > self._trainer.step_requests_before
+        ):
+            epoch_batches.change_members(late[0], late[0].global_step - self._trainer.step_requests_before, 0)
+        self._reassign_lost(())
+        if self._taken is not None and self._trainer.epochs >= self._taken.facts["epochs"]:
+            self._continue_from(self._taken)
 
-    def epoch_taken_back(self) -> None:
+    def undo_epoch(self) -> None:
         """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
-        (lost, counted), self._redealt = self._redealt, ([], 0)
+        (lost, counted), self._reassigned = self._reassigned, ([], 0)
         self._lost, self._counted = lost + self._lost, counted + self._counted
         self._trainer.samples += counted
         self._trainer.samples_before += counted
@@ -158,21 +168,21 @@ class ElasticAgent:
     def epoch_skipped(self) -> None:
         """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
         taken = self._taken
-        if taken is not None and taken.facts["closing"] and self._trainer.passes == taken.facts["passes"]:
-            self._go_on_from(taken)
+        if taken is not None and taken.facts["closing_epoch"] and self._trainer.epochs == taken.facts["epochs"]:
+            self._continue_from(taken)
 
     def epoch_begins(self) -> None:
         """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
-        self._redealt = [], 0
-        if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
-            self._go_on_from(self._taken)
+        self._reassigned = [], 0
+        if self._taken is not None and self._trainer.epochs > self._taken.facts["epochs"]:
+            self._continue_from(self._taken)
 
-    def _go_on_from(self, state: State) -> None:
+    def _continue_from(self, state: State) -> None:
         """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
         state_transfer.load_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
-        own = state.own.get(number_of(self._trainer.transport)) if self._is_same_crew(state) else None
+        own = state.own.get(number_of(self._trainer.transport)) if self._has_same_members(state) else None
         if own is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 
@@ -192,7 +202,7 @@ class ElasticAgent:
         if isinstance(self._trainer.transport, ElasticTransport):
             self._trainer.transport.quit()
 
-    def dealt(self) -> None:
+    def step_assigned(self) -> None:
         """Note that a global step was assigned: the others wait for this worker until the step ends."""
         self.checkpoints.pass_on()
         self.doing("computing")
@@ -201,7 +211,7 @@ class ElasticAgent:
         """Publish what this worker does."""
         transport = self._trainer.transport
         if isinstance(transport, ElasticTransport | ParameterServerClient):
-            transport.doing(text, self._trainer.turns)
+            transport.doing(text, self._trainer.step_requests)
 
     # --- barriers of the script ---------------------------------------------------------------------------------
 
@@ -209,9 +219,9 @@ class ElasticAgent:
         """Return this worker's position, a number that grows with each collective operation, or batch, it begins."""
         trainer, transport = self._trainer, self._trainer.transport
         begun: int = getattr(
-            transport, "begun", trainer.turns
+            transport, "begun", trainer.step_requests
         )  # a transport that counts no operations: batches count instead
-        return begun + trainer.section.passes + trainer.passes if trainer.replica.server is not None else begun
+        return begun + trainer.section.epochs + trainer.epochs if trainer.replica.server is not None else begun
 
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""
@@ -221,7 +231,7 @@ class ElasticAgent:
     def is_catching_up(self) -> bool:
         """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
         trainer = self._trainer
-        return comes_late(trainer.transport) and trainer.hands is None and self.is_over(trainer.passes)
+        return comes_late(trainer.transport) and trainer.epoch_batches is None and self.is_over(trainer.epochs)
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
@@ -229,7 +239,7 @@ class ElasticAgent:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         transport = self._trainer.transport
         if self._asked and isinstance(transport, ParameterServerClient):
-            self._trainer.bring_all()
+            self._trainer.push_all()
             transport.quit()
             self.left = True
             raise SystemExit(0)
@@ -258,12 +268,12 @@ class ElasticAgent:
         if self._context.run is not None and (residuals := self._trainer.replica.residuals()):
             folder = self._context.run / "handed"
             folder.mkdir(exist_ok=True)
-            told = state_transfer.pack_own(({}, residuals))
-            (folder / f"worker-{self._context.worker}.part").write_bytes(told)
+            packed = state_transfer.pack_own(({}, residuals))
+            (folder / f"worker-{self._context.worker}.part").write_bytes(packed)
             (folder / f"worker-{self._context.worker}.part").rename(folder / f"worker-{self._context.worker}.owed")
         raise SystemExit(0)
 
-    def _inherit(self, gone: tuple[int, ...]) -> None:
+    def _add_residuals_of(self, gone: tuple[int, ...]) -> None:
         """Add the residuals of workers that left, at the first worker."""
         if self._context.run is None:
             return
@@ -281,39 +291,41 @@ class ElasticAgent:
         behind = trainer.section.rounds + trainer.rounds_done < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
-        ahead = change.global_step - trainer.turns_before
-        if isinstance(trainer.hands, AssignedEpoch) and trainer.hands.is_over:
-            if self._asks and change.behind:  # the others have closed the epoch with the model that is averaged now
-                left = trainer.hands.uncommitted()
-                back = {one: self._give_up(left.take(one)) for one in change.gone}
-                trainer.hands.batch_assignment.commit()
-            back |= trainer.hands.change_members_at_end(change)
-        elif isinstance(trainer.hands, AssignedEpoch):
-            deal = trainer.hands.batch_assignment
-            back = trainer.hands.change_members(
-                change, max(ahead, deal.global_step), deal.global_step if behind else deal.committed
+        ahead = change.global_step - trainer.step_requests_before
+        if isinstance(trainer.epoch_batches, AssignedEpoch) and trainer.epoch_batches.is_over:
+            if (
+                self._is_agreeing and change.behind
+            ):  # the others have closed the epoch with the model that is averaged now
+                left = trainer.epoch_batches.uncommitted()
+                back = {one: self._mark_lost(left.take(one)) for one in change.gone}
+                trainer.epoch_batches.batch_assignment.commit()
+            back |= trainer.epoch_batches.change_members_at_end(change)
+        elif isinstance(trainer.epoch_batches, AssignedEpoch):
+            assignment = trainer.epoch_batches.batch_assignment
+            back = trainer.epoch_batches.change_members(
+                change, max(ahead, assignment.global_step), assignment.global_step if behind else assignment.committed
             )
-        if isinstance(trainer.closing, AssignedEpoch):
-            trainer.closing.change_members_at_end(change)
-        if trainer.hands is None and change.global_step > trainer.turns:
+        if isinstance(trainer.closing_epoch, AssignedEpoch):
+            trainer.closing_epoch.change_members_at_end(change)
+        if trainer.epoch_batches is None and change.global_step > trainer.step_requests:
             self._late = (change, before)
         trainer.replica.lose(change.gone, behind)
         if not behind:
-            for one, samples in self._lose(change.gone).items():
+            for one, samples in self._reassign_lost(change.gone).items():
                 back[one] = back.get(one, 0) + samples
-        if isinstance(trainer.hands, AssignedEpoch):
-            trainer.samples = trainer.samples_before + trainer.hands.handed
+        if isinstance(trainer.epoch_batches, AssignedEpoch):
+            trainer.samples = trainer.samples_before + trainer.epoch_batches.assigned_samples
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         first = next(one for one in change.members if one not in change.came)  # joining workers receive no change
         if first == number_of(trainer.transport):
-            self._inherit(change.gone)
-            self._say(change, back)
+            self._add_residuals_of(change.gone)
+            self._write_change(change, back)
 
-    def _say(self, change: Change, back: dict[int, int]) -> None:
+    def _write_change(self, change: Change, back: dict[int, int]) -> None:
         """Write the new membership, and the reassigned samples, into the event log."""
         events = self._trainer.events
         facts = {"generation": change.generation, "departed": list(change.gone), "joined": list(change.came)}
-        if self._trainer.batch_source.assignment == "contiguous" and self._trainer.hands is not None:
+        if self._trainer.batch_source.assignment == "contiguous" and self._trainer.epoch_batches is not None:
             events.notice(
                 "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
                 "batch does not fit its stretches until the next epoch"
@@ -327,49 +339,49 @@ class ElasticAgent:
 
     # --- uncommitted work of an epoch --------------------------------------------------------------------------
 
-    def keep_tail(self, hands: EpochBatches | None) -> None:
+    def keep_uncommitted(self, epoch_batches: EpochBatches | None) -> None:
         """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
-        if not isinstance(self._trainer.transport, ElasticTransport) or not isinstance(hands, AssignedEpoch):
+        if not isinstance(self._trainer.transport, ElasticTransport) or not isinstance(epoch_batches, AssignedEpoch):
             return
-        self._tail.append(hands.uncommitted())
-        self._lost += hands.unassigned()
+        self._uncommitted.append(epoch_batches.uncommitted())
+        self._lost += epoch_batches.unassigned()
 
-    def reopens(self, hands: EpochBatches) -> bool:
+    def reopens(self, epoch_batches: EpochBatches) -> bool:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
         transport = self._trainer.transport
-        is_dealt = self._trainer.replica.in_rounds
-        if not isinstance(transport, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
+        in_rounds = self._trainer.replica.in_rounds
+        if not isinstance(transport, ElasticTransport) or not isinstance(epoch_batches, AssignedEpoch) or not in_rounds:
             return False
-        self._asks = True
-        told = transport.all_gather_bytes(lambda: b"more" if hands.unassigned() else b"")
-        self._asks = False
-        if b"more" not in told:
+        self._is_agreeing = True
+        replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.unassigned() else b"")
+        self._is_agreeing = False
+        if b"more" not in replies:
             return False
-        hands.reopen()
-        self._trainer.turns_before += 1
+        epoch_batches.reopen()
+        self._trainer.step_requests_before += 1
         return True
 
     def carried(self) -> None:
         """Note that an exchange has carried all work."""
-        self._tail.clear()
+        self._uncommitted.clear()
 
-    def _give_up(self, pieces: list[list[Any]]) -> int:
+    def _mark_lost(self, pieces: list[list[Any]]) -> int:
         """Mark counted work to be done again; return its samples."""
         samples = sum(map(len, pieces))
         self._lost += pieces
         self._counted += samples
         return samples
 
-    def _lose(self, gone: tuple[int, ...]) -> dict[int, int]:
+    def _reassign_lost(self, gone: tuple[int, ...]) -> dict[int, int]:
         """Assign the failed workers' uncommitted work of earlier epochs again, in this epoch or the next.
 
         Returns the number of samples by worker.
         """
-        lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
-        hands = self._trainer.hands
-        if self._lost and isinstance(hands, AssignedEpoch) and not hands.is_over:
-            hands.append(self._lost)
-            self._redealt = self._redealt[0] + self._lost, self._redealt[1] + self._counted
+        lost = {worker: sum(self._mark_lost(one.take(worker)) for one in self._uncommitted) for worker in gone}
+        epoch_batches = self._trainer.epoch_batches
+        if self._lost and isinstance(epoch_batches, AssignedEpoch) and not epoch_batches.is_over:
+            epoch_batches.append(self._lost)
+            self._reassigned = self._reassigned[0] + self._lost, self._reassigned[1] + self._counted
             self._trainer.samples -= self._counted
             self._trainer.samples_before -= self._counted
             self._lost, self._counted = [], 0

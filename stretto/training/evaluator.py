@@ -54,7 +54,7 @@ class EvaluatedTrainer(Protocol):
     samples: int
     samples_before: int
     own_samples: int
-    hands_done: int
+    global_steps_done: int
 
     def training_s(self) -> float:
         """Return the seconds of training so far."""
@@ -71,7 +71,7 @@ class EpochSummary:
     step: int
     samples: int
     training_s: float
-    hands: EpochBatches
+    epoch_batches: EpochBatches
     counts: list[bytes] | None
     figures: list[bytes]
 
@@ -166,7 +166,7 @@ class Evaluator:
         self._save_state(f"states/{samples:08d}")
         return b"evaluated"
 
-    def close_epoch(self, hands: EpochBatches) -> None:
+    def close_epoch(self, epoch_batches: EpochBatches) -> None:
         """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""
         trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
@@ -184,11 +184,11 @@ class Evaluator:
         }
         own |= {"drift": trainer.replica.drift, **trainer.measured()}
         figures = trainer.transport.all_gather_bytes(msgspec.msgpack.encode(own))
-        is_countable = hands.samples and not isinstance(
-            hands, LeasedEpoch
+        is_countable = epoch_batches.samples and not isinstance(
+            epoch_batches, LeasedEpoch
         )  # streams have no counts; the coordinator has those of leases
-        counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(hands)) if is_countable else None
-        summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, hands, counts, figures)
+        counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(epoch_batches)) if is_countable else None
+        summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, epoch_batches, counts, figures)
         was_first = trainer.transport.worker == 0
         with trainer.timer.on("waiting"):
             trainer.transport.broadcast_bytes(lambda: self._write_epoch_once(summary, was_first))
@@ -226,8 +226,8 @@ class Evaluator:
 
     def _write_epoch(self, summary: EpochSummary) -> None:
         counts, trained = summary.counts, {}
-        if isinstance(summary.hands, LeasedEpoch):
-            counted, by_worker = summary.hands.audited()
+        if isinstance(summary.epoch_batches, LeasedEpoch):
+            counted, by_worker = summary.epoch_batches.audited()
             counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
@@ -237,7 +237,7 @@ class Evaluator:
             step=summary.step,
             samples=summary.samples,
             training_s=summary.training_s,
-            sample_counts=_sample_counts(counts, summary.hands) if counts is not None else None,
+            sample_counts=_sample_counts(counts, summary.epoch_batches) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=figures,
             **trained,
@@ -258,28 +258,33 @@ class Evaluator:
             raise LogError(f"{path} cannot be written: {why}") from error
 
 
-def _packed_counts(hands: EpochBatches) -> bytes:
+def _packed_counts(epoch_batches: EpochBatches) -> bytes:
     """Return the counts of each sample by this worker, and those of departed workers."""
-    counted = hands.counted()
+    counted = epoch_batches.counted()
     assert counted is not None
-    return np.packbits(counted).tobytes() + (hands.departed_counts() if isinstance(hands, AssignedEpoch) else b"")
+    return np.packbits(counted).tobytes() + (
+        epoch_batches.departed_counts() if isinstance(epoch_batches, AssignedEpoch) else b""
+    )
 
 
-def _sample_counts(figures: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
+def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dict[str, int]:
     """Return how often each sample of the epoch counted, over all workers.
 
     The counts of departed workers are from the worker that has been a member for the longest time.
     """
-    assert isinstance(hands, AssignedEpoch | LeasedEpoch)
-    size = hands.order.bounds[-1]
+    assert isinstance(epoch_batches, AssignedEpoch | LeasedEpoch)
+    size = epoch_batches.order.bounds[-1]
     length = -(-size // 8)
     departed = [one[length:] for one in figures if one[length:]]
     packed = [*(one[:length] for one in figures), *([min(departed)[8:]] if departed else [])]
     counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in packed]
-    found, late = audit(one[: hands.samples] for one in counts), audit(one[hands.samples :] for one in counts)
+    found, late = (
+        audit(one[: epoch_batches.samples] for one in counts),
+        audit(one[epoch_batches.samples :] for one in counts),
+    )
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
-    recovered_samples = {"recovered_samples": late.once} if size > hands.samples else {}
-    return {**facts, "dropped": hands.dropped, **recovered_samples}
+    recovered_samples = {"recovered_samples": late.once} if size > epoch_batches.samples else {}
+    return {**facts, "dropped": epoch_batches.dropped, **recovered_samples}
 
 
 def _saveable_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -40,12 +40,12 @@ def step_of(index: int) -> bytes:
     return STEP + str(index).encode()
 
 
-def stepped(word: bytes) -> int | None:
+def stepped(action: bytes) -> int | None:
     """Return the index of the optimizer whose step a message announces; None for another message."""
-    return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
+    return int(action.removeprefix(STEP)) if action.startswith(STEP) else None
 
 
-def tell_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
+def broadcast_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
     """Broadcast the gradients that the optimizer is about to use, after clipping and unscaling, to the idle workers."""
     has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
     present = msgspec.msgpack.decode(transport.broadcast_bytes(has, root), type=list[bool])
@@ -71,11 +71,11 @@ class Settings:
         self._scalers: list[GradScaler] = []
         self._asked = 0
 
-    def tell(self, transport: Transport, root: int) -> None:
+    def broadcast(self, transport: Transport, root: int) -> None:
         """Broadcast the root's settings to the idle workers."""
-        told = heard(transport, lambda: msgspec.msgpack.encode(self.state()), root)
-        if told is not None:
-            self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
+        received = heard(transport, lambda: msgspec.msgpack.encode(self.state()), root)
+        if received is not None:
+            self.take(msgspec.msgpack.decode(received, type=list[list[Plain]]))
 
     def state(self) -> list[list[Plain]]:
         """Return the plain values of the optimizer's groups, the schedulers and the scalers."""
@@ -139,6 +139,6 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str | bool | None)
 
 
-def _take(settings: dict[str, Any], told: Plain) -> None:
-    for name, value in told.items():
+def _take(settings: dict[str, Any], received: Plain) -> None:
+    for name, value in received.items():
         settings[name] = tuple(value) if isinstance(settings.get(name), tuple) else value

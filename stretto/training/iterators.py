@@ -23,7 +23,7 @@ class Iterated(Protocol):
     loader: Any
     schedules: Schedules
 
-    def begin_pass(self) -> bool:
+    def begin_epoch(self) -> bool:
         """Begin an iteration; return False if it repeats a peek of an earlier life."""
 
     def next_batch(self) -> Any:
@@ -39,7 +39,7 @@ class Batches(Iterator[Any]):
     def __init__(self, trainer: Iterated) -> None:
         self._trainer = trainer
         self._is_over, self._number = False, 0
-        counts = trainer.begin_pass()
+        counts = trainer.begin_epoch()
         self._number = trainer.iterations
         self._repeated = None if counts else iter(trainer.loader)
 
@@ -73,21 +73,21 @@ def _refuse_outdated() -> None:
 
 
 @dataclass(frozen=True)
-class Begun:
+class EpochStart:
     """The state of a worker's counters when its epoch began."""
 
     steps: int
     counted: int
     """Steps with those that are only counted because a gradient scaler may have skipped them."""
-    hands: int
+    global_steps: int
     own_samples: int
     whole: bool
     """True if this worker takes part from the epoch's first global step."""
 
-    def is_stepless(self, steps: int, hands: int) -> bool:
+    def is_stepless(self, steps: int, global_steps: int) -> bool:
         """Return True if batches were given since, and the optimizer made no step."""
-        return self.whole and steps == self.steps and hands > self.hands
+        return self.whole and steps == self.steps and global_steps > self.global_steps
 
-    def is_peek(self, steps: int, hands: int) -> bool:
+    def is_peek(self, steps: int, global_steps: int) -> bool:
         """Return True if one batch was given since, or none, and the optimizer made no step."""
-        return self.whole and steps == self.steps and hands <= self.hands + 1
+        return self.whole and steps == self.steps and global_steps <= self.global_steps + 1

@@ -39,6 +39,11 @@ CLOSED_FORMS = (LambdaLR, OneCycleLR)
 PAST_STEPS = 3
 """Calls past a schedule's end after which a notice says that the script continues."""
 ROUNDING = 1e-6
+FIELDS = (
+    *("divisor", "done", "pending", "base", "window_steps", "last_window_steps", "left", "epoch_steps", "windows"),
+    *("is_called", "was_called", "at_call", "is_called_last", "streamed"),
+)
+"""Attributes of `Schedules` that hold its position, without the underscore."""
 
 
 class Run(Protocol):
@@ -49,15 +54,15 @@ class Run(Protocol):
     events: EventWriter
     loader: Any
     batch_source: Any
-    hands: Any
-    hand: Any
+    epoch_batches: Any
+    global_step: Any
     steps: int
     samples: int
     samples_before: int
 
 
 @dataclass
-class _Made:
+class _Creation:
     """The circumstances in which a scheduler was made after `distribute`."""
 
     at: Both
@@ -78,14 +83,16 @@ class _Stepped:
 
 
 class Schedules:
-    """Advances the schedulers of the distributed optimizers. `join` batches of the script make one batch here."""
+    """Advances the schedulers of the distributed optimizers. `global_batch_of` batches of the script make one here."""
 
-    def __init__(self, run: Run, optimizers: Sequence[Optimizer], mode: Mode = "per-sample", join: int = 1) -> None:
-        self._run, self._optimizers, self._mode, self._join = run, optimizers, mode, join
-        self._made: WeakKeyDictionary[LRScheduler, _Made] = WeakKeyDictionary()
+    def __init__(
+        self, run: Run, optimizers: Sequence[Optimizer], mode: Mode = "per-sample", global_batch_of: int = 1
+    ) -> None:
+        self._run, self._optimizers, self._mode, self._global_batch_of = run, optimizers, mode, global_batch_of
+        self._creations: WeakKeyDictionary[LRScheduler, _Creation] = WeakKeyDictionary()
         self._records: dict[LRScheduler, _Stepped] = {}
         """Held until the end: the last checkpoint is written when the script's own names may be gone."""
-        self._inside = self._is_left = self._has_spoken = False
+        self._inside = self._is_left = self._has_notified = False
         self._divisor = 0
         """Batches a global step when the script asked for the length of the loader; 0 before."""
         self._done: Both = (0.0, 0.0)
@@ -94,11 +101,11 @@ class Schedules:
         """Batches of the window in earlier epochs."""
         self._base: Both = (0.0, 0.0)
         """Batches of this epoch before the window."""
-        self._hands = self._hands_before = 0
+        self._window_steps = self._last_window_steps = 0
         """Global steps of the window, and of the one before."""
         self._left = 0
         """Global steps of the window that are of earlier epochs."""
-        self._of_epoch = 0
+        self._epoch_steps = 0
         self._windows = 0
         """Windows of this epoch that are over."""
         self._is_called = self._was_called = False
@@ -114,20 +121,20 @@ class Schedules:
     def asked_length(self) -> None:
         """Note that the script has asked for the number of global steps of an epoch."""
         if not self._divisor:
-            self._divisor = self._run.batch_source.batches_a_step
+            self._divisor = self._run.batch_source.batches_per_step
             self._base = self._counted(self._base[0])
 
-    def begin_hand(self, has_stepped: bool, streamed: int) -> None:
+    def begin_global_step(self, has_stepped: bool, streamed: int) -> None:
         """Begin a global step. `has_stepped` is True if the optimizer has stepped in the one before.
 
         `streamed` is the number of batches in it, where they come from a stream.
         """
-        if self._hands and (has_stepped or self._is_called):
+        if self._window_steps and (has_stepped or self._is_called):
             self._close()
-        if not self._of_epoch:
+        if not self._epoch_steps:
             self._windows, self._was_called = 0, False
-        self._hands += 1
-        self._of_epoch += 1
+        self._window_steps += 1
+        self._epoch_steps += 1
         self._streamed += streamed
         self._is_left = False
 
@@ -138,7 +145,7 @@ class Schedules:
         now = self._now()
         self._pending = tuple(map(float.__add__, self._pending, _minus(now, self._base)))  # type: ignore[assignment]
         self._base, self._streamed = (0.0, 0.0), 0
-        self._of_epoch, self._left = 0, self._hands
+        self._epoch_steps, self._left = 0, self._window_steps
 
     def skip_epoch(self) -> None:
         """Count an epoch that was over before this worker came."""
@@ -160,8 +167,7 @@ class Schedules:
             setattr(self, f"_{name}", tuple(value) if isinstance(value, list) else value)
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
-        names = "divisor done pending base hands hands_before left of_epoch windows is_called was_called at_call"
-        return ((name, getattr(self, f"_{name}")) for name in (*names.split(), "is_called_last", "streamed"))
+        return ((name, getattr(self, f"_{name}")) for name in FIELDS)
 
     def _close(self) -> None:
         now = self._at_call if self._is_called else self._now()
@@ -171,41 +177,41 @@ class Schedules:
         self._was_called = self._was_called or self._is_called
         self._is_called = self._is_called_last = False
         self._windows += 1
-        self._hands_before, self._hands, self._left = self._accumulated(is_last), 0, 0
+        self._last_window_steps, self._window_steps, self._left = self._accumulated(is_last), 0, 0
 
     def _accumulated(self, is_last: bool) -> int:
         """Return the batches that one process accumulates for the step of this window, as far as that is known."""
         if self._is_left_over_dropped():
-            return self._hands - self._left
-        return max(self._hands, self._hands_before) if is_last else self._hands
+            return self._window_steps - self._left
+        return max(self._window_steps, self._last_window_steps) if is_last else self._window_steps
 
     def _is_left_over_dropped(self) -> bool:
         """True if the step is made with the batches of this epoch alone, and not with those left over before."""
-        return bool(self._left) and self._hands - self._left == self._hands_before
+        return bool(self._left) and self._window_steps - self._left == self._last_window_steps
 
     def _position(self, now: Both | None = None, is_last: bool = False) -> Both:
         """Return the steps of one process up to now. In an epoch's last window it makes one with fewer batches."""
-        hands, gained = max(self._accumulated(is_last), 1), _minus(now or self._now(), self._base)
-        before = [done + pending / hands for done, pending in zip(self._done, self._pending, strict=True)]
+        window_steps, gained = max(self._accumulated(is_last), 1), _minus(now or self._now(), self._base)
+        before = [done + pending / window_steps for done, pending in zip(self._done, self._pending, strict=True)]
         if self._is_left_over_dropped():
             before = [floor(one + ROUNDING) for one in before]
-        batches, steps = (one + more / hands for one, more in zip(before, gained, strict=True))
-        if is_last and hands > self._hands:
+        batches, steps = (one + more / window_steps for one, more in zip(before, gained, strict=True))
+        if is_last and window_steps > self._window_steps:
             return float(ceil(batches - ROUNDING)), float(ceil(steps - ROUNDING))
         return batches, steps
 
     def _now(self) -> Both:
         """The batches of the script that all workers have got in this epoch."""
         run = self._run
-        samples, order = run.samples - run.samples_before, getattr(run.hands, "order", None)
+        samples, order = run.samples - run.samples_before, getattr(run.epoch_batches, "order", None)
         if order is None:
-            return self._counted(self._streamed * self._join)
+            return self._counted(self._streamed * self._global_batch_of)
         size = getattr(run.loader, "batch_size", None)
         if size is not None:
             return self._counted(min(ceil(samples / size), len(run.loader)))
-        dealt, begun = len(order.bounds) - 1, bisect_left(order.bounds, samples)
-        length = self._length() or dealt * self._join
-        return self._counted(min(ceil(begun / max(dealt / length, 1)) * self._join, length))
+        batches_drawn, begun = len(order.bounds) - 1, bisect_left(order.bounds, samples)
+        length = self._length() or batches_drawn * self._global_batch_of
+        return self._counted(min(ceil(begun / max(batches_drawn / length, 1)) * self._global_batch_of, length))
 
     def _counted(self, batches: float) -> Both:
         return float(batches), float(ceil(batches / self._divisor)) if self._divisor else 0.0
@@ -217,7 +223,7 @@ class Schedules:
         if self._inside or not any(getattr(scheduler, "optimizer", None) is one for one in self._optimizers):
             return step()
         if is_initial(scheduler):
-            self._made[scheduler] = _Made(self._position(), bool(self._divisor))
+            self._creations[scheduler] = _Creation(self._position(), bool(self._divisor))
             return step()
         self._inside = True
         try:
@@ -229,38 +235,38 @@ class Schedules:
         record = self._record(scheduler)
         if self._mode == "per-step":
             return self._as_called(scheduler, record, step)
-        is_alone = self._run.transport.workers * max(self._join, self._divisor) == 1
-        counts = not (is_alone or self._run.hand is None or self._is_left or self._is_once_an_epoch())
-        if self._run.hand is not None:
+        is_single = self._run.transport.workers * max(self._global_batch_of, self._divisor) == 1
+        counts = not (is_single or self._run.global_step is None or self._is_left or self._is_once_an_epoch())
+        if self._run.global_step is not None:
             self._is_called, self._at_call, self._is_called_last = True, self._now(), self._is_last()
         times = self._until_end(scheduler, record, self._times(scheduler)) if counts else 1
         if counts:
-            self._say_once(scheduler, record, times)
+            self._notify_once(scheduler, record, times)
         if type(scheduler) in CLOSED_FORMS and times > 1:
             scheduler.last_epoch += times - 1
             scheduler._step_count += times - 1
             times = 1
-        found = None
+        result = None
         for _ in range(times):
-            found = step()
+            result = step()
         record.position = position_of(scheduler)
-        return found
+        return result
 
     def _times(self, scheduler: LRScheduler) -> int:
         """Return the number of steps that one call in a global step stands for."""
-        made = self._made_of(scheduler)
+        made = self._creation_of(scheduler)
         unit = int(made.by_length and not self._counts_batches(scheduler))
         before = max(self._done[unit], made.at[unit])
         return max(floor(self._position(is_last=self._is_last())[unit] + ROUNDING) - floor(before + ROUNDING), 0)
 
     def _is_once_an_epoch(self) -> bool:
         """True for the first call in an epoch of several steps, if that is at its end."""
-        ends = self._is_last() or (self._divisor and self._of_epoch >= self._counted(self._length() or 0)[1] > 0)
+        ends = self._is_last() or (self._divisor and self._epoch_steps >= self._counted(self._length() or 0)[1] > 0)
         return bool(ends) and self._windows > 0 and not self._was_called
 
     def _is_last(self) -> bool:
         run = self._run
-        return bool(0 < run.hands.samples <= run.samples - run.samples_before)
+        return bool(0 < run.epoch_batches.samples <= run.samples - run.samples_before)
 
     def _length(self) -> int | None:
         """Batches of an epoch in one process; None for a stream that does not know it."""
@@ -269,12 +275,12 @@ class Schedules:
         except TypeError:
             return None
 
-    def _made_of(self, scheduler: LRScheduler) -> _Made:
+    def _creation_of(self, scheduler: LRScheduler) -> _Creation:
         """Return the circumstances in which a scheduler was made: of a composed scheduler, those of its last part."""
-        parts = [self._made_of(one) for one in getattr(scheduler, "_schedulers", ())]
-        if own := self._made.get(scheduler):
+        parts = [self._creation_of(one) for one in getattr(scheduler, "_schedulers", ())]
+        if own := self._creations.get(scheduler):
             parts.append(own)
-        return max(parts, key=lambda one: (one.by_length, one.at), default=_Made((0.0, 0.0), by_length=False))
+        return max(parts, key=lambda one: (one.by_length, one.at), default=_Creation((0.0, 0.0), by_length=False))
 
     def _counts_batches(self, scheduler: LRScheduler) -> bool:
         """True if its length shows that it counts batches, though `len(loader)` was asked before it was made."""
@@ -290,10 +296,10 @@ class Schedules:
             return times
         left = max(total - position_of(scheduler), 0)
         if times > 0 and left == 0:
-            self._say_past(record, total)
+            self._notify_past_end(record, total)
         return min(times, left) if hasattr(scheduler, "total_steps") else times
 
-    def _say_past(self, record: _Stepped, total: int) -> None:
+    def _notify_past_end(self, record: _Stepped, total: int) -> None:
         record.past += 1
         if record.past == PAST_STEPS:
             self._run.events.notice(
@@ -304,10 +310,10 @@ class Schedules:
     # --- as the script calls it ---------------------------------------------------------------------------------
 
     def _as_called(self, scheduler: LRScheduler, record: _Stepped, step: Callable[[], Any]) -> Any:
-        self._say_once(scheduler, record, 1)
+        self._notify_once(scheduler, record, 1)
         total, recipe = total_of(scheduler), self._run.recipe
         try:
-            found = step()
+            result = step()
         except ValueError as error:
             if recipe is None or not recipe.asynchronous or total is None or position_of(scheduler) <= total:
                 raise
@@ -320,38 +326,38 @@ class Schedules:
                 )
             ) from error
         record.position = position_of(scheduler)
-        return found
+        return result
 
     def finish(self) -> None:
         """Say which schedules have not come to their end because they were advanced once a call."""
-        if self._mode != "per-step" or self._has_spoken or self._run.transport.workers == 1:
+        if self._mode != "per-step" or self._has_notified or self._run.transport.workers == 1:
             return
         for one in self._records.values():
             if one.length is not None and one.position < one.length:
-                self._say_short(one, f"made {one.position}")
+                self._notify_short(one, f"made {one.position}")
                 return
 
-    def _say_once(self, scheduler: LRScheduler, record: _Stepped, times: int) -> None:
+    def _notify_once(self, scheduler: LRScheduler, record: _Stepped, times: int) -> None:
         workers, length = self._run.transport.workers, total_of(scheduler)
-        if self._has_spoken or workers == 1 or self._run.hand is None:
+        if self._has_notified or workers == 1 or self._run.global_step is None:
             return
         epoch = self._length()
         epochs, rest = divmod(length, epoch) if length and epoch else (0, 1)
-        made = epochs * ceil(epoch / (workers * self._join)) if epoch and not rest else None
+        made = epochs * ceil(epoch / (workers * self._global_batch_of)) if epoch and not rest else None
         if self._mode == "per-sample" and times > 1:
-            self._has_spoken = True
+            self._has_notified = True
             fits = f" has {length} steps, and each of {workers} workers makes {made} in {_epochs(epochs)}: it"
-            accumulates = max(self._hands, self._hands_before) > 1
+            accumulates = max(self._window_steps, self._last_window_steps) > 1
             end = "close to where it ends" if accumulates else "as"
             self._run.events.notice(
                 f"{record.name}{fits if made else ''} is advanced by the batches that all workers get, {times} in this "
                 f'step, so that it ends {end} in one process (schedule="per-step" advances it once a call)'
             )
         elif self._mode == "per-step" and made and length and made < length:
-            self._say_short(record, f"makes {made} in {_epochs(epochs)}")
+            self._notify_short(record, f"makes {made} in {_epochs(epochs)}")
 
-    def _say_short(self, record: _Stepped, makes: str) -> None:
-        self._has_spoken = True
+    def _notify_short(self, record: _Stepped, makes: str) -> None:
+        self._has_notified = True
         self._run.events.notice(
             f"{record.name} has {record.length} steps, and each of {self._run.transport.workers} workers {makes}: it "
             f'does not come to its end; schedule="per-sample" advances it by the batches that all workers get'

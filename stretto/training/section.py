@@ -1,4 +1,4 @@
-"""One section of a process: from one `distribute` to the next; with what the sections before it counted."""
+"""One section of a process, from one `distribute` to the next, and the totals of the sections before it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Any
 from stretto.checkpoint.storage import State
 from stretto.membership.epoch_numbers import numbered
 
-COUNTS = ("number", "passes", "rounds", "hands", "samples", "seconds")
-"""The fields that a worker hands over to another one."""
+COUNTS = ("number", "epochs", "rounds", "global_steps", "samples", "seconds")
+"""Fields of the counts that a worker sends to another one."""
 
 
 @dataclass
 class Section:
-    """The place of a section among those of its process.
+    """Position of a section among those of its process.
 
-    The coordinator, the shards and the other workers know turns, rounds, arenas and epochs by numbers that only rise.
-    A section counts its own from 0; the fields hold what all sections before it came to.
+    The coordinator, the shards and the other workers number requests for a global step, rounds, parameter sets and
+    epochs over all sections. A section counts its own from 0; the fields hold the totals of all sections before it.
     """
 
     number: int = 1
     """The first is 1."""
-    turns: int = 0
+    step_requests: int = 0
     rounds: int = 0
-    hands: int = 0
+    global_steps: int = 0
     samples: int = 0
-    passes: int = 0
+    epochs: int = 0
     parameter_sets: int = 0
     sent: int = 0
     received: int = 0
     """Bytes that this process has sent and received."""
     seconds: float = 0.0
-    """From the zero of the first section's clock to the zero of this one's."""
+    """Seconds from the zero of the first section's clock to the zero of this one's."""
     state: State | None = None
-    """The state to continue from: another worker's, or a checkpoint's."""
+    """State to continue from: another worker's, or a checkpoint's."""
     notices: list[str] = field(default_factory=list)
-    """Texts for the user that were found before there was a log to write them to."""
+    """Notices that arose before the event log was open."""
 
-    def pass_number(self, own: int) -> int:
+    def epoch_number(self, own: int) -> int:
         """Return the number by which a server knows epoch `own` of this section."""
         return numbered(self.number, own)
 
     def facts(self) -> dict[str, Any]:
-        """Return the counts that a worker hands over to another one."""
+        """Return the counts that a worker sends to another one."""
         return {name: getattr(self, name) for name in COUNTS}
 
 
 def continued(state: State, notices: list[str] | None = None) -> Section:
-    """Return the section that a state is of. An empty state, or one without a section, is of the first."""
+    """Return the section that a state belongs to: the first one if the state is empty or names no section."""
     facts = state.facts.get("section", {})
     return Section(**facts, state=state if state.facts else None, notices=notices or [])

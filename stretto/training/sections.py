@@ -53,8 +53,8 @@ class Sections:
         self._kind: tuple[int, bool] | None = None
         self._number = 0
         """The section that began last."""
-        self._found = Section()
-        """The section in which the others are, or the checkpoint is."""
+        self._entered = Section()
+        """The section of the other workers when this one joined, or of the checkpoint."""
         self._next = Section()
         self._trainer: Trainer | None = None
         """The trainer of the open section; None after its end, and in a section that is skipped."""
@@ -69,7 +69,7 @@ class Sections:
     @property
     def is_skipped(self) -> bool:
         """True if the section that began last was over before this worker came."""
-        return 0 < self._number < self._found.number
+        return 0 < self._number < self._entered.number
 
     @property
     def skipped(self) -> tuple[int, int] | None:
@@ -102,10 +102,10 @@ class Sections:
             raise
         self._trainer = self.last = trainer
         self._is_open = True
-        if section.number == self._found.number:
+        if section.number == self._entered.number:
             self._zero = trainer.events.zero - section.seconds
         section.seconds = trainer.events.zero - self._zero
-        if section.number > self._found.number and transport.worker == 0:
+        if section.number > self._entered.number and transport.worker == 0:
             name = section_folder(Path(), section.number).name
             self._write("section", began, section=section.number, folder=name)
         if self._is_asked:
@@ -127,11 +127,11 @@ class Sections:
         transport, folder = trainer.transport, self._folder(self._number)
         if trainer.agent.left:
             return
-        told = transport.broadcast_bytes(
+        random_states = transport.broadcast_bytes(
             lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder)
         )
         if transport.worker:
-            self._take_random_states(told)
+            self._take_random_states(random_states)
 
     def close(self) -> None:
         """End the section that has begun last, and let go of the other workers."""
@@ -166,7 +166,7 @@ class Sections:
         trainer.end(is_last)
         self._next = trainer.next_section()
         if isinstance(trainer.transport, ElasticTransport):
-            position = trainer.turns, self._next.rounds
+            position = trainer.step_requests, self._next.rounds
             trainer.transport.position, trainer.transport.on_change = (lambda: position), (lambda _change: None)
         if isinstance(trainer.transport, KnowsPlace):
             trainer.transport.place = LoopPosition
@@ -193,7 +193,7 @@ class Sections:
             self._transport = self._context.transport_for(recipe, named[0][1].device if named else torch.device("cpu"))
             if self._context.opens_folder:
                 self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
-            self._found = self._where(self._transport)
+            self._entered = self._where(self._transport)
         return self._transport
 
     def _where(self, transport: Transport) -> Section:
@@ -233,8 +233,8 @@ class Sections:
 
     def _section(self, transport: Transport) -> Section:
         """Return the section that begins. A worker that came late to the section before is in time now."""
-        if self._number == self._found.number:
-            return self._found
+        if self._number == self._entered.number:
+            return self._entered
         if isinstance(transport, ElasticTransport):
             transport.arrives = transport.begins_again = False
         elif isinstance(transport, ParameterServerClient):
@@ -246,7 +246,7 @@ class Sections:
         context = self._context
         if section.number == 1:
             return context
-        if section.number > self._found.number:
+        if section.number > self._entered.number:
             context = context.from_first_section()
         data, folder = digest_of(loader), self._folder(section.number)
         if comes_late(transport):
@@ -259,8 +259,8 @@ class Sections:
         return context.with_folder(folder)
 
     def _agree_on_data(self, transport: Transport, data: str) -> None:
-        told = transport.all_gather_bytes(data.encode())
-        other = next((worker for worker, one in enumerate(told) if one != told[0]), None)
+        digests = transport.all_gather_bytes(data.encode())
+        other = next((worker for worker, one in enumerate(digests) if one != digests[0]), None)
         if other is not None:
             raise LoaderError(
                 explain(
@@ -274,7 +274,7 @@ class Sections:
 
     def _make(self, section: Section, transport: Transport, data: str, folder: Path | None) -> bytes:
         """Make the folder of a section, at the first worker."""
-        if self._context.resume is not None and section.number == self._found.number:
+        if self._context.resume is not None and section.number == self._entered.number:
             resumed = section_folder(self._context.resume, section.number)
             refuse_other_data(data, resumed, "continues with other data than the resumed run had")
         if folder is not None and self._context.run is not None:
@@ -320,19 +320,19 @@ class Sections:
         path = self._ended(RANDOM)
         return path.read_bytes() if path is not None else b""
 
-    def _take_random_states(self, told: bytes) -> None:
-        if told:
-            state_transfer.restore_random_states(state_transfer.unpack_own(told), None)
+    def _take_random_states(self, random_states: bytes) -> None:
+        if random_states:
+            state_transfer.restore_random_states(state_transfer.unpack_own(random_states), None)
 
 
-def _keep(told: bytes, folder: Path | None) -> bytes:
+def _keep(random_states: bytes, folder: Path | None) -> bytes:
     """Keep random states for a worker that comes later; a disk that does not take them costs no more than that."""
     if folder is not None:
         with contextlib.suppress(OSError):
             part = folder / f"{RANDOM}.part"
-            part.write_bytes(told)
+            part.write_bytes(random_states)
             part.replace(folder / RANDOM)
-    return told
+    return random_states
 
 
 def _in_words(kind: tuple[int, bool]) -> str:

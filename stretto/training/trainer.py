@@ -57,7 +57,7 @@ from stretto.training.effective_batch import ScaledRate, batch_of, said
 from stretto.training.elasticity import ElasticAgent, comes_late
 from stretto.training.evaluation import Evaluate
 from stretto.training.evaluator import Evaluator
-from stretto.training.iterators import Begun
+from stretto.training.iterators import EpochStart
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Mode, Schedules
 from stretto.training.section import Section
@@ -128,29 +128,29 @@ class Trainer:
         self._stepped_at = [0] * len(optimizers)
         """Number of exchanges at each optimizer's last step."""
         self._exchanges_before = 0
-        self._piled: int | None = 0
+        self._accumulated_batches: int | None = 0
         """Successive batches whose gradients were exchanged without a step; None once the notice was written."""
         self._phase = COMING
-        self.steps = self.hands_done = self.rounds_done = self.passes = 0
+        self.steps = self.global_steps_done = self.rounds_done = self.epochs = 0
         self._is_stopped = False
         """True if the run ends before the script does."""
-        self.stepless_hands = 0
+        self.stepless_global_steps = 0
         """Global steps of epochs in which no step was made or counted."""
         self.samples = self.own_samples = self.samples_before = 0
-        self.turns = self.turns_before = section.turns
+        self.step_requests = self.step_requests_before = section.step_requests
         """Number of requests for a global step, including those at the end of an epoch, which return none."""
-        self.hands: EpochBatches | None = None
-        self.closing: EpochBatches | None = None
+        self.epoch_batches: EpochBatches | None = None
+        self.closing_epoch: EpochBatches | None = None
         """The epoch that is being closed; None at other times."""
-        self.hand: GlobalStep | None = None
+        self.global_step: GlobalStep | None = None
         self.iterations = 0
         """Number of iterations over the loader that the script has begun."""
         self._thread = threading.get_ident()
         """The thread that took the last batch."""
         self.peeks: list[int] = []
         """Numbers of the iterations that were peeks: at most one batch and no optimizer step."""
-        self._begun = Begun(0, 0, 0, 0, whole=False)
-        self._is_taken_back = False
+        self._epoch_start = EpochStart(0, 0, 0, 0, whole=False)
+        self._repeats_epoch = False
         """True if the next epoch has the number of the last one, which was only peeked."""
         self._has_peeked = self._all_peeked = False
         """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
@@ -169,7 +169,7 @@ class Trainer:
         """Number of these leases whose work an optimizer step includes."""
         self.schedules = Schedules(self, list(optimizers), schedule, context.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
-        self._shadowing = False
+        self._is_following_root = False
         self._accumulated = False
         self._stepped_last = True
         """True if the optimizer stepped in the last global step."""
@@ -197,7 +197,9 @@ class Trainer:
             self._skips,
             section.parameter_sets,
         )
-        self._outside = OutsideOptimizers(model, optimizers, lambda: self.hands_done if self.hand is not None else None)
+        self._outside = OutsideOptimizers(
+            model, optimizers, lambda: self.global_steps_done if self.global_step is not None else None
+        )
         watch(self._outside.before_step)
         self._is_held = False
         """True if every trainable parameter was found in an optimizer, in this epoch."""
@@ -216,7 +218,7 @@ class Trainer:
         self.agent.arrive()
         for text in section.notices:
             self.events.notice(text)
-        self._say_start(context)
+        self._write_start(context)
         if evaluate is not None and evaluate_every is not None and self._evaluates_newest:
             self.events.notice(
                 f"evaluate_every={evaluate_every} over a stream: worker 0 evaluates the server's newest parameters "
@@ -238,7 +240,7 @@ class Trainer:
 
     # --- epochs -----------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> bool:
+    def begin_epoch(self) -> bool:
         """Begin an epoch; first end one that the script left early.
 
         An epoch that was over before this worker joined is empty. An epoch of which only one batch was peeked begins
@@ -249,78 +251,84 @@ class Trainer:
         self.end_peek() or self.end_epoch()
         self.iterations += 1
         if self.iterations in self.peeks:
-            self.passes += self.replica.server is not None
+            self.epochs += self.replica.server is not None
             return False
-        self.passes += not self._is_taken_back
-        self._is_taken_back = self._has_peeked = False
-        self._begin_pass()
+        self.epochs += not self._repeats_epoch
+        self._repeats_epoch = self._has_peeked = False
+        self._enter_epoch()
         return True
 
-    def _begin_pass(self) -> None:
+    def _enter_epoch(self) -> None:
         self._is_held = False
         self._schedules_before = self.schedules.state()
-        if self.agent.is_over(self.passes):
+        if self.agent.is_over(self.epochs):
             self.schedules.skip_epoch()
             self.agent.epoch_skipped()
             return
         self._phase, self._steps_before = LOOP, self.steps
-        if self.recipe is not None and not self.hands_done:
+        if self.recipe is not None and not self.global_steps_done:
             refuse_all_frozen(self.model)
         self.replica.resume(own=False)
-        found = self.agent.found(self.passes)
-        self.replica.prepare(together=found is None)
-        if found is None:
-            self.samples_before, self.turns_before = self.samples, self.turns
+        begun = self.agent.begun_epoch(self.epochs)
+        self.replica.prepare(together=begun is None)
+        if begun is None:
+            self.samples_before, self.step_requests_before = self.samples, self.step_requests
         self.agent.epoch_begins()
         with self.timer.on("loading"):
-            self._pace.begin_pass()
-            self.hands = self.batch_source.begin_epoch(self.section.pass_number(self.passes), found)
-        if isinstance(self.hands, LeasedEpoch):
-            self.hands.push_all, self.hands.wait_at_barriers = self.bring_all, self._meet
-            self.hands.on_snapshot = self.agent.checkpoints.on_snapshot
-            self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
+            self._pace.begin_epoch()
+            self.epoch_batches = self.batch_source.begin_epoch(self.section.epoch_number(self.epochs), begun)
+        if isinstance(self.epoch_batches, LeasedEpoch):
+            self.epoch_batches.push_all, self.epoch_batches.wait_at_barriers = self.push_all, self._wait_at_barriers
+            self.epoch_batches.on_snapshot = self.agent.checkpoints.on_snapshot
+            self.samples_before = (self.epochs - 1) * self.epoch_batches.samples - self._untrained
         self.agent.epoch_begun()
-        whole = found is None or not found[1].global_step
-        self._begun = Begun(self._optimizer_steps, self.steps, self.hands_done, self.own_samples, whole)
+        whole = begun is None or not begun[1].global_step
+        self._epoch_start = EpochStart(
+            self._optimizer_steps, self.steps, self.global_steps_done, self.own_samples, whole
+        )
 
     def next_batch(self) -> Any:
         """End the last global step, and return this worker's next batch; None when the epoch is over."""
         self._refuse_if_over()
         self._thread = threading.get_ident()
-        self.end_hand()
-        if self.hands is None:
+        self.end_global_step()
+        if self.epoch_batches is None:
             return None
         while True:
             self.agent.rest()
-            if self._sees_enough():
+            if self._is_limit_reached():
                 self._is_stopped = True
                 raise StopTraining
             self.timer.switch("loading")
-            hand = self.hands.next()
-            self.turns += 1
-            self.agent.dealt()
-            self._meet(self.hands.barriers_due())
-            if hand is None:
+            global_step = self.epoch_batches.next()
+            self.step_requests += 1
+            self.agent.step_assigned()
+            self._wait_at_barriers(self.epoch_batches.barriers_due())
+            if global_step is None:
                 self.timer.switch("other")
                 if not self.end_epoch(left=False):
                     continue
-                if self._runtime.has_seen_enough():
+                if self._runtime.has_reached_limit():
                     raise StopTraining
                 return None
-            self._begin_hand(hand)
-            if not hand.idle:
+            self._begin_global_step(global_step)
+            if not global_step.idle:
                 self._pace.begin()
                 self.timer.switch("computing")
-                return hand.batch
+                return global_step.batch
             self.timer.switch("waiting")
-            self._shadow(hand)
-            self.end_hand()
+            self._follow_root(global_step)
+            self.end_global_step()
 
     def _is_peek(self) -> bool:
         """True if this epoch has given one batch, or none, and the optimizer made no step."""
-        if self.hands is None or (self.hand is not None and self.hand.short) or self._accumulated:
+        if (
+            self.epoch_batches is None
+            or (self.global_step is not None and self.global_step.incomplete)
+            or self._accumulated
+        ):
             return False
-        return self._begun.is_peek(self._optimizer_steps, self.hands_done)
+        return self._epoch_start.is_peek(self._optimizer_steps, self.global_steps_done)
 
     def end_peek(self) -> bool:
         """Undo an epoch that the script has only peeked at, where all workers do the same. Return True if it was one.
@@ -331,37 +339,39 @@ class Trainer:
             return False
         self.timer.switch("other")
         self._pace.go_on()
-        self.hand = None
+        self.global_step = None
         self._uncount()
-        self.agent.epoch_taken_back()
+        self.agent.undo_epoch()
         self.peeks.append(self.iterations)
-        self.hands, self._is_taken_back = None, True
+        self.epoch_batches, self._repeats_epoch = None, True
         self.schedules.take(self._schedules_before)
         return True
 
     def _uncount(self) -> int:
         """Remove this epoch's samples from the counts, since no step was done. Return the samples that had counted."""
-        begun, mine = self._begun, self.own_samples - self._begun.own_samples
+        begun, mine = self._epoch_start, self.own_samples - self._epoch_start.own_samples
         counted = mine if self.replica.server is not None else self.samples - self.samples_before
-        self.replica.forget(self.hands_done - begun.hands)
-        self.hands_done, self.own_samples = begun.hands, begun.own_samples
+        self.replica.forget(self.global_steps_done - begun.global_steps)
+        self.global_steps_done, self.own_samples = begun.global_steps, begun.own_samples
         self.samples = self.samples_before
         self._leases, self._worked = [], 0
         return counted
 
     def _uncount_stepless(self) -> None:
         """Remove the samples of an epoch without any optimizer step from the counts."""
-        if self.hands is None or not self._begun.is_stepless(self._optimizer_steps, self.hands_done):
+        if self.epoch_batches is None or not self._epoch_start.is_stepless(
+            self._optimizer_steps, self.global_steps_done
+        ):
             return
-        done = self.hands_done
-        self._unstepped_here += self.own_samples - self._begun.own_samples
+        done = self.global_steps_done
+        self._unstepped_here += self.own_samples - self._epoch_start.own_samples
         self._unstepped += self._uncount()
-        self.hands_done = done
-        self.stepless_hands += done - self._begun.hands - (self.steps - self._begun.counted)
-        self._begun = replace(self._begun, hands=done, counted=self.steps)
-        self.hands.uncount()
+        self.global_steps_done = done
+        self.stepless_global_steps += done - self._epoch_start.global_steps - (self.steps - self._epoch_start.counted)
+        self._epoch_start = replace(self._epoch_start, global_steps=done, counted=self.steps)
+        self.epoch_batches.uncount()
 
-    def _say_unstepped(self) -> None:
+    def _notice_unstepped(self) -> None:
         """Write a notice about samples of the ending epoch that do not count, if there are any."""
         samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
@@ -378,69 +388,69 @@ class Trainer:
         Returns False if the epoch continues, since a worker failed with work that was not exchanged; never if the
         script has `left` the epoch.
         """
-        if self.hands is None:
+        if self.epoch_batches is None:
             return True
-        self.end_hand(left=True)
+        self.end_global_step(left=True)
         self._has_peeked = left and self._is_peek()
         self._uncount_stepless()
-        self.bring_all()
-        if left and isinstance(self.hands, LeasedEpoch):
-            self.hands.leave()
+        self.push_all()
+        if left and isinstance(self.epoch_batches, LeasedEpoch):
+            self.epoch_batches.leave()
         self._phase = CLOSED
         status.note(self.place())
-        if left and isinstance(self.hands, AssignedEpoch) and self.hands.has_more:
+        if left and isinstance(self.epoch_batches, AssignedEpoch) and self.epoch_batches.has_more:
             self.transport.broadcast_bytes(
                 b"left"
             )  # a worker that has not left waits in an all-gather: gloo fails on a different operation
         if self._unstepped and self.replica.server is None:
             self.replica.average_buffers(self._unstepped_here)
         self.replica.sync_for_evaluation()
-        if self.agent.reopens(self.hands) and not left:
+        if self.agent.reopens(self.epoch_batches) and not left:
             self._phase = LOOP
             self.replica.resume()
             return False
         if self.replica.server is not None:
             self._count_all_samples()
-            if self.hands.samples and self.samples == self.samples_before:
-                self._untrained += self.hands.samples
+            if self.epoch_batches.samples and self.samples == self.samples_before:
+                self._untrained += self.epoch_batches.samples
             if self._all_peeked:
                 self.peeks.append(self.iterations)
-                self.hands, self._unstepped = None, 0
+                self.epoch_batches, self._unstepped = None, 0
                 self.schedules.take(self._schedules_before)
                 return True
         if not self.replica.is_carried:
-            self.agent.keep_tail(self.hands)
+            self.agent.keep_uncommitted(self.epoch_batches)
         self._settle_leases()
         if self._unstepped:
             self.schedules.take(self._schedules_before)
-        self._say_unstepped()
+        self._notice_unstepped()
         self.schedules.end_epoch()
         self.check("at the end of an epoch")
-        self.closing, self.hands = self.hands, None
-        self.evaluator.close_epoch(self.closing)
-        if self.agent.checkpoints.is_told_to_save():
+        self.closing_epoch, self.epoch_batches = self.epoch_batches, None
+        self.evaluator.close_epoch(self.closing_epoch)
+        if self.agent.checkpoints.is_save_requested():
             self.agent.checkpoints.save()
-        self.closing = None
+        self.closing_epoch = None
         return True
 
-    def bring_all(self) -> None:
+    def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
         self._uncount_stepless()
         if self.replica.server is not None:
             self._send(self.replica.server.finish)
 
-    def bring_steps(self) -> None:
+    def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated: a lease settles with its step."""
         if self._stepped_last:
-            self.bring_all()
+            self.push_all()
 
-    def _meet(self, times: int) -> None:
+    def _wait_at_barriers(self, times: int) -> None:
         """Meet the other workers this number of times; evaluate the server's model, and save it if that is due."""
         for _ in range(times):
-            self.look_together(self.evaluator.evaluate, called=True)
+            self.run_synced(self.evaluator.evaluate, called=True)
             self.agent.checkpoints.on_snapshot()
 
-    def look_together(self, then: Callable[[], None], called: bool = False) -> None:
+    def run_synced(self, then: Callable[[], None], called: bool = False) -> None:
         """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""
         self.timer.switch("other")
         if self.replica.server is not None:
@@ -452,19 +462,19 @@ class Trainer:
     def _count_all_samples(self) -> None:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
         mine = self.samples if self.batch_source.is_counted else self.own_samples
-        told = [
+        counts = [
             struct.unpack("<q?", one)
             for one in self.transport.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
         ]
-        samples = [one for one, _ in told]
+        samples = [one for one, _ in counts]
         self.samples = max(samples) if self.batch_source.is_counted else sum(samples)
-        self._all_peeked = all(peeked for _, peeked in told)
+        self._all_peeked = all(peeked for _, peeked in counts)
 
-    def _sees_enough(self) -> bool:
-        """Return True if the run ends before the next hand; all sections count."""
+    def _is_limit_reached(self) -> bool:
+        """Return True if the run ends before the next global step; all sections count."""
         before = self.section
-        hands, samples = before.hands + self.hands_done, before.samples + self.samples
-        return self._runtime.sees_enough(hands, samples, before.seconds + self.events.t())
+        global_steps, samples = before.global_steps + self.global_steps_done, before.samples + self.samples
+        return self._runtime.is_limit_reached(global_steps, samples, before.seconds + self.events.t())
 
     def _refuse_if_over(self) -> None:
         """Raise ScriptError if the section has ended: its loader has no batches any more."""
@@ -483,11 +493,11 @@ class Trainer:
         before, traffic = self.section, self.transport.traffic()
         return Section(
             before.number + 1,
-            self.turns,
+            self.step_requests,
             before.rounds + self.rounds_done,
-            before.hands + self.hands_done,
+            before.global_steps + self.global_steps_done,
             before.samples + self.samples,
-            before.passes + self.passes,
+            before.epochs + self.epochs,
             self.replica.parameter_sets,
             traffic.bytes_sent,
             traffic.bytes_received,
@@ -503,7 +513,7 @@ class Trainer:
         if not self.agent.left:
             self.end_peek() or self.end_epoch()
             self._phase = OVER
-            has_worked = self._has_anybody_worked()
+            has_worked = self._has_any_worker_trained()
             if self.replica.server is not None and has_worked:
                 self.replica.sync_for_evaluation()
             self.schedules.finish()
@@ -513,7 +523,7 @@ class Trainer:
         self.events.write(
             "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
         )
-        self._close_journal()
+        self._close_log()
         self.is_over = True
         unwatch()
         for hook in self._hooks:
@@ -524,7 +534,7 @@ class Trainer:
 
     def _notice_left_loop(self) -> None:
         """Say that the workers' models differ since the script has left its last loop, if they do."""
-        if self.hands is None or self._is_stopped or self.agent.left:
+        if self.epoch_batches is None or self._is_stopped or self.agent.left:
             return
         is_left = not self._is_peek() and self.transport.workers > 1
         if is_left and (self.replica.server is not None or self.replica.has_stepped):
@@ -534,7 +544,7 @@ class Trainer:
                 "agreed model, which the run saves in any case"
             )
 
-    def _close_journal(self) -> None:
+    def _close_log(self) -> None:
         """Write the rest of the log. An error fails the run only if the final model could be saved."""
         try:
             self.events.close()
@@ -543,11 +553,11 @@ class Trainer:
                 raise
             print(f"stretto: worker {self.events.worker}: {error}: its end is lost", file=sys.stderr, flush=True)
 
-    def _has_anybody_worked(self) -> bool:
+    def _has_any_worker_trained(self) -> bool:
         """Return True if any worker has trained on a batch; an asynchronous worker may have got none."""
         if self.replica.server is None:
-            return bool(self.hands_done)
-        return b"some" in self.transport.all_gather_bytes(b"some" if self.hands_done else b"none")
+            return bool(self.global_steps_done)
+        return b"some" in self.transport.all_gather_bytes(b"some" if self.global_steps_done else b"none")
 
     def abandon(self) -> None:
         """Write the events of a failed script, and close the client, so that no other worker waits for it."""
@@ -559,48 +569,50 @@ class Trainer:
     def place(self) -> LoopPosition:
         """Return where the script is in its loop: the step under way, or the last one of a loop that it has left."""
         step = self._steps_before + 1 if self._phase == LOOP else self.steps
-        return LoopPosition(self._phase, self.passes, step)
+        return LoopPosition(self._phase, self.epochs, step)
 
     # --- global steps ------------------------------------------------------------------------------------------------
 
-    def _begin_hand(self, hand: GlobalStep) -> None:
-        self.schedules.begin_hand(bool(self._stepped_here), hand.streamed)
-        self.hand = hand
-        self.hands_done += 1
-        if hand.total:
-            self.replica.weigh(hand.own, hand.total, hand.parts)
-        self.samples = self.samples_before + hand.handed
-        self.own_samples += hand.own
+    def _begin_global_step(self, global_step: GlobalStep) -> None:
+        self.schedules.begin_global_step(bool(self._stepped_here), global_step.streamed)
+        self.global_step = global_step
+        self.global_steps_done += 1
+        if global_step.total:
+            self.replica.weigh(global_step.own, global_step.total, global_step.parts)
+        self.samples = self.samples_before + global_step.assigned_samples
+        self.own_samples += global_step.own
         self._stepped_here.clear()
         self._exchanges_before = self.rounds_done
         self._steps_before = self.steps
         status.note(self.place())
         self._accumulated = False
-        if hand.lease is not None:
-            self._leases.append(hand.lease)
+        if global_step.lease is not None:
+            self._leases.append(global_step.lease)
 
-    def end_hand(self, left: bool = False) -> None:
+    def end_global_step(self, left: bool = False) -> None:
         """End a global step: notify idle workers, evaluate if due, and write progress.
 
         `left` is True if the script has left its epoch in the middle of the step.
         """
-        if self.hand is None:
+        if self.global_step is None:
             return
         self.timer.switch("other")
         self._pace.go_on()
-        hand, self.hand = self.hand, None
-        self._stepped_last = hand.idle or bool(self._stepped_here)
-        if self.replica.gradients is not None and not hand.idle:
-            self._step_record.note(self.passes, self.hands_done - self._begun.hands, bool(self._stepped_here))
-        if not hand.idle:
+        global_step, self.global_step = self.global_step, None
+        self._stepped_last = global_step.idle or bool(self._stepped_here)
+        if self.replica.gradients is not None and not global_step.idle:
+            self._step_record.note(
+                self.epochs, self.global_steps_done - self._epoch_start.global_steps, bool(self._stepped_here)
+            )
+        if not global_step.idle:
             if left and len(self._leases) > self._worked:  # the script left without a step with these batches
-                self.own_samples -= hand.own
+                self.own_samples -= global_step.own
                 del self._leases[self._worked :]
             if not left:
-                self._make_up_for_a_skipped_step(hand)
-            self._announce(hand, idle_worker.END)
-            if hand.short:
-                self.settings.tell(self.transport, hand.root)
+                self._count_skipped_step(global_step)
+            self._announce(global_step, idle_worker.END)
+            if global_step.incomplete:
+                self.settings.broadcast(self.transport, global_step.root)
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
@@ -619,41 +631,43 @@ class Trainer:
 
     def _notice_accumulation(self) -> None:
         """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""
-        if self.replica.gradients is None or self._piled is None or self.transport.workers == 1:
+        if self.replica.gradients is None or self._accumulated_batches is None or self.transport.workers == 1:
             return
         if not self._stepped_here and self.rounds_done > self._exchanges_before:
-            self._piled += 1
-        elif self._stepped_here and self._piled:
-            batches, self._piled = self._piled + 1, None
+            self._accumulated_batches += 1
+        elif self._stepped_here and self._accumulated_batches:
+            batches, self._accumulated_batches = self._accumulated_batches + 1, None
             self.events.notice(
                 f"the gradients of {batches} batches are accumulated for a step and exchanged {batches} times: "
                 f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
             )
 
-    def _shadow(self, hand: GlobalStep) -> None:
+    def _follow_root(self, global_step: GlobalStep) -> None:
         """Follow the root in a global step that has no batch for this worker."""
-        self._shadowing = True
-        while (word := self._hear(hand)) != idle_worker.END:
-            if word == idle_worker.EXCHANGE and self.replica.gradients is not None:
+        self._is_following_root = True
+        while (action := self._receive_action(global_step)) != idle_worker.END:
+            if action == idle_worker.EXCHANGE and self.replica.gradients is not None:
                 self.replica.gradients.take_part()
-            elif word == idle_worker.COUNT:
+            elif action == idle_worker.COUNT:
                 self._count_step(0, is_done=False)
-            elif (index := idle_worker.stepped(word)) is not None:
+            elif (index := idle_worker.stepped(action)) is not None:
                 if self.replica.gradients is not None:
-                    idle_worker.tell_gradients(self.transport, hand.root, parameters_of(self.optimizers.each[index]))
+                    idle_worker.broadcast_gradients(
+                        self.transport, global_step.root, parameters_of(self.optimizers.each[index])
+                    )
                     self.optimizers.each[index].step()
                 else:
                     self._count_step(index)
-        self.settings.tell(self.transport, hand.root)
-        self._shadowing = False
+        self.settings.broadcast(self.transport, global_step.root)
+        self._is_following_root = False
 
-    def _hear(self, hand: GlobalStep) -> bytes:
+    def _receive_action(self, global_step: GlobalStep) -> bytes:
         with self.timer.on("waiting"):
-            return self.transport.broadcast_bytes(lambda: idle_worker.END, hand.root)
+            return self.transport.broadcast_bytes(lambda: idle_worker.END, global_step.root)
 
-    def _announce(self, hand: GlobalStep | None, word: bytes) -> None:
-        if hand is not None and hand.short and not self._shadowing:
-            self.transport.broadcast_bytes(word, hand.root)
+    def _announce(self, global_step: GlobalStep | None, action: bytes) -> None:
+        if global_step is not None and global_step.incomplete and not self._is_following_root:
+            self.transport.broadcast_bytes(action, global_step.root)
 
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
@@ -663,19 +677,19 @@ class Trainer:
 
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
-        return self.replica.is_carried and (self.hand is None) and self._stepped_last
+        return self.replica.is_carried and (self.global_step is None) and self._stepped_last
 
     # --- steps and exchanges ----------------------------------------------------------------------------------
 
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check and prepare a step; hook before an optimizer's step."""
         if self.transport.workers > 1:
-            refuse_step_outside(self.iterations, self._thread == threading.get_ident(), self.hands is not None)
+            refuse_step_outside(self.iterations, self._thread == threading.get_ident(), self.epoch_batches is not None)
         if not self._is_held:
             self._outside.check_held()
             self._is_held = True
         before, self._stepped_at[index] = self._stepped_at[index], self.rounds_done
-        self.replica.before_step(index, self._shadowing or self.rounds_done > before)
+        self.replica.before_step(index, self._is_following_root or self.rounds_done > before)
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
@@ -683,9 +697,14 @@ class Trainer:
         self._pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._refuse_not_finite(optimizer)
-        self._announce(self.hand, idle_worker.step_of(index))
-        if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
-            idle_worker.tell_gradients(self.transport, self.hand.root, parameters_of(optimizer))
+        self._announce(self.global_step, idle_worker.step_of(index))
+        if (
+            self.replica.gradients is not None
+            and self.global_step is not None
+            and self.global_step.incomplete
+            and not self._is_following_root
+        ):
+            idle_worker.broadcast_gradients(self.transport, self.global_step.root, parameters_of(optimizer))
         self._count_step(index)
         self.timer.switch(before)
 
@@ -695,8 +714,8 @@ class Trainer:
         self._optimizer_steps += is_done
         self._stepped_here.add(index)
         self._worked = len(self._leases)
-        if self.hands is not None:
-            self.hands.ask_ahead()
+        if self.epoch_batches is not None:
+            self.epoch_batches.ask_ahead()
         if not self.replica.stepped(index, self.steps_of[index]) or self._sends_late:
             return
         self._named(lambda: self._exchange(index))
@@ -751,7 +770,7 @@ class Trainer:
         return leases
 
     def _exchange_begins(self) -> None:
-        self._announce(self.hand, idle_worker.EXCHANGE)
+        self._announce(self.global_step, idle_worker.EXCHANGE)
 
     def _exchange_ended(self, blocked_s: float) -> None:
         self.rounds_done += 1
@@ -762,27 +781,27 @@ class Trainer:
             self.agent.carried()
             self._settle_leases()
 
-    def _make_up_for_a_skipped_step(self, hand: GlobalStep) -> None:
+    def _count_skipped_step(self, global_step: GlobalStep) -> None:
         """Count a step that a gradient scaler skipped at this worker only: the others would wait for its exchange."""
         if not self.replica.in_rounds or self._accumulated or self._is_evaluating():
             return
-        trained_hands = self.hands_done - self.stepless_hands
+        trained_steps = self.global_steps_done - self.stepless_global_steps
         for index in [one for one in range(len(self.optimizers)) if one not in self._stepped_here]:
-            steps_each_hand = self.steps_of[index] > 0 and self.steps_of[index] == trained_hands - 1
-            is_wild = self._has_wild_gradient(self.optimizers.each[index])
-            if (steps_each_hand and len(self.optimizers) == 1) or is_wild:
-                self._announce(hand, idle_worker.step_of(index) if is_wild else idle_worker.COUNT)
-                self._count_step(index, is_done=is_wild)
+            steps_each_time = self.steps_of[index] > 0 and self.steps_of[index] == trained_steps - 1
+            is_non_finite = self._has_non_finite_gradient(self.optimizers.each[index])
+            if (steps_each_time and len(self.optimizers) == 1) or is_non_finite:
+                self._announce(global_step, idle_worker.step_of(index) if is_non_finite else idle_worker.COUNT)
+                self._count_step(index, is_done=is_non_finite)
 
     def _is_evaluating(self) -> bool:
         """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
         models = self.model.given if isinstance(self.model, SeveralModels) else [self.model]
         is_training = torch.is_grad_enabled() and any(one.training for one in models)
-        return self._optimizer_steps == self._begun.steps and not is_training
+        return self._optimizer_steps == self._epoch_start.steps and not is_training
 
-    def _has_wild_gradient(self, optimizer: Optimizer) -> bool:
-        found = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
-        return any(not bool(torch.isfinite(grad.sum())) for grad in found)
+    def _has_non_finite_gradient(self, optimizer: Optimizer) -> bool:
+        gradients = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
+        return any(not bool(torch.isfinite(gradient.sum())) for gradient in gradients)
 
     def _refuse_not_finite(self, optimizer: Optimizer) -> None:
         """Raise NotFiniteError if the last parameter's gradient is not finite: a NaN in the loss reaches it first."""
@@ -836,8 +855,8 @@ class Trainer:
         self._settle(self._take_leases())
 
     def _settle(self, leases: list[Lease]) -> None:
-        if self.hands is not None:
-            self.hands.settle(leases)
+        if self.epoch_batches is not None:
+            self.epoch_batches.settle(leases)
 
     def _write_outcomes(self) -> None:
         """Write an event with this worker's applied updates and their staleness."""
@@ -846,7 +865,7 @@ class Trainer:
             self.events.write("update_applied", updates=server.outcomes)
             server.outcomes = []
 
-    def _say_start(self, context: WorkerContext) -> None:
+    def _write_start(self, context: WorkerContext) -> None:
         self.events.write(
             "start",
             workers=self.transport.workers,

@@ -31,24 +31,24 @@ class TrainerView(Protocol):
     replica: Replica
     evaluator: Evaluator
     settings: Settings
-    hands: EpochBatches | None
-    closing: EpochBatches | None
+    epoch_batches: EpochBatches | None
+    closing_epoch: EpochBatches | None
     steps: int
     steps_of: list[int]
-    turns: int
-    hands_done: int
-    stepless_hands: int
+    step_requests: int
+    global_steps_done: int
+    stepless_global_steps: int
     rounds_done: int
     samples: int
-    passes: int
+    epochs: int
     peeks: list[int]
     samples_before: int
-    turns_before: int
+    step_requests_before: int
 
-    def bring_all(self) -> None:
+    def push_all(self) -> None:
         """Bring to a server what has not been sent yet, and wait until it is there."""
 
-    def bring_steps(self) -> None:
+    def push_stepped(self) -> None:
         """The same of what has been stepped with, where nothing is accumulated."""
 
     def place(self) -> LoopPosition:
@@ -57,5 +57,5 @@ class TrainerView(Protocol):
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
 
-    def look_together(self, then: Callable[[], None]) -> None:
+    def run_synced(self, then: Callable[[], None]) -> None:
         """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""

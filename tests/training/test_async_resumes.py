@@ -98,7 +98,7 @@ def checkpoint_within_epoch_2(run: Path) -> Path:
     checkpoints = [
         checkpoint
         for checkpoint in checkpoints_of(run)
-        if facts(checkpoint)["passes"] == 2 and facts(checkpoint)["deal"] is not None
+        if facts(checkpoint)["epochs"] == 2 and facts(checkpoint)["assignment"] is not None
     ]
     return checkpoints[len(checkpoints) // 2]
 
@@ -151,7 +151,7 @@ def test_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
     before = facts(checkpoints_of(tmp_path / "run")[-1])
     run_training(2, 1, "async_sgd", tmp_path / "run")
     after = facts(checkpoints_of(tmp_path / "run")[-1])
-    assert (before["passes"], after["passes"]) == (3, 1)
+    assert (before["epochs"], after["epochs"]) == (3, 1)
     assert after["rounds"] < before["rounds"]
 
 
@@ -194,9 +194,9 @@ def test_run_resumed_after_an_epoch_draws_the_next_order(
         run_training(1, 2, recipe, tmp_path / "part", evaluate_every=None, often="9 rounds")
         part = run_with_only(checkpoints_of(tmp_path / "part")[-1], tmp_path / "from")
     else:
-        found = [one for one in checkpoints_of(tmp_path / "whole") if facts(one)["passes"] == 2]
+        found = [one for one in checkpoints_of(tmp_path / "whole") if facts(one)["epochs"] == 2]
         part = run_with_only(found[-1], tmp_path / "from")
-    assert recipe == "allreduce" or facts(checkpoints_of(part)[0])["deal"] is None
+    assert recipe == "allreduce" or facts(checkpoints_of(part)[0])["assignment"] is None
     (again,) = run_training(1, 3, recipe, tmp_path / "again", evaluate_every=None, often="9 rounds", resume=part)
     assert torch.equal(again, whole)
 
@@ -250,7 +250,7 @@ def test_local_steps_are_pushed_before_a_checkpoint(tmp_path: Path) -> None:
     found = [
         one
         for one in checkpoints_of(tmp_path / "whole")
-        if facts(one)["passes"] == 2 and facts(one)["deal"] is not None
+        if facts(one)["epochs"] == 2 and facts(one)["assignment"] is not None
     ]
     assert len(found) > 3
     for one in found[1:3]:

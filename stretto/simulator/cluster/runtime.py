@@ -104,7 +104,7 @@ class SimPace:
         self._worker, self._speed, self._watch = worker, speed, watch
         self._step_s = self._progress = 0.0
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """Spend the time of an epoch besides its steps: starting the loader and closing the previous epoch."""
         self._worker.compute(self._worker.cost_model.epoch_s)
 
@@ -184,12 +184,12 @@ class SimRuntime(Runtime):
         """Report the script's model and data loader to the simulator."""
         self._on_begin(self._worker, model, loader)
 
-    def sees_enough(self, steps: int, samples: int, t: float) -> bool:
+    def is_limit_reached(self, steps: int, samples: int, t: float) -> bool:
         """Return True if this worker has reached the limit."""
         if self._limit.is_timed:
             self._worker.catch_up()  # workers must be asked in order of virtual time
         return self._limit.reached(steps, samples, t, self.asynchronous)
 
-    def has_seen_enough(self) -> bool:
+    def has_reached_limit(self) -> bool:
         """Return True if an asynchronous worker has ended within an epoch: no worker then starts the next epoch."""
         return self._limit.has_ended

@@ -76,7 +76,7 @@ class _StepRecorder:
         self.epoch_crossing_steps: list[float] = []
         """Steps that include the change from one epoch to the next."""
 
-    def begin_pass(self) -> None:
+    def begin_epoch(self) -> None:
         """Mark the current step as including a change of epochs."""
         self._crosses_epochs = True
 
@@ -168,7 +168,7 @@ class _MeasuringRuntime(SimRuntime):
         self._simulator.paces[self._worker.number] = recorder = _StepRecorder(watch, self._worker)
         return recorder
 
-    def sees_enough(self, steps: int, samples: int, t: float) -> bool:
+    def is_limit_reached(self, steps: int, samples: int, t: float) -> bool:
         """Return True if enough steps were measured; all workers end after the same step."""
         is_long = self._wall_clock() - self._began > LONGEST_S
         return self._simulator.ends(steps, (is_long and steps >= LEAST_STEPS) or steps >= MOST_STEPS)
