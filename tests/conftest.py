@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkingPopen, ForkServer
 from hypothesis import HealthCheck, settings
-
-LIGHT = str(Path(__file__).parent / "light")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), LIGHT]))
 
 # A shell starts background jobs with SIGINT ignored, and processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,3 +26,18 @@ def _seed_random_numbers() -> None:
     """Draw the same random numbers in each test, whichever tests ran before it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[ForkServer]:
+    server = ForkServer().spawn()
+    yield server
+    server.ours.close()
+
+
+@pytest.fixture(autouse=True)
+def _forked_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start Python processes by the fork server, except in tests marked `plain_processes`."""
+    if request.node.get_closest_marker("plain_processes") is None:
+        monkeypatch.setattr(ForkingPopen, "server", request.getfixturevalue("_fork_server"))
+        monkeypatch.setattr(subprocess, "Popen", ForkingPopen)

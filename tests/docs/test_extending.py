@@ -30,7 +30,7 @@ def run(folder: Path, *words: str) -> None:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

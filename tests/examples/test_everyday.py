@@ -103,7 +103,7 @@ class Place:
             [sys.executable, *command, *target, *script.plain_args],
             cwd=self.root,
             env={name: value for name, value in os.environ.items() if name not in hidden}
-            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DIGESTS": str(found)},
+            | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo", "DIGESTS": str(found)},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

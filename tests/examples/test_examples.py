@@ -21,7 +21,7 @@ def run(script: Path, *args: str, **environment: str) -> subprocess.CompletedPro
     """The script in a process of its own, started as a person would."""
     alone = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "STRETTO_CONFIG")}
     command = [sys.executable, str(script), *args]
-    path = os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     environment = {**alone, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 

@@ -21,7 +21,7 @@ from stretto.process_config import VARIABLE
 
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]
-PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "light")])
+PATH = str(ROOT)
 
 STUB = """
 import sys, types

@@ -202,11 +202,16 @@ def test_target_without_a_metric_ends_the_sweep_immediately() -> None:
 
 
 def test_at_most_jobs_processes_run_concurrently() -> None:
-    watch = (
-        "import os, pathlib, time; n = len(list(pathlib.Path().glob('on-*'))); p = pathlib.Path(f'on-{os.getpid()}')\n"
-    )
-    watch += "p.touch(); time.sleep(0.2); n = len(list(pathlib.Path().glob('on-*'))); p.unlink()\n"
-    watch += "open('most', 'a').write(f'{n}\\n')"
+    watch = """
+import os, pathlib, time
+mine, limit = pathlib.Path(f"on-{os.getpid()}"), time.monotonic() + 60
+mine.touch()
+while (n := len(list(pathlib.Path().glob("on-*")))) < 3 and not os.path.exists("most") and time.monotonic() < limit:
+    time.sleep(0.01)
+with open("most", "a") as file:
+    file.write(f"{n}\\n")
+mine.unlink()
+"""
     with pytest.raises(LaunchError, match="6 of 6 points failed"):
         swept("seed=1,2,...,6", jobs=3, command=(sys.executable, "-c", watch))
     assert max(map(int, Path("most").read_text().split())) == 3

@@ -147,7 +147,7 @@ def _port(descriptor: int) -> int | None:
 
 def test_collective_exchanges_cost_what_the_kernel_counts(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     commands = [[sys.executable, __file__, str(worker), str(tmp_path)] for worker in range(LARGEST_CREW)]
 
     def run(command: list[str]) -> Any:

@@ -83,7 +83,7 @@ CASES: dict[str, Callable[[], None]] = {
 def test_data_on_a_slow_link_arrives_without_a_timeout(case: str) -> None:
     if os.geteuid() or not shutil.which("tc") or not shutil.which("unshare"):
         pytest.skip("a slow link needs root, unshare and iproute2")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     command = ["unshare", "-n", "sh", "-ec", SHAPED, "sh", sys.executable, __file__, case]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

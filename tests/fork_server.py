@@ -1,0 +1,248 @@
+"""Fork server: starts Python processes of tests from a process that has imported torch already.
+
+A plain start imports torch for more than a second of CPU time; a fork takes some milliseconds. `ForkingPopen` takes the
+place of `subprocess.Popen` in the tests, and in the commands that they start, for `python -m NAME`, `python -c CODE`
+and `python FILE`. A forked process is a child of the process that asked for it, so signals, waits and exit codes are
+those of a plain start; only /proc shows the environment and the command of the server.
+
+    test or launcher         fork server            go-between        process
+          | -- request, fds --> |                       |                |
+          |                     | -- fork ------------> |                |
+          |                     |                       | -- fork -----> |
+          |                     | <-- exits ------------|                |
+          | <---- pid --------- |        the process is adopted by the nearest ancestor that adopts orphans: the asker
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "matplotlib.figure",
+    "zmq",
+    "stretto.api",
+    "stretto.cli.main",
+    "stretto.launcher.local",
+    "stretto.parameter_server.rpc_server",
+    "stretto.report.html_report",
+)
+WORKERS = ("stretto.launcher.worker_main", "stretto.launcher.shard_main", "stretto.launcher.coordinator_main")
+"""Modules whose processes start no others."""
+READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": None}
+"""Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""
+PLAIN = "STRETTO_TEST_MARK"
+"""Environment variable of processes that tests find by their environment: they start plainly."""
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2)."""
+HIGH_FD = 400
+"""Descriptors from here on do not collide with those that a request passes."""
+LONGEST = 1 << 20
+PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+BASE_PATH = [path for path in sys.path if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+
+
+class ForkServer:
+    """Connection to a fork server."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours, self.theirs = _high(ours), _high(theirs)
+        self._lock = threading.Lock()
+
+    def spawn(self) -> ForkServer:
+        """Start the server as a program of its own."""
+        command = [sys.executable, "-P", __file__, str(self.theirs.fileno())]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        environment = {**os.environ, **{name: value for name, value in READ_AT_START.items() if value is not None}}
+        with self.theirs:
+            server = subprocess.Popen(command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet)
+        server.returncode = 0  # it ends when the connection does; nobody waits for it
+        return self
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Return the pid of a new child of this process."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        with self._lock, _adopting_orphans():
+            self.ours.sendmsg([json.dumps(request).encode()], rights)
+            return int(self.ours.recv(100))
+
+
+def _high(end: socket.socket) -> socket.socket:
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, HIGH_FD))
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(SUBREAPER, 0, 0, 0, 0)
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """A Popen that forks Python processes from the fork server, and starts other commands plainly."""
+
+    server: ForkServer | None = None
+
+    def _execute_child(self, *given: Any) -> None:
+        values = dict(zip(PARAMETERS, given, strict=True))
+        request = _request(values)
+        if self.server is None or request is None:
+            super()._execute_child(*given)  # type: ignore[misc]
+            return
+        pipes = [values["p2cread"], values["c2pwrite"], values["errwrite"]]
+        standard = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
+        passed = sorted(values["pass_fds"])
+        request["targets"] = [0, 1, 2, *passed]
+        try:
+            self.pid = self.server.start(request, [*standard, *passed])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*[values[name] for name in PARAMETERS if name.startswith(("p2c", "c2p", "err"))])
+
+
+def _request(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the server must run; None for a command that must start plainly."""
+    if isinstance(values["args"], str | bytes) or any(values[name] for name in ("preexec_fn", "shell", "executable")):
+        return None
+    words = [os.fspath(word) for word in values["args"]]
+    environment = dict(os.environ if values["env"] is None else values["env"])
+    cwd = os.fspath(values["cwd"] or os.getcwd())
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    safe = words[1:2] == ["-P"]
+    rest = words[1 + safe :]
+    if (
+        words[0] != sys.executable
+        or not rest
+        or (rest[0].startswith("-") and rest[0] not in ("-m", "-c"))
+        or PLAIN in environment
+        or any(environment.get(name, value) != value for name, value in READ_AT_START.items())
+        or any(Path(path, "sitecustomize.py").exists() for path in paths)
+        or not Path(cwd).is_dir()
+    ):
+        return None
+    return {
+        "words": rest,
+        "safe": safe,
+        "paths": paths,
+        "environment": environment,
+        "cwd": cwd,
+        "session": values["start_new_session"],
+        "group": values["process_group"],
+    }
+
+
+def main() -> None:
+    """Import what test processes use and serve; in each forked process, run its request."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # the collections of forked processes leave these objects, and their pages, alone
+    request, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request["words"][:1] != ["-m"] or request["words"][1] not in WORKERS:
+        server = ForkServer()
+        if os.fork():
+            server.theirs.close()
+            ForkingPopen.server = server
+            subprocess.Popen = ForkingPopen  # type: ignore[misc]
+        else:
+            server.ours.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            request, descriptors = _serve(server.theirs)
+    _take_place(request, descriptors)
+    _run(request["words"], request)
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork a process for each request until the connection ends; return its request in the forked process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, ancillary, _, _ = connection.recvmsg(LONGEST, socket.CMSG_SPACE(64 * 4))
+        if not message:
+            os._exit(0)
+        descriptors = array.array("i")
+        for _, _, data in ancillary:
+            descriptors.frombytes(data)
+        reading, writing = os.pipe()
+        if go_between := os.fork():
+            os.waitpid(go_between, 0)
+            connection.send(os.read(reading, 100))
+            for descriptor in (*descriptors, reading, writing):
+                os.close(descriptor)
+        elif pid := os.fork():
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        else:
+            os.close(reading)
+            os.close(writing)
+            connection.close()
+            return json.loads(message), list(descriptors)
+
+
+def _take_place(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Give this process the descriptors, environment, folder, session and signal handlers of a plain start."""
+    import numpy as np
+    import torch
+
+    raised = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH_FD) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, target in zip(raised, request["targets"], strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    if request["session"]:
+        os.setsid()
+    elif request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    np.random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def _run(words: list[str], request: dict[str, Any]) -> None:
+    """Run a module, a text or a file as Python does."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    kind, rest = (words[0], words[1:]) if words[0] in ("-m", "-c") else ("file", words)
+    first = {"-m": request["cwd"], "-c": "", "file": str(Path(rest[0]).resolve().parent)}[kind]
+    sys.path[:] = [*([] if request["safe"] else [first]), *request["paths"], *BASE_PATH]
+    sys.argv = [kind, *rest[1:]] if kind != "file" else rest
+    if kind == "-m":
+        sys.modules.pop(rest[0], None)
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    else:
+        text = rest[0] if kind == "-c" else Path(rest[0]).read_text()
+        if kind == "file":
+            main.__file__ = rest[0]
+        exec(compile(text, "<string>" if kind == "-c" else rest[0], "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    main()
