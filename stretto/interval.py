@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 
-from stretto.errors import LaunchError, explain
-from stretto.units import seconds, spelled
+from stretto.call_syntax import SMALLEST, Words
+from stretto.units import TIMES, quantity, spelled
 
-ROUNDS = re.compile(r"([1-9][0-9]{0,8})\s*(?:r|rounds?)", re.ASCII | re.IGNORECASE)
+ROUNDS = dict.fromkeys(("r", "round", "rounds"), Decimal(1))
 
 
 @dataclass
@@ -37,11 +37,10 @@ def every(text: str) -> Interval:
     >>> str(every("5m")), str(every("500ms")), str(every("20 rounds")), str(every("20r"))
     ('300s', '0.5s', '20r', '20r')
     """
-    words = text.strip()
-    rounds, time = ROUNDS.fullmatch(words), seconds(words)
-    if rounds is not None:
-        return Interval(rounds=int(rounds[1]))
-    if time:
-        return Interval(seconds=time)
-    problem, expected = f"a checkpoint cannot be written every {text!r}", "a time (30s, 5m) or rounds (20 rounds, 20r)"
-    raise LaunchError(explain(problem, got=words or "nothing", expected=expected, to_type="--checkpoint-every 5m"))
+    rounds = quantity(text.strip(), ROUNDS)
+    if rounds and rounds.is_integer():
+        return Interval(rounds=int(rounds))
+    words = Words(text, "--checkpoint-every", "5m", "a time (30s, 5m) or rounds (20 rounds, 20r)")
+    time = words.quantity(TIMES, SMALLEST)
+    words.end()
+    return Interval(seconds=time)

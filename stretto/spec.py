@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -77,12 +75,6 @@ def typed_name(answer: type[Answer]) -> str:
 def literal(value: object) -> str:
     """Return a field's value as a recipe's text."""
     return '"' + value + '"' if isinstance(value, str) else str(value)
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most like `name`, or None if none is similar."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return near[0] if near else None
 
 
 class FieldError(RecipeError):

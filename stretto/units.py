@@ -1,24 +1,17 @@
-"""Parsing and printing of numbers and times, and marks under an unreadable part of a text."""
+"""Numbers, and quantities with units: parsing and printing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from decimal import Decimal
 from math import inf
 
-NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
-ALONE = re.compile(NUMBER, re.ASCII | re.IGNORECASE)
-DURATION = re.compile(rf"({NUMBER})(ms|s|m|h)", re.ASCII | re.IGNORECASE)
-
-
-def marked(text: str, start: int, stop: int) -> str:
-    """Return a text for the second line of an error, with marks under the wrong part.
-
-    >>> print("  got: " + marked("equl", 0, 4))
-      got: equl
-           ^^^^
-    """
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)
-    return f"{shown}\n{' ' * (len('  got: ') + start)}{'^' * max(1, stop - start)}"
+NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]{1,4})?"
+QUANTITY = re.compile(rf"({NUMBER}) *([a-z/%]*)", re.ASCII | re.IGNORECASE)
+PLAIN = {"": Decimal(1)}
+TIMES = {"h": Decimal(3600), "m": Decimal(60), "s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
+"""Seconds of each unit of time."""
 
 
 def spelled(number: float) -> str:
@@ -30,9 +23,15 @@ def spelled(number: float) -> str:
     return repr(float(number)).removesuffix(".0")
 
 
-def numeric(text: str) -> float | None:
-    """Parse a finite number of at least 0; return None for any other text."""
-    value = float(text) if ALONE.fullmatch(text) else inf
+def quantity(text: str, units: Mapping[str, Decimal]) -> float | None:
+    """Parse a finite number with one of these units, in any case of letters; return None for any other text.
+
+    >>> quantity("1.5KB", {"MB": Decimal(10**6), "kB": Decimal(1000)})
+    1500.0
+    """
+    match = QUANTITY.fullmatch(text)
+    scales = [scale for unit, scale in units.items() if match and unit.lower() == match[2].lower()]
+    value = float(Decimal(match[1]) * scales[0]) if match and scales else inf
     return value if value < inf else None
 
 
@@ -42,9 +41,4 @@ def seconds(text: str) -> float | None:
     >>> seconds("500ms"), seconds("10s"), seconds("2m"), seconds("1h"), seconds("10")
     (0.5, 10.0, 120.0, 3600.0, None)
     """
-    match = DURATION.fullmatch(text)
-    value = numeric(match[1]) if match else None
-    if match is None or value is None:
-        return None
-    unit = match[2].lower()
-    return numeric(spelled(value / 1000 if unit == "ms" else value * {"s": 1, "m": 60, "h": 3600}[unit]))
+    return quantity(text, TIMES)

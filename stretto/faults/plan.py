@@ -9,16 +9,16 @@ victims that the text leaves open are drawn from the seed, with a separate rando
 from __future__ import annotations
 
 import heapq
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from stretto.call_syntax import Words
 from stretto.errors import LaunchError, explain
-from stretto.units import marked, numeric, seconds, spelled
+from stretto.units import TIMES, spelled
 
 Kind = Literal["worker", "server", "coordinator"]
 Verb = Literal["kill", "back", "pause", "go_on", "cut", "heal", "slow", "restore"]
@@ -37,8 +37,6 @@ STREAM = 2
 SHORTEST_S = 1e-6
 """Minimum of seconds between or within faults: with less, virtual time might not advance."""
 TIME = "a time such as 500ms, 10s, 2m, 1h, at least 0.001ms"
-WORD = re.compile(r"[^\s,;]+|[,;]")
-NUMBERS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
 EXAMPLES = {
     "kill": "kill worker 3 at 10s, back after 5s",
     "pause": "pause worker 2 for 5s at 30s",
@@ -113,7 +111,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """The network between these workers and all other processes, servers included, is cut for a while."""
 
     begins: ClassVar[Verb] = "cut"
@@ -143,7 +141,7 @@ class Slow:
         return f"slow link of {self.who} by {spelled(self.factor)} for {spelled(self.for_s)}s {self.when}"
 
 
-Fault = Kill | Pause | Cut | Slow
+Fault = Kill | Pause | Partition | Slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,99 +181,40 @@ def parse(text: str) -> tuple[Fault, ...]:
     >>> print(*parse("cut workers 2,0-1,7 for 10s at 20s"))
     cut workers 0-2,7 for 10s at 20s
     """
-    words = _Words(text)
-    faults = list(_fault(words))
-    while not words.over():
-        words.must(";")
-        faults.extend(_fault(words))
-    return tuple(faults)
+    words = Words(text, "--faults", "; ".join((EXAMPLES["kill"], EXAMPLES["pause"])), "a fault")
+    return tuple(fault for _ in words.listed(";") for fault in _fault(words))
 
 
-class _Words:
-    """Tokens of a text; an unexpected one raises an error that marks it."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._left = list(WORD.finditer(text))[::-1]
-        self.example = "; ".join((EXAMPLES["kill"], EXAMPLES["pause"]))
-
-    def over(self) -> bool:
-        """Return True at the end of the text."""
-        return not self._left
-
-    def next(self) -> str:
-        """Return the next word without consuming it."""
-        return self._left[-1][0].lower() if self._left else ""
-
-    def must(self, *expected: str) -> str:
-        """Consume the next word, which must be one of these."""
-        if self.next() not in expected:
-            raise self.refused(" or ".join(expected))
-        return self._left.pop()[0].lower()
-
-    def quantity(self, read: Callable[[str], float | None], least: float, expected: str) -> float:
-        """Consume a number or a time of at least `least`."""
-        value = read(self.next())
-        if value is None or value < least:
-            raise self.refused(expected)
-        self._left.pop()
-        return value
-
-    def numbers(self) -> Iterator[int]:
-        """Consume numbers such as `3`, `0-3` or `0,2,5-7`."""
-        yield from self._range()
-        while self.next() == ",":
-            self._left.pop()
-            yield from self._range()
-
-    def _range(self) -> range:
-        match = NUMBERS.fullmatch(self.next())
-        found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not found:
-            raise self.refused("numbers such as 3, 0-3 or 0,2,5-7")
-        self._left.pop()
-        return found
-
-    def refused(self, expected: str) -> LaunchError:
-        """Return the error about the next word."""
-        start, stop = self._left[-1].span() if self._left else (len(self._text), len(self._text))
-        problem = f"not a fault: {self._text[start:stop] or 'something is missing at the end'}"
-        got = marked(self._text, start, stop)
-        return LaunchError(explain(problem, got=got, expected=expected, to_type=f'"{self.example}"'))
+def _fault(words: Words) -> Sequence[Fault]:
+    words.expected = " or ".join(EXAMPLES)
+    return READERS[words.choose(EXAMPLES)](words)
 
 
-def _fault(words: _Words) -> Sequence[Fault]:
-    verb = words.must(*EXAMPLES)
-    words.example = EXAMPLES[verb]
-    return READERS[verb](words)
-
-
-def _kill(words: _Words) -> Sequence[Fault]:
+def _kill(words: Words) -> Sequence[Fault]:
     who, when, back_after_s = _who(words, "worker", "server", "coordinator"), _when(words), None
-    if words.next() == ",":
-        words.must(",")
-        words.must("back")
+    if words.skip(","):
+        words.take("back")
         back_after_s = _time(words, "after")
     return [Kill(one, when, back_after_s) for one in who]
 
 
-def _pause(words: _Words) -> Sequence[Fault]:
+def _pause(words: Words) -> Sequence[Fault]:
     who, for_s, when = _who(words, "worker", "server", "coordinator"), _time(words, "for"), _when(words)
     return [Pause(one, when, for_s) for one in who]
 
 
-def _cut(words: _Words) -> Sequence[Fault]:
-    words.must("workers", "worker")
+def _cut(words: Words) -> Sequence[Fault]:
+    words.take("workers", "worker")
     workers, for_s = tuple(sorted(set(words.numbers()))), _time(words, "for")
-    return [Cut(workers, _when(words), for_s)]
+    return [Partition(workers, _when(words), for_s)]
 
 
-def _slow(words: _Words) -> Sequence[Fault]:
-    words.must("link")
-    words.must("of")
+def _slow(words: Words) -> Sequence[Fault]:
+    words.take("link")
+    words.take("of")
     who = _who(words, "worker", "server")
-    words.must("by")
-    factor = words.quantity(numeric, 1, "a number, at least 1")
+    words.take("by")
+    factor = words.quantity(least=1, expected="a number, at least 1")
     for_s, when = _time(words, "for"), _when(words)
     return [Slow(one, when, for_s, factor) for one in who]
 
@@ -283,24 +222,23 @@ def _slow(words: _Words) -> Sequence[Fault]:
 READERS = {"kill": _kill, "pause": _pause, "cut": _cut, "slow": _slow}
 
 
-def _who(words: _Words, *kinds: Kind) -> list[Target]:
-    kind = next((one for one in kinds if words.next() in (one, f"{one}s")), None)
+def _who(words: Words, *kinds: Kind) -> list[Target]:
+    kind = next((one for one in kinds if words.skip(one) or words.skip(f"{one}s")), None)
     if kind is None:
         raise words.refused(" or ".join(kinds))
-    words.must(words.next())
-    numbered = kind != "coordinator" and words.next()[:1].isdigit()
+    numbered = kind != "coordinator" and words.next[:1].isdigit()
     return [Target(kind, number) for number in words.numbers()] if numbered else [Target(kind)]
 
 
-def _when(words: _Words) -> At | Every:
-    if words.must("at", "every") == "at":
-        return At(words.quantity(seconds, 0, "a time such as 0s, 500ms, 2m, 1h"))
-    return Every(words.quantity(seconds, SHORTEST_S, TIME))
+def _when(words: Words) -> At | Every:
+    if words.take("at", "every") == "at":
+        return At(words.quantity(TIMES, expected="a time such as 0s, 500ms, 2m, 1h"))
+    return Every(words.quantity(TIMES, SHORTEST_S, expected=TIME))
 
 
-def _time(words: _Words, before: str) -> float:
-    words.must(before)
-    return words.quantity(seconds, SHORTEST_S, TIME)
+def _time(words: Words, before: str) -> float:
+    words.take(before)
+    return words.quantity(TIMES, SHORTEST_S, expected=TIME)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -319,17 +257,17 @@ def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
             raise _cannot(fault, "there is no parameter server", "a fault of workers, or a recipe with a server")
         if wrong is not None:
             raise _cannot(fault, f"there is no {kind} {wrong} of {there}", f"a {kind} from 0 to {there - 1}")
-        if isinstance(fault, Cut) and len(numbers) == there:
+        if isinstance(fault, Partition) and len(numbers) == there:
             raise _cannot(fault, f"all {there} workers on one side of a cut", "at least one worker on the other side")
 
 
 def _cannot(fault: Fault, problem: str, expected: str) -> LaunchError:
-    return LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES[fault.begins]}"'))
+    return LaunchError(explain(problem, got=fault, expected=expected, to_type=f'--faults "{EXAMPLES[fault.begins]}"'))
 
 
 def victims_of(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
     """Return the kind and the numbers of a fault's victims; no numbers if they are drawn."""
-    if isinstance(fault, Cut):
+    if isinstance(fault, Partition):
         return "worker", fault.workers
     if fault.who.kind == "coordinator":
         return "coordinator", (0,)
@@ -339,9 +277,9 @@ def victims_of(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
 def check_live(faults: Sequence[Fault], restarts: int) -> None:
     """Raise LaunchError for a fault that live processes with this number of restarts can't be subjected to."""
     for fault in faults:
-        if isinstance(fault, Cut | Slow):
+        if isinstance(fault, Partition | Slow):
             problem, expected = "links are cut and slowed in simulations only", "a kill or a pause of a process"
-            raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES["pause"]}"'))
+            raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'--faults "{EXAMPLES["pause"]}"'))
         if isinstance(fault, Kill) and fault.back_after_s is not None and not restarts:
             problem, expected = "no process is restarted with --restarts 0", "a kill for good, or restarts"
             raise LaunchError(explain(problem, got=fault, expected=expected, to_type="--restarts 3"))

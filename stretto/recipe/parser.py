@@ -7,30 +7,28 @@ the run, servers included; only a subclass of `stretto.how.Codec` is called.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
 from stretto import codecs
+from stretto.call_syntax import Term, Words, nearest
 from stretto.errors import RecipeError, explain
 from stretto.recipe import named, then, what, when, whom
 from stretto.recipe.recipe import Recipe
-from stretto.spec import Answer, nearest
+from stretto.spec import Answer
 
 EXAMPLE = "local_sgd(every=16)"
 LONGEST = 10_000
 RECIPES = tuple(named.NAMED)
 """Names of all recipes."""
 ENTRY_POINTS = "stretto.codecs"
-_one_at_a_time = threading.Lock()
-"""Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
+EXPECTED = "a recipe's name with its options (see `stretto recipes`), or Recipe(what=..., when=..., ...)"
 
 
 def _answers() -> dict[str, Callable[..., Any]]:
@@ -53,70 +51,32 @@ def parse(text: str) -> Recipe:
     >>> parse("allreduce") == parse("Recipe()")
     True
     """
-    if len(text) > LONGEST:
-        raise _not_a_recipe(text[:40] + "...", f"a text of {len(text)} characters")
-    try:
-        with _one_at_a_time:
-            tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise _not_a_recipe(text, str(error)) from None
-    value = _value(tree, text, WORDS)
+    words, term = _read(text)
+    value = _value(term, words, WORDS)
     if isinstance(value, Recipe):
         return value
-    raise _not_a_recipe(text, f"{value}, which is {_kind(value)}")
+    kind = f"an answer to {value.axis!r}, one of five" if isinstance(value, Answer) else "a plain value"
+    raise words.refused(at=0, problem=f"not a recipe: {term.text} is {kind}")
 
 
 _WITHIN = {**WORDS, **ANSWERS}
 
 
-def _kind(value: object) -> str:
-    return f"an answer to {value.axis!r}, one of five" if isinstance(value, Answer) else "no recipe"
+def _read(text: str) -> tuple[Words, Term]:
+    shown = text if len(text) <= LONGEST else f"{text[:40]}... of {len(text)} characters"
+    words = Words(shown, "--recipe", EXAMPLE, EXPECTED, RecipeError)
+    term = words.term()
+    words.end()
+    return words, term
 
 
-def _not_a_recipe(text: str, got: str) -> RecipeError:
-    return RecipeError(
-        explain(
-            f"not a recipe: {text}",
-            got=got,
-            expected="a recipe's name with its options (see `stretto recipes`), or Recipe(what=..., when=..., ...)",
-            to_type=f'--recipe "{EXAMPLE}"',
-        )
-    )
-
-
-def _value(node: ast.expr, text: str, words: Mapping[str, Callable[..., Any]]) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _negative(node, text)
-    if (name := _name(node)) is not None:
-        return _call(words, name, [], {})
-    if isinstance(node, ast.Call) and (name := _name(node.func)) is not None:
-        if any(keyword.arg is None for keyword in node.keywords):
-            raise _not_a_recipe(text, "an option without a name")
-        options = {str(keyword.arg): _value(keyword.value, text, _WITHIN) for keyword in node.keywords}
-        return _call(words, name, [_value(one, text, _WITHIN) for one in node.args], options)
-    raise _not_a_recipe(text, f"`{ast.unparse(node)}`, which is code, not a value")
-
-
-def _name(node: ast.expr) -> str | None:
-    """Return a name, with the dots of an import path; None for any other expression."""
-    if isinstance(node, ast.Attribute):
-        module = _name(node.value)
-        return None if module is None else f"{module}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def _negative(node: ast.UnaryOp, text: str) -> int | float:
-    value = _value(node.operand, text, _WITHIN)
-    if isinstance(value, int | float):
-        return -value
-    raise _not_a_recipe(text, f"`{ast.unparse(node)}`")
-
-
-def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], options: dict[str, Any]) -> Any:
-    make = words.get(name) or (_imported(name) if "." in name else _of_entry_point(name))
-    _check_options(name, make, args, options)
+def _value(term: Term, words: Words, names: Mapping[str, Callable[..., Any]]) -> Any:
+    if not term.name:
+        return term.value
+    args = [_value(one, words, _WITHIN) for one in term.args]
+    options = {name: _value(one, words, _WITHIN) for name, one in term.options.items()}
+    make = names.get(term.name) or (_imported(term.name) if "." in term.name else _of_entry_point(term, words))
+    _check_options(term, words, make, args, options)
     return make(*args, **options)
 
 
@@ -127,12 +87,10 @@ def import_paths(text: str) -> list[str]:
     ['mypkg.my_codec']
     """
     try:
-        with _one_at_a_time:
-            tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        names = _read(text)[1].names()
+    except RecipeError:
         return []
-    names = (_name(node) for node in ast.walk(tree) if isinstance(node, ast.expr))
-    return [name for name in names if name is not None and "." in name]
+    return [name for name in names if "." in name]
 
 
 def _imported(path: str) -> type[codecs.Codec]:
@@ -145,11 +103,15 @@ def _imported(path: str) -> type[codecs.Codec]:
     return _codec(path, found)
 
 
-def _of_entry_point(name: str) -> type[codecs.Codec]:
+def _of_entry_point(term: Term, words: Words) -> type[codecs.Codec]:
     """Return the codec that a package has registered under this name. Raise RecipeError if none has."""
+    name = term.name
     found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
     if found is None:
-        raise _unknown_name(name)
+        near = ", ".join(difflib.get_close_matches(name, [*RECIPES, *ANSWERS], n=3, cutoff=0.0))
+        words.example = nearest(name, RECIPES) or EXAMPLE
+        problem = f"no recipe or answer is called {name!r}; the nearest are {near}"
+        raise words.refused("one of " + ", ".join(sorted(WORDS)), term.at, problem)
     try:
         loaded = found.load()
     except Exception as error:  # whatever the module raises while it is imported
@@ -176,37 +138,21 @@ def _no_codec(path: str, got: str) -> RecipeError:
     )
 
 
-def _unknown_name(name: str) -> RecipeError:
-    near = difflib.get_close_matches(name, [*RECIPES, *ANSWERS], n=3, cutoff=0.0)
-    return RecipeError(
-        explain(
-            f"no recipe or answer is called {name!r}; the nearest are {', '.join(near)}",
-            got=name,
-            expected="one of " + ", ".join(sorted(WORDS)),
-            to_type=f'--recipe "{nearest(name, RECIPES) or EXAMPLE}"',
-        )
-    )
-
-
-def _check_options(name: str, make: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> None:
-    allowed = [one for one in inspect.signature(make).parameters if one != "called"]
+def _check_options(
+    term: Term, words: Words, make: Callable[..., Any], args: list[Any], options: dict[str, Any]
+) -> None:
+    name, signature = term.name, inspect.signature(make)
+    allowed = [one for one in signature.parameters if one != "called"]
+    expected = "the options " + ", ".join(allowed) if allowed else "no options"
     wrong = next((one for one in options if one not in allowed), None)
     if wrong is not None:
         near = nearest(wrong, allowed)
         example = f"{name}({near}={options[wrong]})" if near else f"{name}()"
-        raise RecipeError(
-            explain(f"{name} has no option {wrong!r}", got=wrong, expected=_options(allowed), to_type=example)
-        )
+        raise words.refused(expected, term.options[wrong].at - 2, f"{name} has no option {wrong!r}", example)
     try:
-        inspect.signature(make).bind(*args, **options)
+        signature.bind(*args, **options)
     except TypeError as error:
-        raise RecipeError(
-            explain(f"{name}: {error}", got=f"{name}(...)", expected=_options(allowed), to_type=f"{name}(...)")
-        ) from None
-
-
-def _options(allowed: list[str]) -> str:
-    return "the options " + ", ".join(allowed) if allowed else "no options"
+        raise words.refused(expected, term.at, f"{name}: {error}", f"{name}(...)") from None
 
 
 def with_shards(text: str, shards: int) -> str:

@@ -104,9 +104,9 @@ def check(simulation: Simulation) -> Simulation:
 
 def _silence_s(fault: Fault) -> float:
     """Return for how many seconds a fault can silence a worker."""
-    if isinstance(fault, plan.Cut) and isinstance(fault.when, plan.Every):
+    if isinstance(fault, plan.Partition) and isinstance(fault.when, plan.Every):
         return inf  # a recurring partition may begin before the previous one has ended
-    can_time_out = isinstance(fault, plan.Cut) or (isinstance(fault, plan.Pause) and fault.who.kind == "worker")
+    can_time_out = isinstance(fault, plan.Partition) or (isinstance(fault, plan.Pause) and fault.who.kind == "worker")
     return fault.for_s if can_time_out else 0.0  # type: ignore[union-attr]
 
 

@@ -150,7 +150,7 @@ def test_record_is_written_to_the_given_path(place: Place) -> None:
         (
             ["run", "--faults", "kil worker at 1s", "train.py"],
             1,
-            ("not a fault: kil", "got: kil worker", "^^^"),
+            ("--faults cannot be read: kil", "got: kil worker", "^^^"),
         ),
         (["run"], 2, ("SCRIPT",)),
         (["run", "trian.py"], 1, ("there is no script trian.py", "try: stretto run train.py")),

@@ -419,7 +419,7 @@ def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
         (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
         (["--sevrers", "2"], 2, ("no option --sevrers", "nearest are --servers")),
         (["--stragglers", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --stragglers "1:2.0,3:5.0"')),
-        (["--stragglers", "fast", "-n", "2"], 1, ("--stragglers cannot be 'fast'", "got: fast", "WORKER:FACTOR")),
+        (["--stragglers", "fast", "-n", "2"], 1, ("--stragglers cannot be read: fast", "got: fast", "WORKER:FACTOR")),
         (["--on-nan", "explode"], 2, ("explode", "stop")),
         (["--no-encryption=yes"], 2, ("--no-encryption",)),
     ],

@@ -33,8 +33,8 @@ def test_spaces_and_integers_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "got: nothing"),
-        ("1:2,", "got: nothing"),
+        ("", "missing at the end"),
+        ("1:2,", "missing at the end"),
         ("1", "got: 1"),
         ("1:", "got: 1:"),
         (":2", "got: :2"),
@@ -48,15 +48,14 @@ def test_spaces_and_integers_are_accepted() -> None:
         ("1:2:3", "got: 1:2:3"),
         ("1:nan", "got: 1:nan"),
         ("1:inf", "got: 1:inf"),
-        ("1:1e3", "got: 1:1e3"),
         ("1:2_0", "got: 1:2_0"),
         ("²:2", "got: ²:2"),
-        ("9" * 5000 + ":2", "--stragglers cannot be"),
-        ("1:" + "9" * 5000, "--stragglers cannot be"),
+        ("9" * 5000 + ":2", "--stragglers cannot be read"),
+        ("1:" + "9" * 5000, "--stragglers cannot be read"),
         ("4:2", "there is no worker 4 of 4"),
         ("1:2,1:3", "worker 1 is slow twice"),
-        ("1:0.5", "worker 1 cannot be slowed by 0.5"),
-        ("1:0", "worker 1 cannot be slowed by 0.0"),
+        ("1:0.5", "expected: a factor of at least 1"),
+        ("1:0", "expected: a factor of at least 1"),
     ],
 )
 def test_invalid_factors_are_refused(text: str, says: str) -> None:

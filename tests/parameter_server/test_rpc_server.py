@@ -421,7 +421,7 @@ def test_an_update_that_does_not_fit_is_refused_by_name(servers: Servers) -> Non
 def test_a_late_refusal_is_sent_immediately_too(servers: Servers) -> None:
     """The error is detected only in the whole message."""
     (wire,) = servers.clients(servers.start(1))
-    for wrong, said in (("allreduce", "applies nothing on arrival"), ("no such", "not a recipe")):
+    for wrong, said in (("allreduce", "applies nothing on arrival"), ("no such", "--recipe cannot be read")):
         with pytest.raises(TransportError, match=said):
             wire.open(1, wrong, [torch.zeros(3)])
     with pytest.raises(TransportError, match="this shard has no parameters"):

@@ -12,7 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
-from stretto.faults.plan import At, Cut, Every, Fault, Happening, Kill, Pause, Slow, Target, check, parse, schedule
+from stretto.faults.plan import (
+    At,
+    Every,
+    Fault,
+    Happening,
+    Kill,
+    Partition,
+    Pause,
+    Slow,
+    Target,
+    check,
+    parse,
+    schedule,
+)
 
 WORKERS, SHARDS = 5, 2
 Played = list[tuple[float, Happening]]
@@ -31,7 +44,7 @@ def any_faults(
     one = st.one_of(
         st.builds(Kill, anybody, when, st.none() | span),
         st.builds(Pause, anybody, when, span),
-        st.builds(Cut, some, when, span),
+        st.builds(Partition, some, when, span),
         st.builds(Slow, worker | server, when, span, st.floats(1, 1e9)),
     )
     return st.lists(one, min_size=1, max_size=5)
@@ -67,8 +80,8 @@ def test_text_round_trips(faults: Sequence[Fault]) -> None:
         ("kill coordinator at 2m", Kill(Target("coordinator"), At(120))),
         ("pause worker 2 for 5s at 30s", Pause(Target("worker", 2), At(30), 5)),
         ("pause worker for 5s every 60s", Pause(Target("worker"), Every(60), 5)),
-        ("cut workers 0-3 for 10s at 20s", Cut((0, 1, 2, 3), At(20), 10)),
-        ("cut worker 7,0,2,5-7 for 10s at 20s", Cut((0, 2, 5, 6, 7), At(20), 10)),
+        ("cut workers 0-3 for 10s at 20s", Partition((0, 1, 2, 3), At(20), 10)),
+        ("cut worker 7,0,2,5-7 for 10s at 20s", Partition((0, 2, 5, 6, 7), At(20), 10)),
         ("slow link of worker 1 by 10 for 20s at 5s", Slow(Target("worker", 1), At(5), 20, 10)),
         ("slow link of server by 4.5 for 10s at 5s", Slow(Target("server"), At(5), 10, 4.5)),
     ],
@@ -99,7 +112,7 @@ def test_fault_of_several_targets_is_one_fault_each() -> None:
         ("kill worker every 0s", "0s", "at least 0.001ms"),
         ("kill worker 3 at 10s, bak after 5s", "bak", "back"),
         ("kill worker 3 at 10s, back in 5s", "in", "after"),
-        ("kill worker 3 at 10s back after 5s", "back", ";"),
+        ("kill worker 3 at 10s back after 5s", "back", "`;` or the end"),
         ("kill worker 3 at 10s, back after 0s", "0s", "at least 0.001ms"),
         ("kill coordinator 1 at 10s", "1", "at or every"),
         ("kill worker 3 at 10s; pause worker 2 at 30s", "at", "for"),
@@ -123,7 +136,7 @@ def test_invalid_text_is_refused_with_its_place_marked(text: str, wrong: str, ex
     assert shown[len("  got: ") :].find(wrong) >= 0
     assert shown[marks.index("^") : marks.rindex("^") + 1] == wrong
     assert expected in rest
-    example = str(raised.value).rpartition("try: ")[2]
+    example = str(raised.value).rpartition("try: --faults ")[2]
     assert parse(example.strip('"')), "what is proposed can be typed"
 
 
@@ -251,7 +264,7 @@ def test_schedule_is_ordered_and_consistent(faults: Sequence[Fault], seed: int) 
 def test_each_begun_fault_ends(faults: Sequence[Fault], seed: int) -> None:
     """If all faults occur once, only processes killed for good remain affected."""
     verbs = Counter(one.verb for _, one in schedule(faults, WORKERS, SHARDS, seed))
-    assert verbs["cut"] == verbs["heal"] == sum(isinstance(one, Cut) for one in faults)
+    assert verbs["cut"] == verbs["heal"] == sum(isinstance(one, Partition) for one in faults)
     assert verbs["slow"] == verbs["restore"]
     for_good = sum(isinstance(one, Kill) and one.back_after_s is None for one in faults)
     assert verbs["back"] <= verbs["kill"] <= verbs["back"] + for_good
@@ -263,8 +276,8 @@ def test_more_faults_do_not_change_the_times_of_the_first(
     first: Sequence[Fault], more: Sequence[Fault], seed: int
 ) -> None:
     """For faults without kills and pauses, so that no target can be absent."""
-    links = [one for one in first if isinstance(one, Cut | Slow)]
-    added = [one for one in more if isinstance(one, Cut | Slow)]
+    links = [one for one in first if isinstance(one, Partition | Slow)]
+    added = [one for one in more if isinstance(one, Partition | Slow)]
     alone, both = play(links, seed), play([*links, *added], seed)
     assert not Counter(alone) - Counter(both)
 

@@ -23,9 +23,8 @@ from stretto.simulator.compute.speed import (
     Slow,
     Speeds,
     parse,
-    seconds,
-    spelled,
 )
+from stretto.units import seconds, spelled
 
 above = st.floats(0, 1e300, exclude_min=True, allow_subnormal=False)
 sigma = st.floats(0, 10)
@@ -67,7 +66,7 @@ def test_times_are_in_seconds(count: int, unit: tuple[str, float]) -> None:
 
 def test_constant_times_are_exact() -> None:
     assert [seconds(one) for one in ("100ms", "300MS", "1.5s", "2m", "1h")] == [0.1, 0.3, 1.5, 120, 3600]
-    assert [seconds(one) for one in ("", "s", "10", "-1s", "1 s", "1d", "nans", "1e999s", "1e308h")] == [None] * 9
+    assert [seconds(one) for one in ("", "s", "10", "-1s", "1 0s", "1d", "nans", "1e999s", "1e308h")] == [None] * 9
 
 
 @given(st.floats(0, allow_infinity=False))
@@ -79,24 +78,21 @@ def test_numbers_are_printed_exactly(number: float) -> None:
     ("text", "wrong"),
     [
         ("equl", "equl"),
-        ("EQUAL", "EQUAL"),
-        ("lognormal", "lognormal"),
-        ("lognormal()", "lognormal"),
+        ("lognormal()", ")"),
         ("lognormal(x)", "x"),
         ("lognormal(-1)", "-1"),
         ("lognormal(11)", "11"),
         ("lognormal(nan)", "nan"),
-        ("lognormal(0.5", "lognormal(0.5"),
-        ("lognormal(0.5, each=stpe)", "each=stpe"),
-        ("lognormal(0.5, each=step, 3)", "each=step, 3"),
+        ("lognormal(0.5, each=stpe)", "stpe"),
+        ("lognormal(0.5, each=step, 3)", ","),
         (" equal( 1 )", "1"),
         ("exponential(1)", "1"),
         ("shifted_exponential(1.1)", "1.1"),
         ("slow(0, 5)", "0"),
         ("slow(0.1, 0.5)", "0.5"),
         ("slow(1.5, 5)", "1.5"),
-        ("slow(0.1)", "0.1"),
-        ("slow(0.1, 5, 6)", "5, 6"),
+        ("slow(0.1)", ")"),
+        ("slow(0.1, 5, 6)", ","),
         ("drifting(0.3, 60)", "60"),
         ("drifting(0.3, 0s)", "0s"),
         ("1, 2x, 3", "2x"),
@@ -104,7 +100,7 @@ def test_numbers_are_printed_exactly(number: float) -> None:
         ("1e999", "1e999"),
         ("²", "²"),
         ("1_0", "1_0"),
-        ("trace( )", "trace"),
+        ("trace( )", ")"),
     ],
 )
 def test_invalid_text_is_refused_with_its_place_marked(text: str, wrong: str) -> None:
@@ -116,9 +112,11 @@ def test_invalid_text_is_refused_with_its_place_marked(text: str, wrong: str) ->
     assert '  try: --speeds "' in str(raised.value)
 
 
-@pytest.mark.parametrize(("text", "place"), [("", 0), ("1,,2", 2), ("1,2,", 4), ("slow(,2)", 5)])
+@pytest.mark.parametrize(
+    ("text", "place"), [("", 0), ("1,,2", 2), ("1,2,", 4), ("slow(,2)", 5), ("lognormal", 9), ("slow(0.1", 8)]
+)
 def test_missing_part_is_marked(text: str, place: int) -> None:
-    with pytest.raises(LaunchError, match="nothing") as raised:
+    with pytest.raises(LaunchError, match="--speeds cannot be read: (something is missing at the end|,)\n") as raised:
         parse(text)
     assert str(raised.value).split("\n")[2] == " " * (len("  got: ") + place) + "^"
 

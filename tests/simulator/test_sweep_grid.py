@@ -94,15 +94,15 @@ def test_axis_values_round_trip_or_are_refused(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("workers", "not an axis"),
-        ("=1,2", "not an axis"),
-        ("two words=1", "not an axis"),
-        ("workers=", "empty value"),
-        ("workers=1,,2", "empty value"),
-        ("workers=1,2,", "empty value"),
-        ("recipe=local_sgd(every=4", "unmatched quote or bracket"),
-        ("recipe=local_sgd)every=4(", "unmatched quote or bracket"),
-        ("network='instant", "unmatched quote or bracket"),
+        ("workers", "a name, = and values"),
+        ("=1,2", "a name, = and values"),
+        ("two words=1", "a name, = and values"),
+        ("workers=", "a value on each side of a comma"),
+        ("workers=1,,2", "a value on each side of a comma"),
+        ("workers=1,2,", "a value on each side of a comma"),
+        ("recipe=local_sgd(every=4", "matching quotes and brackets"),
+        ("recipe=local_sgd)every=4(", "matching quotes and brackets"),
+        ("network='instant", "matching quotes and brackets"),
         ("workers=1,2,1", "workers has the value 1 twice"),
         ("workers=1,...,8", "needs two values before it"),
         ("workers=...,8", "needs two values before it"),
@@ -124,7 +124,7 @@ def test_invalid_axis_is_refused_with_got_expected_and_example(text: str, proble
     with pytest.raises(LaunchError) as refused:
         parse(text)
     said = str(refused.value)
-    assert problem in said.partition("\n")[0]
+    assert problem in said
     assert all(part in said for part in ("\n  got: ", "\n  expected: ", "\n  try: "))
 
 
@@ -215,7 +215,7 @@ def test_every_point_has_a_portable_folder_name(tmp_path_factory: pytest.TempPat
         (("seed=1.5",), "the seed cannot be 1.5"),
         (("network=instant,1Gbot/s",), "1Gbot/s"),
         (("speeds=equal,1 0",), "1 0"),
-        (("step_time=1ms,fast",), "--step-time cannot be 'fast'"),
+        (("step_time=1ms,fast",), "--step-time cannot be read: fast"),
         (("until=time=1h,time=0",), "--until cannot be 'time=0'"),
         (("workers=9,4", "faults=kill worker 7 at 1s"), "there is no worker 7 of 4"),
         (("recipe=async_sgd,local_sgd", "faults=kill server 0 at 1s"), "there is no parameter server"),

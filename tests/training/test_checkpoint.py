@@ -682,7 +682,7 @@ def test_intervals_are_parsed_and_printed(text: str, meant: Interval) -> None:
 def test_text_that_is_neither_a_time_nor_rounds_is_refused(text: str) -> None:
     with pytest.raises(LaunchError) as error:
         every(text)
-    assert all(word in str(error.value) for word in ("got: ", "expected: ", "try: --checkpoint-every 5m"))
+    assert all(word in str(error.value) for word in ("got: ", "expected: ", 'try: --checkpoint-every "5m"'))
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=30), st.booleans())

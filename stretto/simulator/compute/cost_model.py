@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stretto.errors import LaunchError, explain
-from stretto.units import seconds
+from stretto.call_syntax import Words
+from stretto.units import TIMES
 
 AUTO = "auto"
-EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
 NAMES = {
     "": "step_s",
     "per epoch": "epoch_s",
@@ -78,21 +77,24 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
     Raises LaunchError.
     """
     values: dict[str, float] = {}
-    parts = [part.strip() for part in text.split(",")]
-    is_auto = measured is not None and parts[0] == AUTO
-    for part in parts[is_auto:]:
-        time, _, name = part.partition(" ")
-        value, field = seconds(time), NAMES.get(name.strip())
-        if value is None or field is None or field in values:
-            raise _refused(text, part or "nothing")
-        values[field] = value
+    words = Words(
+        text,
+        "--step-time",
+        "5ms, 0.2ms encoding, 0.1ms applying",
+        "the time of a step such as 5ms, optionally with those of encoding a tensor and of applying an update",
+    )
+    is_auto = False
+    for start in words.listed(","):
+        if start == 0 and measured is not None and words.skip(AUTO):
+            is_auto = True
+            continue
+        time, at = words.quantity(TIMES), words.at
+        field = NAMES.get(words.typed() if words.next not in ("", ",") else "")
+        if field is None or field in values:
+            raise words.refused(f"nothing, or once each: {', '.join(NAMES)[2:]}", at)
+        values[field] = time
     if measured is not None and is_auto:
         return replace(measured(), **values)
     if "step_s" not in values:
-        raise _refused(text, "no time of a step")
+        raise words.refused(problem="--step-time has no time of a step")
     return CostModel(**values)
-
-
-def _refused(text: str, got: str) -> LaunchError:
-    expected = "the time of a step such as 5ms, optionally with those of encoding a tensor and of applying an update"
-    return LaunchError(explain(f"--step-time cannot be {text!r}", got=got, expected=expected, to_type=EXAMPLE))

@@ -6,22 +6,22 @@ Every draw depends on (seed, worker, step) only, not on the order of calls.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import lru_cache
 from math import exp, expm1, floor, inf, sqrt
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.call_syntax import SMALLEST, Words
 from stretto.errors import LaunchError, explain
-from stretto.spec import nearest
-from stretto.units import marked, numeric, seconds, spelled
+from stretto.units import PLAIN, TIMES, spelled
 
 BLOCK = 256
 """Number of steps of one worker that are drawn together."""
@@ -29,9 +29,6 @@ STREAM = 1
 """Number of the random stream, which makes these draws independent of others with the same seed."""
 MAX_SIGMA = 10.0
 """Largest sigma; beyond it nearly every factor is 0."""
-SMALLEST = 5e-324
-"""Smallest float above 0."""
-CALL = re.compile(r"\s*([A-Za-z_]+)\s*(?:\((.*)\)\s*)?", re.ASCII | re.DOTALL)
 
 StepTimes = Callable[[int, float, float], float]
 """Function of one worker from (step, virtual time at its start, measured seconds of a step) to the step's seconds."""
@@ -281,72 +278,49 @@ def parse(text: str) -> Speeds:
     >>> str(parse("drifting(.3, 2m)"))
     'drifting(0.3, 120s)'
     """
-    match = CALL.fullmatch(text)
-    if match is None:
-        return Factors(tuple(_value(text, word, _number_between(SMALLEST), ANY) for word in _words(text)))
-    name = _Word(match[1], match.start(1))
-    if name.text not in FORMS:
-        near = FORMS.get(nearest(name.text, FORMS) or "", ANY)
-        raise _refused(text, name, ANY._replace(example=near.example))
-    form = FORMS[name.text]
-    words = _words(text, *match.span(2), len(form.readers) - 1) if (match[2] or "").strip() else []
-    if not form.needs <= len(words) <= len(form.readers):
-        raise _refused(text, words[-1] if words else name, form)
-    return form.make(*(_value(text, word, read, form) for word, read in zip(words, form.readers, strict=False)))
+    words = Words(text, "--speeds", "1,1,2,4", ANY)
+    if not words.next.isidentifier():
+        return Factors(tuple(words.quantity(least=SMALLEST) for _ in words.listed(",")))
+    form = FORMS[words.choose({name: form.example for name, form in FORMS.items()})]
+    words.expected = form.syntax
+    values: list[object] = []
+    if words.skip("("):
+        for read in form.readers:
+            if values:
+                words.take(",", expected=form.syntax)
+            values.append(read(words))
+            if words.next == ")" and len(values) >= form.needs:
+                break
+        words.take(")", expected=form.syntax)
+    elif form.needs:
+        raise words.refused()
+    words.end()
+    return form.make(*values)
 
 
-class _Word(NamedTuple):
-    """A word and its position within the text."""
-
-    text: str
-    start: int
-
-
-class _Syntax(NamedTuple):
-    """One form of the text: syntax, example, and constructor for the values of `readers` (None: invalid)."""
+class _Form(NamedTuple):
+    """One form of the text; `make` takes the values of `readers`, the first `needs` of which must be given."""
 
     syntax: str
     example: str
     make: Callable[..., Speeds] = Equal
-    readers: tuple[Callable[[str], object], ...] = ()
+    readers: tuple[Callable[[Words], object], ...] = ()
     needs: int = 0
 
 
-def _words(text: str, start: int = 0, stop: int | None = None, splits: int = -1) -> list[_Word]:
-    words = []
-    for part in text[start:stop].split(",", splits):
-        words.append(_Word(part.strip(), start + len(part) - len(part.lstrip())))
-        start += len(part) + 1
-    return words
+def _number(least: float, most: float = inf, units: Mapping[str, Decimal] = PLAIN) -> Callable[[Words], float]:
+    return lambda words: words.quantity(units, least, most)
 
 
-def _value(text: str, word: _Word, read: Callable[[str], Any], form: _Syntax) -> Any:
-    value = read(word.text)
-    if value is None:
-        raise _refused(text, word, form)
-    return value
+def _each_step(words: Words) -> bool:
+    return bool(words.take("each") and words.take("=") and words.take("step"))
 
 
-def _refused(text: str, word: _Word, form: _Syntax) -> LaunchError:
-    got = marked(text, word.start, word.start + len(word.text))
-    problem = f"--speeds cannot be parsed: {word.text or 'nothing'}"
-    return LaunchError(explain(problem, got=got, expected=form.syntax, to_type=f'--speeds "{form.example}"'))
-
-
-def _number_between(least: float, most: float = inf) -> Callable[[str], float | None]:
-    def read(text: str) -> float | None:
-        value = numeric(text)
-        return value if value is not None and least <= value <= most else None
-
-    return read
-
-
-def _each_step(text: str) -> bool | None:
-    return True if re.fullmatch(r"each\s*=\s*step", text) else None
-
-
-def _tau(text: str) -> float | None:
-    return seconds(text) or None
+def _file(words: Words) -> str:
+    file = words.within()
+    if not file:
+        raise words.refused()
+    return file
 
 
 class _Measured(msgspec.Struct):
@@ -385,39 +359,39 @@ def _bad_trace(file: str, got: str) -> LaunchError:
 
 
 FORMS = {
-    "equal": _Syntax("equal, without values", "equal"),
-    "lognormal": _Syntax(
+    "equal": _Form("equal, without values", "equal"),
+    "lognormal": _Form(
         f"lognormal(SIGMA) or lognormal(SIGMA, each=step), SIGMA from 0 to {spelled(MAX_SIGMA)}",
         "lognormal(0.5)",
         Lognormal,
-        (_number_between(0, MAX_SIGMA), _each_step),
+        (_number(0, MAX_SIGMA), _each_step),
         needs=1,
     ),
-    "exponential": _Syntax("exponential, without values", "exponential", Exponential),
-    "shifted_exponential": _Syntax(
+    "exponential": _Form("exponential, without values", "exponential", Exponential),
+    "shifted_exponential": _Form(
         "shifted_exponential(SHIFT), SHIFT from 0 to 1",
         "shifted_exponential(0.5)",
         Exponential,
-        (_number_between(0, 1),),
+        (_number(0, 1),),
         needs=1,
     ),
-    "slow": _Syntax(
+    "slow": _Form(
         "slow(FRACTION, FACTOR), FRACTION above 0 and up to 1, FACTOR at least 1",
         "slow(0.1, 5)",
         Slow,
-        (_number_between(SMALLEST, 1), _number_between(1)),
+        (_number(SMALLEST, 1), _number(1)),
         needs=2,
     ),
-    "drifting": _Syntax(
+    "drifting": _Form(
         f"drifting(SIGMA, TIME), SIGMA from 0 to {spelled(MAX_SIGMA)}, TIME such as 500ms, 60s, 2m, 1h",
         "drifting(0.3, 60s)",
         Drifting,
-        (_number_between(0, MAX_SIGMA), _tau),
+        (_number(0, MAX_SIGMA), _number(SMALLEST, units=TIMES)),
         needs=2,
     ),
-    "trace": _Syntax(
-        'trace(FILE), lines of {"worker": 0, "step_s": 0.0123} in it', "trace(steps.jsonl)", _trace, (str,), needs=1
+    "trace": _Form(
+        'trace(FILE), lines of {"worker": 0, "step_s": 0.0123} in it', "trace(steps.jsonl)", _trace, (_file,), needs=1
     ),
 }
 """Forms of the text by name."""
-ANY = _Syntax("a factor above 0 for each worker, commas between, or one of " + ", ".join(FORMS), "1,1,2,4")
+ANY = "a factor above 0 for each worker, commas between, or one of " + ", ".join(FORMS)

@@ -25,25 +25,26 @@ retransmits; TCP also slows down with 1 / sqrt(p) (Mathis et al. 1997).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import inf
-from typing import Final, Literal, NamedTuple, NoReturn
+from math import inf, nextafter
+from typing import Any, Final, Literal, NamedTuple
 
-from stretto.errors import LaunchError, explain
+from stretto.call_syntax import SMALLEST, Words
+from stretto.units import TIMES
 
-EXAMPLE = '--network "100Mbit/s 20ms"'
-RATES: Final = {"tbit/s": 12, "gbit/s": 9, "mbit/s": 6, "kbit/s": 3, "bit/s": 0}
-TIMES: Final = {"s": 0, "ms": -3, "us": -6}
-SIZES: Final = {"mb": 6, "kb": 3, "b": 0}
-SHOWN: Final = {"tbit/s": "Tbit/s", "gbit/s": "Gbit/s", "mbit/s": "Mbit/s", "mb": "MB", "kb": "kB", "b": "B"}
-"""Usual spelling of the units that have capitals."""
-
-NUMBER = r"[0-9]+(?:\.[0-9]*)?"
-QUANTITY = re.compile(rf"({NUMBER}) *([a-z/%]+)", re.ASCII)
-WORD = re.compile(rf"{NUMBER} *(?:[kmgt]?bit/s|[km]?b|[mu]?s|%)(?![^\s,])|,|[^\s,]+", re.ASCII | re.IGNORECASE)
+RATES: Final = {
+    "Tbit/s": Decimal("1e12"),
+    "Gbit/s": Decimal("1e9"),
+    "Mbit/s": Decimal("1e6"),
+    "kbit/s": Decimal("1e3"),
+    "bit/s": Decimal(1),
+}
+SIZES: Final = {"MB": Decimal("1e6"), "kB": Decimal("1e3"), "B": Decimal(1)}
+LATENCIES: Final = {unit: TIMES[unit] for unit in ("s", "ms", "us")}
+PERCENT: Final = {"%": Decimal("0.01")}
+LINK, HOSTS, BETWEEN, SERVER = "the link of workers", "hosts", "between", "the link of servers"
 
 Route = tuple[tuple[int, ...], float]
 """Resources on the path, and the one-way latency in seconds."""
@@ -64,7 +65,7 @@ class Link:
         """Return its text; the latency is left out where it equals `default`."""
         up, down = _format_quantity(self.up, RATES), _format_quantity(self.down, RATES)
         speed = up if up == down else f"{up} up {down} down"
-        return speed if self.latency == default else f"{speed} {_format_quantity(self.latency, TIMES)}"
+        return speed if self.latency == default else f"{speed} {_format_quantity(self.latency, LATENCIES)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,32 @@ def parse(text: str) -> Network:
 
     Raises LaunchError, which marks the invalid word.
     """
-    words = _Tokens(text)
-    parts = _Parser(words)
-    parts.read()
-    while words.next_word:
-        words.expect(",")
-        parts.read()
-    return parts.network()
+    words = Words(text, "--network", "100Mbit/s 20ms", "a speed, like 100Mbit/s")
+    parts: dict[str, Any] = {}
+    starts: dict[str, int] = {}
+    for start in words.listed(","):
+        for name, value in _part(words).items():
+            if name in parts:
+                raise words.refused(f"{name} only once", start)
+            parts[name], starts[name] = value, start
+    if HOSTS in parts and BETWEEN not in parts:
+        raise words.refused("also what is between hosts, like `1Gbit/s 1ms between`", starts[HOSTS])
+    if BETWEEN in parts and HOSTS not in parts:
+        raise words.refused("also `hosts of 8 on 10Gbit/s`, or no `between`", starts[BETWEEN])
+    link = parts.get(LINK, _ParsedLink(inf, inf, None)).link()
+    between = parts[BETWEEN].link(link.latency) if BETWEEN in parts else None
+    server = parts.get(SERVER)
+    return Network(
+        link,
+        parts.get(HOSTS, 0),
+        between,
+        server.link((between or link).latency) if isinstance(server, _ParsedLink) else None,
+        with_workers=server == "with",
+        in_worker=server == "in",
+        loss=parts.get("loss", 0.0),
+        reduce=parts.get("ring or tree", "ring"),
+        burst=parts.get("burst", 0.0),
+    )
 
 
 class _Port(NamedTuple):
@@ -283,143 +303,46 @@ class _ParsedLink(NamedTuple):
         return Link(self.up, self.down, default if self.latency is None else self.latency)
 
 
-class _Tokens:
-    """Tokenizer of a text: words in lower case; `next_word` is "" at the end."""
-
-    def __init__(self, text: str) -> None:
-        self._text = re.sub(r"\s", " ", text)
-        self._words = [(match[0].lower(), match.start()) for match in WORD.finditer(text)]
-        self._words.append(("", len(text)))
-        self.at = 0
-
-    @property
-    def next_word(self) -> str:
-        return self._words[self.at][0]
-
-    def skip(self, word: str) -> bool:
-        """Consume this word if it is next; return True if it was."""
-        matches = self.next_word == word
-        self.at += matches
-        return matches
-
-    def expect(self, *words: str) -> None:
-        for word in words:
-            if not self.skip(word):
-                self.refuse(f"`{word}`" if word != "," else "a comma, or the end")
-
-    def whole(self) -> int:
-        if not re.fullmatch("0*[1-9][0-9]{0,8}", self.next_word, re.ASCII):
-            self.refuse("how many workers a host has: a whole number of at least 1")
-        self.at += 1
-        return int(self._words[self.at - 1][0])
-
-    def quantity(self, units: dict[str, int], good: Callable[[float], bool], expected: str) -> float:
-        """Consume a quantity with one of `units` (unit to power of ten) whose value is `good`; return the value."""
-        match = QUANTITY.fullmatch(self.next_word)
-        value = float(Decimal(match[1]).scaleb(units[match[2]])) if match and match[2] in units else -1.0
-        if not good(value):
-            self.refuse(expected)
-        self.at += 1
-        return value
-
-    def refuse(self, expected: str, at: int | None = None) -> NoReturn:
-        """Raise LaunchError with the expected text in place of the next word, or of word number `at`."""
-        word, start = self._words[self.at if at is None else at]
-        mark = f"  {self._text}\n  {' ' * start}{'^' * max(len(word), 1)}"
-        got = self._text[start : start + len(word)] or "the end"
-        raise LaunchError(
-            explain(f"--network cannot be read here:\n{mark}", got=got, expected=expected, to_type=EXAMPLE)
-        )
+def _part(words: Words) -> dict[str, Any]:
+    """Consume one part of the text and return its values by name."""
+    if words.skip("hosts"):
+        words.take("of")
+        hosts = words.whole(1, 10**9 - 1, "how many workers a host has: a whole number of at least 1")
+        words.take("on")
+        return {LINK: _parsed_link(words, "a speed, like 10Gbit/s"), HOSTS: hosts}
+    if words.skip("servers"):
+        where = words.take("with", "in")
+        for word in ("workers",) if where == "with" else ("worker", "0"):
+            words.take(word)
+        return {SERVER: where}
+    if words.skip("server"):
+        return {SERVER: _parsed_link(words, "a speed, like 1Gbit/s")}
+    if words.skip("loss"):
+        return {"loss": words.quantity(PERCENT, 0, nextafter(1, 0), "from 0% to less than 100%")}
+    if words.skip("burst"):
+        return {"burst": words.quantity(SIZES, expected="a number of bytes, like 32kB")}
+    if words.next.lower() in ("ring", "tree"):
+        return {"ring or tree": words.take("ring", "tree")}
+    link = _parsed_link(
+        words, "a speed above 0 (like 100Mbit/s), instant, hosts, server, servers, burst, loss, ring or tree"
+    )
+    return {BETWEEN if words.skip("between") else LINK: link}
 
 
-class _Parser:
-    """Parser of the parts; `_positions` holds the number of the first word of each part read."""
+def _parsed_link(words: Words, expected: str) -> _ParsedLink:
+    up = down = _speed(words, expected)
+    if words.skip("up"):
+        down = _speed(words, "the speed down, like `20Mbit/s down`")
+        words.take("down")
+    elif words.skip("down"):
+        up = _speed(words, "the speed up, like `20Mbit/s up`")
+        words.take("up")
+    has_latency = words.next[:1].isdigit()
+    return _ParsedLink(up, down, words.quantity(TIMES, expected="a time, like 20ms") if has_latency else None)
 
-    def __init__(self, words: _Tokens) -> None:
-        self._words = words
-        self._positions: dict[str, int] = {}
-        self._link = self._between = self._server = _ParsedLink(inf, inf, None)
-        self._hosts = 0
-        self._loss = self._burst = 0.0
-        self._reduce: Literal["ring", "tree"] = "ring"
 
-    def read(self) -> None:
-        """Parse one part. Raises LaunchError if it sets a value for the second time."""
-        at = self._words.at
-        for name in self._part():
-            if name in self._positions:
-                self._words.refuse(f"{name} only once", at)
-            self._positions[name] = at
-
-    def _part(self) -> tuple[str, ...]:
-        words = self._words
-        if words.skip("hosts"):
-            words.expect("of")
-            self._hosts = words.whole()
-            words.expect("on")
-            self._link = self._parse_link("a speed, like 10Gbit/s")
-            return "the link of workers", "hosts"
-        if words.skip("servers"):
-            if words.skip("in"):
-                words.expect("worker", "0")
-                return "the link of servers", "servers in worker 0"
-            words.expect("with", "workers")
-            return "the link of servers", "servers with workers"
-        if words.skip("server"):
-            self._server = self._parse_link("a speed, like 1Gbit/s")
-            return "the link of servers", "server"
-        if words.skip("loss"):
-            self._loss = words.quantity({"%": -2}, lambda part: 0 <= part < 1, "from 0% to less than 100%")
-            return ("loss",)
-        if words.skip("burst"):
-            self._burst = words.quantity(SIZES, lambda size: 0 <= size < inf, "a number of bytes, like 32kB")
-            return ("burst",)
-        if words.skip("tree"):
-            self._reduce = "tree"
-            return ("ring or tree",)
-        if words.skip("ring"):
-            return ("ring or tree",)
-        link = self._parse_link(
-            "a speed above 0 (like 100Mbit/s), instant, hosts, server, servers, burst, loss, ring or tree"
-        )
-        if words.skip("between"):
-            self._between = link
-            return ("between",)
-        self._link = link
-        return ("the link of workers",)
-
-    def network(self) -> Network:
-        """Return the network of all parts."""
-        if "hosts" in self._positions and "between" not in self._positions:
-            self._words.refuse("also what is between hosts, like `1Gbit/s 1ms between`", self._positions["hosts"])
-        if "between" in self._positions and "hosts" not in self._positions:
-            self._words.refuse("also `hosts of 8 on 10Gbit/s`, or no `between`", self._positions["between"])
-        link = self._link.link()
-        between = self._between.link(link.latency) if "between" in self._positions else None
-        server = self._server.link((between or link).latency) if "server" in self._positions else None
-        with_workers, in_worker = "servers with workers" in self._positions, "servers in worker 0" in self._positions
-        return Network(
-            link, self._hosts, between, server, with_workers, in_worker, self._loss, self._reduce, self._burst
-        )
-
-    def _parse_link(self, expected: str) -> _ParsedLink:
-        words = self._words
-        up = down = self._speed(expected)
-        if words.skip("up"):
-            down = self._speed("the speed down, like `20Mbit/s down`")
-            words.expect("down")
-        elif words.skip("down"):
-            up = self._speed("the speed up, like `20Mbit/s up`")
-            words.expect("up")
-        has_latency = words.next_word[:1].isdigit()
-        return _ParsedLink(
-            up, down, words.quantity(TIMES, lambda s: 0 <= s < inf, "a time, like 20ms") if has_latency else None
-        )
-
-    def _speed(self, expected: str) -> float:
-        if self._words.skip("instant"):
-            return inf
-        return self._words.quantity(RATES, lambda rate: 0 < rate < inf, expected)
+def _speed(words: Words, expected: str) -> float:
+    return inf if words.skip("instant") else words.quantity(RATES, SMALLEST, expected=expected)
 
 
 def _format_decimal(number: Decimal) -> str:
@@ -427,10 +350,10 @@ def _format_decimal(number: Decimal) -> str:
     return f"{number.normalize():f}"
 
 
-def _format_quantity(value: float, units: dict[str, int]) -> str:
-    """Return the exact number in the largest unit in which it is at least 1."""
+def _format_quantity(value: float, units: Mapping[str, Decimal]) -> str:
+    """Return the exact number in the largest unit in which it is at least 1, or in the last one."""
     if value == inf:
         return "instant"
     exact = Decimal(repr(value))
-    unit = next((unit for unit, power in units.items() if exact.scaleb(-power) >= 1), min(units, key=units.__getitem__))
-    return f"{_format_decimal(exact.scaleb(-units[unit]))}{SHOWN.get(unit, unit)}"
+    unit = next((unit for unit, scale in units.items() if exact >= scale), [*units][-1])
+    return f"{_format_decimal(exact / units[unit])}{unit}"

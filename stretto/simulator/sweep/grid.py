@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import itertools
@@ -14,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.call_syntax import QUOTES, Words, nearest
 from stretto.errors import LaunchError, mistyped
 from stretto.launcher import entry
 from stretto.launcher.config import RunConfig
@@ -21,7 +21,6 @@ from stretto.recipe.parser import WORDS
 from stretto.recipe.parser import parse as parse_recipe
 from stretto.report.target import Target
 from stretto.run_dir import cores
-from stretto.spec import nearest
 from stretto.units import spelled
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ DOTS = "..."
 MOST_VALUES = 1000
 NAME = re.compile(r"(--)?[A-Za-z][\w-]*", re.ASCII)
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?")
-QUOTES = "\"'"
 
 
 @dataclass(frozen=True)
@@ -145,37 +143,20 @@ def parse(text: str) -> Axis:
     which the pattern must reach: equal ratios if three values have them, else equal differences. Commas separate
     values, except within brackets and quotes; the value of an option may be quoted as a whole. Raises LaunchError.
     """
-    name, equals, rest = text.partition("=")
-    name = name.strip()
-    if not equals or NAME.fullmatch(name) is None:
-        raise mistyped(f"not an axis: {text}", repr(text), "a name, = and values with commas between", EXAMPLE)
+    words = Words(text, "--sweep", "workers=1,2,4,...,64", "a name, = and values with commas between")
+    name = words.next
+    if NAME.fullmatch(name) is None:
+        raise words.refused()
+    words.at += 1
+    words.take("=", expected=words.expected)
     name = name if name.startswith("--") else name.replace("-", "_")
-    values = _expanded(_split_values(rest, name), name)
+    values = _expanded([words.typed() for _ in words.listed(",")], name)
     if name in OPTIONS or name.startswith("--"):
         values = [_unquoted(value) for value in values]
     repeated = next((value for index, value in enumerate(values) if value in values[:index]), None)
     if repeated is not None:
-        raise mistyped(f"{name} has the value {repeated} twice", rest, "each value once", EXAMPLE)
+        raise mistyped(f"{name} has the value {repeated} twice", text, "each value once", EXAMPLE)
     return Axis(name, tuple(values))
-
-
-def _split_values(text: str, name: str) -> list[str]:
-    """Split the text into values at commas that are not within brackets or quotes."""
-    words, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote or letter in QUOTES:
-            quote = quote or letter if letter != quote else ""
-        elif letter == "," and depth == 0:
-            words.append("")
-            continue
-        elif depth >= 0:
-            depth += (letter in "([{") - (letter in ")]}")
-        words[-1] += letter
-    if quote or depth:
-        raise mistyped(f"{name} has an unmatched quote or bracket", text, "matching quotes and brackets", EXAMPLE)
-    if not all(word.strip() for word in words):
-        raise mistyped(f"{name} has an empty value", text or "nothing", "a value on each side of a comma", EXAMPLE)
-    return [word.strip() for word in words]
 
 
 def _unquoted(value: str) -> str:
@@ -313,16 +294,10 @@ def with_option(recipe: str | None, name: str, value: str) -> str:
 def _parsed_recipe(recipe: str) -> tuple[str, dict[str, str], list[str]]:
     """Return the name of a recipe, its given options as texts, and the names of all its options."""
     parse_recipe(recipe)
-    tree = ast.parse(recipe.strip(), mode="eval").body
-    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    recipe_name = ast.unparse(call.func)
-    known_options = [name for name in inspect.signature(WORDS[recipe_name]).parameters if name != "called"]
-    given_options = dict(zip(known_options, map(ast.unparse, call.args), strict=False))
-    return (
-        recipe_name,
-        given_options | {str(name.arg): ast.unparse(name.value) for name in call.keywords},
-        known_options,
-    )
+    call = Words(recipe, "--recipe", recipe, "a recipe").term()
+    known_options = [name for name in inspect.signature(WORDS[call.name]).parameters if name != "called"]
+    given_options = dict(zip(known_options, call.args, strict=False)) | dict(call.options)
+    return call.name, {name: term.text for name, term in given_options.items()}, known_options
 
 
 def _unknown(name: str, recipe_name: str, known_options: Sequence[str]) -> LaunchError:

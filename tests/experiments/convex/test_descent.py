@@ -146,7 +146,7 @@ def test_unstable_threshold_gives_a_warning() -> None:
         ("local_sgd(every=4)", "does not exchange gradients"),
         ("gradient_sharing", "does not exchange gradients"),
         ("gdd", "no recipe or answer is called"),
-        ("gd_sec(xi=", "not a recipe"),
+        ("gd_sec(xi=", "cannot be read: something is missing at the end"),
         ("top_k(0.1)", "not a recipe"),
     ],
 )
