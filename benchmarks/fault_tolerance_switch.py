@@ -35,9 +35,9 @@ class FaultToleranceSwitch:
 
     def _set_strategy(self) -> None:
         """Switch alternating buffers, kept gradients, codec state snapshots and the split of lost batches."""
-        replica: Any = self._trainer.replica
-        strategy = replica.gradients or replica.rounds
-        strategy._elastic = strategy.codec_states._elastic = self._is_ready
+        strategy: Any = self._trainer.strategy
+        exchange = strategy._gradients if strategy.exchanges_gradients else strategy.sets[0].rounds
+        exchange._elastic = exchange.codec_states._elastic = self._is_ready
         epoch: Any = self._trainer.epoch_batches
         epoch._parts = self._is_ready
 

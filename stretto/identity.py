@@ -239,4 +239,4 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
 
 def _is_unequal(trainer: Trainer) -> bool:
     """Return True within an epoch in which workers lease batches one by one."""
-    return trainer.replica.server is not None and trainer.epoch_batches is not None
+    return trainer.strategy.asynchronous and trainer.epoch_batches is not None

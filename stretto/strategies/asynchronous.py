@@ -7,7 +7,7 @@ the worker has done after the push. So a push and its reply can be under way whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import add, delay_compensated, pull
 from stretto.recipe.what import gradients, parameters
 from stretto.recipe.when import on_arrival
-from stretto.runtime.phase_timer import Stopwatch
 from stretto.state import save
+from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
@@ -69,32 +69,28 @@ class _Sent:
 class AsyncServer:
     """Pushes this worker's updates and merges the server's newest version, blocking or while the worker computes.
 
-    `on_settled` is called with the leases whose work has become part of the server's parameters, `on_end` after every
-    exchange with the seconds blocked by it. An update that holds NaN or infinity is left out if this worker `skips`
-    such updates, else it raises NotFiniteError. With one worker the server applies each update unchanged.
+    An update that holds NaN or infinity is left out if the context says so, else it raises NotFiniteError. With one
+    worker the server applies each update unchanged. `parameter_set` is the number of the set at the server.
     """
 
     def __init__(
         self,
+        transport: ParameterServerClient,
         flat_parameters: FlatParameters,
         parameter_set: int,
         recipe: Recipe,
-        transport: ParameterServerClient,
-        timer: Stopwatch,
-        tally: Tally,
         optimizers: Optimizers,
-        on_settled: Callable[[list[Lease]], None],
-        on_end: Callable[[float], None],
-        skips: bool,
-        kept: RuleState | None = None,
+        context: StrategyContext,
+        observer: ExchangeObserver,
     ) -> None:
+        tally = context.tally
         assert isinstance(recipe.when, on_arrival)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
-        self._transport, self._timer, self._optimizers = transport, timer, optimizers
-        self._on_settled, self._on_end = on_settled, on_end
+        self._transport, self._timer, self._optimizers = transport, context.timer, optimizers
+        self._observer = observer
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._sync_account = tally.account("evaluation_sync")
-        self._skips = skips
+        self._skips = context.skips_non_finite
         self._parameter_set = parameter_set
         self._groups = _groups(optimizers)
         self._is_elastic_averaging = isinstance(recipe.then, pull) and transport.expected > 1
@@ -116,17 +112,21 @@ class AsyncServer:
         self._no_steps_since_exchange = True
         """True if no step was done since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
+
+    def open(self, rule_state: RuleState | None = None) -> None:
+        """Set the server's parameters at the first worker; no worker pushes before that.
+
+        `rule_state` is the state of the server's rule in another run. A worker that joins later reads the parameters
+        instead.
+        """
+        transport = self._transport
         # a rollback must not overwrite the parameters while they are sent to the server
         transport.on_snapshot_barrier, transport.on_rolled_back = self.wait_at_barrier, _keep_parameters
-        self._initialise_server(kept)
+        self._set_parameters(rule_state)
         self._recovery_epoch = transport.recovery_epoch
         transport.on_rolled_back = self._follow
 
-    def _initialise_server(self, kept: RuleState | None) -> None:
-        """Set the server's parameters at the first worker; no worker pushes before that.
-
-        `kept` is the state of the server's rule in another run. A worker that joins later reads the parameters instead.
-        """
+    def _set_parameters(self, rule_state: RuleState | None) -> None:
         joined = self._transport.join_position
         if joined is not None and joined.parameter_set == self._parameter_set:
             self.read()
@@ -137,7 +137,7 @@ class AsyncServer:
             first = self._transport.worker == 0
             if first:
                 parts = [one.part.theta for one in self.ranges]
-                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, kept)
+                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state)
             is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanges ----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class AsyncServer:
         is_pushed = not self._merge_reply() or self._push_valid(samples, leases)
         if not self._when.ahead:
             self._merge_reply()
-        self._on_end(self._timer.spent["exchanging"] - began)
+        self._observer.exchange_ended(self._timer.spent["exchanging"] - began)
         self._timer.switch(before)
         return is_pushed
 
@@ -174,7 +174,7 @@ class AsyncServer:
         is_pushed, is_valid = True, self._merge_reply()
         if is_valid and (not self._no_steps_since_exchange or leases):
             is_pushed = self._push_valid(samples, leases)
-            self._on_end(0.0)
+            self._observer.exchange_ended(0.0)
         self._merge_reply()
         self._timer.switch(before)
         return is_pushed
@@ -389,7 +389,7 @@ class AsyncServer:
         self._timer.move("exchanging", "waiting", result.blocked_s)
         self.blocked_s += result.blocked_s
         self._note_outcomes(result)
-        self._on_settled(sent.leases)
+        self._observer.settle(sent.leases)
         self.versions = result.versions
         if self._no_steps_since_exchange:
             self._computed_on = result.versions

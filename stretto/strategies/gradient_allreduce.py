@@ -24,13 +24,11 @@ from stretto.codecs import exact
 from stretto.errors import ModelError, NotFiniteError, explain
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradient_differences, gradients, momenta
-from stretto.runtime.phase_timer import Pace, Stopwatch
-from stretto.runtime.runtime import Runtime
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
+from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice
-from stretto.strategies.traffic_counters import Tally
-from stretto.transport import Transport
+from stretto.strategies.parameter_set import ParameterSet
 from stretto.transport.elastic import ElasticTransport, attempted, has_others
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -94,7 +92,9 @@ class GradientBuffers:
 
 
 class GradientAllReduce:
-    """All-reduces the gradients of flat parameters. `share` returns this worker's weight in the mean.
+    """All-reduces the gradients of a set of parameters, laid flat.
+
+    `on_changed` is called at all workers when any worker trains other parameters, with True at an idle worker.
 
     A single worker's gradients are not encoded. Where workers may fail, two sets of buffers are written in turn, since
     another worker may still need the results of the backward pass before, and this worker's own gradients are kept
@@ -103,24 +103,19 @@ class GradientAllReduce:
 
     def __init__(
         self,
-        flat_parameters: FlatParameters,
+        parameter_set: ParameterSet,
         recipe: Recipe,
-        transport: Transport,
-        timer: Stopwatch,
-        tally: Tally,
-        share: Callable[[], float],
-        runtime: Runtime,
-        pace: Pace,
-        on_begin: Callable[[], None],
-        on_end: Callable[[float], None],
-        has_changed: Callable[[], bool],
-        on_changed: Callable[[bool], None],
+        context: StrategyContext,
+        observer: ExchangeObserver,
+        on_changed: Callable[[bool], object],
     ) -> None:
-        self._has_changed, self._on_changed = has_changed, on_changed
+        flat_parameters, transport, tally = parameter_set.flat_parameters, context.transport, context.tally
+        assert flat_parameters is not None
+        self._has_changed, self._on_changed = parameter_set.has_changed, on_changed
         self._what, self._codec = (recipe.what, recipe.how) if has_others(transport) else (gradients(), exact())
-        self._transport, self._timer, self._tally, self._share = transport, timer, tally, share
-        self._runtime, self._pace = runtime, pace
-        self._on_begin, self._on_end = on_begin, on_end
+        self._transport, self._timer, self._tally = transport, context.timer, tally
+        self._runtime, self._pace, self._observer = context.runtime, context.pace, observer
+        self._share = parameter_set.weights.share
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_in_tail = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
         self._elastic = isinstance(transport, ElasticTransport)
@@ -128,8 +123,8 @@ class GradientAllReduce:
             GradientBuffers(flat_parameters, self._counts_in_tail) for _ in range(2 if self._elastic else 1)
         ]
         for bucket, *others in zip(*(one.buckets for one in self._buffer_sets), strict=True):
-            context = tally.context(bucket.part, bucket.start, bucket.stop)
-            bucket.state = self._what.init_state(self._codec, bucket.flat, context)
+            codec_context = tally.context(bucket.part, bucket.start, bucket.stop)
+            bucket.state = self._what.init_state(self._codec, bucket.flat, codec_context)
             for other in others:
                 other.state = bucket.state
         self.codec_states = CodecStates([bucket.state for bucket in self.buckets], self._elastic)
@@ -160,10 +155,6 @@ class GradientAllReduce:
         what = self._what
         return isinstance(what, momenta) and all(one.state.rounds > what.warm_up for one in self.buckets)
 
-    def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Adapt the codec states to a changed membership; with `later`, after the exchange that is under way."""
-        self.codec_states.regroup(workers, joined, later)
-
     def release(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
@@ -185,7 +176,7 @@ class GradientAllReduce:
 
     def take_part(self) -> None:
         """Take part in an exchange without a gradient of this worker: with zeros of weight 0."""
-        self._on_begin()
+        self._observer.exchange_begins()
         self._begin(idle=True)
         self._write_all()
         self._complete()
@@ -201,7 +192,7 @@ class GradientAllReduce:
             return
         before = self._timer.switch("encoding")
         if not self._running:
-            self._on_begin()
+            self._observer.exchange_begins()
             self._begin()
             self._runtime.after_backward(self._after_backward)
         gradient_slot = self._buffer_sets[0].slot_of.get(id(parameter))
@@ -351,7 +342,7 @@ class GradientAllReduce:
         self._running = False
         self._own_gradients.clear()
         self.codec_states.end()
-        self._on_end(self._timer.spent["exchanging"] - self._began)
+        self._observer.exchange_ended(self._timer.spent["exchanging"] - self._began)
         if has_changed:
             self._on_changed(self._idle)
 

@@ -12,13 +12,11 @@ from stretto.errors import NotFiniteError
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import OnParameters, OuterState
 from stretto.recipe.what import OfParameters, parameters
-from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
+from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
-from stretto.strategies.traffic_counters import Tally
-from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport, attempted
 
 
@@ -49,17 +47,16 @@ class LocalUpdates:
         self,
         flat_parameters: FlatParameters,
         recipe: Recipe,
-        transport: Transport,
-        timer: Stopwatch,
-        tally: Tally,
+        context: StrategyContext,
+        observer: ExchangeObserver,
         optimizer_state: OptimizerState,
         buffers: MovingBuffers,
-        on_end: Callable[[float], None],
     ) -> None:
         assert isinstance(recipe.what, OfParameters)
         assert isinstance(recipe.then, OnParameters)
         self._what, self._then, self._how = recipe.what, recipe.then, recipe.how
-        self._transport, self._timer, self._on_end = transport, timer, on_end
+        transport, tally = context.transport, context.tally
+        self._transport, self._timer, self._observer = transport, context.timer, observer
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self._flag = None if recipe.how.elementwise else torch.zeros(1)
@@ -69,10 +66,6 @@ class LocalUpdates:
         self._began = 0.0
         self._elastic = isinstance(transport, ElasticTransport)
         self.codec_states = CodecStates([round_range.codec_state for round_range in self.ranges], self._elastic)
-
-    def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Adapt the codec states to a changed membership; with `later`, after the round that is under way."""
-        self.codec_states.regroup(workers, joined, later)
 
     @property
     def _state_rule(self) -> str:
@@ -99,7 +92,7 @@ class LocalUpdates:
         means, extra_means = attempted(
             self._transport, lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
         )
-        self._on_end(self._timer.spent["exchanging"] - self._began)
+        self._observer.exchange_ended(self._timer.spent["exchanging"] - self._began)
         self._refuse_not_finite(means)
         if measure_drift:
             self.drift = _relative_distance(self.ranges, means)

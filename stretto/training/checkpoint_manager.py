@@ -49,7 +49,7 @@ class CheckpointManager:
     def is_due(self) -> bool:
         """Return True if a checkpoint is due at a rest point, by rounds, or by seconds in a fixed membership."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.replica.server is not None or not trainer.is_at_rest():
+        if due is None or trainer.strategy.asynchronous or not trainer.is_at_rest():
             return False
         if due.rounds is not None:
             return trainer.rounds_done - self.saved_at >= due.rounds
@@ -64,7 +64,7 @@ class CheckpointManager:
     def is_save_requested(self) -> bool:
         """Return True if the first of the asynchronous workers finds that a checkpoint is due; all must call this."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.replica.server is None:
+        if due is None or not trainer.strategy.asynchronous:
             return False
         t = trainer.events.t()
         return (
@@ -82,7 +82,7 @@ class CheckpointManager:
         self.saved_at = trainer.rounds_done
         states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
         state_of = dict(zip(members_of(trainer.transport), states, strict=True))
-        if trainer.replica.server is not None:
+        if trainer.strategy.asynchronous:
             trainer.transport.broadcast_bytes(lambda: self._write(state_of))
         elif not trainer.transport.worker:
             self._write(state_of)
@@ -103,7 +103,7 @@ class CheckpointManager:
                 names = ", ".join(left_out)
                 trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
         self._number, before = trainer.rounds_done, self._number
-        if trainer.replica.server is not None:
+        if trainer.strategy.asynchronous:
             self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
         self._writer.submit(kept, self._number)
         trainer.events.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
@@ -133,10 +133,10 @@ class CheckpointManager:
             trainer.epoch_batches if isinstance(trainer.epoch_batches, AssignedEpoch | LeasedEpoch) else None
         )
         assignment = epoch_batches.at_rest() if epoch_batches is not None else None
-        replica, tensors = trainer.replica.state()
+        strategy, tensors = trainer.strategy.state.replicated()
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
-            "recipe": str(trainer.replica.recipe),
+            "recipe": str(trainer.strategy.recipe),
             "workers": list(members_of(trainer.transport)),
             "epochs": trainer.epochs,
             "peeks": trainer.peeks,
@@ -158,8 +158,8 @@ class CheckpointManager:
             else trainer.step_requests_before,
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
-            "replica": replica,
-            "own_optimizer": trainer.replica.keeps_own_optimizer,
+            "strategy": strategy,
+            "own_optimizer": trainer.strategy.keeps_own_optimizer,
             "saved": self.saved_at,
             "t": trainer.events.t(),
             "zero": trainer.events.zero,
@@ -170,7 +170,7 @@ class CheckpointManager:
 
     def _own(self) -> state_transfer.Own:
         facts, tensors = state_transfer.random_states(self._trainer.loader)
-        states, kept = self._trainer.replica.own_state()
-        if self._trainer.replica.keeps_own_optimizer:
+        states, own = self._trainer.strategy.state.own()
+        if self._trainer.strategy.keeps_own_optimizer:
             tensors |= state_transfer.optimizer_tensors(self._trainer.optimizers)
-        return facts | {"states": states}, tensors | kept
+        return facts | {"states": states}, tensors | own

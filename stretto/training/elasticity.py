@@ -89,7 +89,7 @@ class ElasticAgent:
         self._taken = state
         state_transfer.load_model(trainer.model, state.tensors)
         own = state.own.get(number_of(trainer.transport)) if self._has_same_members(state) else None
-        each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
+        each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.step_requests, trainer.global_steps_done = (
             facts["steps"],
@@ -103,7 +103,7 @@ class ElasticAgent:
         trainer.evaluator.restore(facts["evaluator"])
         self.checkpoints.saved_at = facts["saved"]
         trainer.events.start_at(facts["t"], facts["zero"] if comes_late(trainer.transport) else None, facts["boot"])
-        trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
+        trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
 
     def _has_same_members(self, state: State) -> bool:
         return sorted(state.own) == sorted(members_of(self._trainer.transport))
@@ -221,7 +221,7 @@ class ElasticAgent:
         begun: int = getattr(
             transport, "begun", trainer.step_requests
         )  # a transport that counts no operations: batches count instead
-        return begun + trainer.section.epochs + trainer.epochs if trainer.replica.server is not None else begun
+        return begun + trainer.section.epochs + trainer.epochs if trainer.strategy.asynchronous else begun
 
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""
@@ -265,7 +265,7 @@ class ElasticAgent:
     def _leave(self) -> None:
         """Leave gracefully: write this worker's residual where the remaining workers find it."""
         self.left = True
-        if self._context.run is not None and (residuals := self._trainer.replica.residuals()):
+        if self._context.run is not None and (residuals := self._trainer.strategy.state.residuals()):
             folder = self._context.run / "handed"
             folder.mkdir(exist_ok=True)
             packed = state_transfer.pack_own(({}, residuals))
@@ -280,7 +280,7 @@ class ElasticAgent:
         for worker in gone:
             path = self._context.run / "handed" / f"worker-{worker}.owed"
             if path.is_file():
-                self._trainer.replica.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
+                self._trainer.strategy.state.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
                 path.unlink()
 
     # --- membership changes ------------------------------------------------------------------------------------
@@ -309,13 +309,12 @@ class ElasticAgent:
             trainer.closing_epoch.change_members_at_end(change)
         if trainer.epoch_batches is None and change.global_step > trainer.step_requests:
             self._late = (change, before)
-        trainer.replica.lose(change.gone, behind)
+        trainer.strategy.on_generation(change, behind)
         if not behind:
             for one, samples in self._reassign_lost(change.gone).items():
                 back[one] = back.get(one, 0) + samples
         if isinstance(trainer.epoch_batches, AssignedEpoch):
             trainer.samples = trainer.samples_before + trainer.epoch_batches.assigned_samples
-        trainer.replica.regroup(len(change.members), bool(change.came), behind)
         first = next(one for one in change.members if one not in change.came)  # joining workers receive no change
         if first == number_of(trainer.transport):
             self._add_residuals_of(change.gone)
@@ -349,7 +348,7 @@ class ElasticAgent:
     def reopens(self, epoch_batches: EpochBatches) -> bool:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
         transport = self._trainer.transport
-        in_rounds = self._trainer.replica.in_rounds
+        in_rounds = self._trainer.strategy.in_rounds
         if not isinstance(transport, ElasticTransport) or not isinstance(epoch_batches, AssignedEpoch) or not in_rounds:
             return False
         self._is_agreeing = True

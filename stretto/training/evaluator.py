@@ -25,7 +25,7 @@ from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.model_replica import Replica
+from stretto.strategies.strategy import Strategy
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
@@ -48,7 +48,7 @@ class EvaluatedTrainer(Protocol):
     timer: Stopwatch
     events: EventWriter
     arrivals: Arrivals
-    replica: Replica
+    strategy: Strategy
     agent: StatusPublisher
     steps: int
     samples: int
@@ -110,9 +110,9 @@ class Evaluator:
         steps = self._trainer.steps
         if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
             return
-        self._trainer.replica.sync_for_evaluation()
+        self._trainer.strategy.sync_for_evaluation()
         self.evaluate()
-        self._trainer.replica.resume()
+        self._trainer.strategy.resume()
 
     def evaluate_newest_if_due(self) -> None:
         """Evaluate a server's newest version at worker 0, when it has made as many steps as the script asked for.
@@ -130,15 +130,15 @@ class Evaluator:
         estimate = trainer.samples_before + since * trainer.transport.workers
         self._newest_samples = max(estimate, self._newest_samples)
         training_s = trainer.training_s()
-        with trainer.timer.on("evaluating"), trainer.replica.newest():
+        with trainer.timer.on("evaluating"), trainer.strategy.newest():
             self._evaluate_here(training_s, self._newest_samples)
         trainer.events.flush()
 
     def evaluate(self) -> None:
         """Evaluate the current model at worker 0; the other workers wait."""
         trainer = self._trainer
-        at = trainer.steps if trainer.replica.server is None else trainer.samples
-        if self._evaluate is None or (self._evaluated_at == at and trainer.replica.server is None):
+        at = trainer.steps if not trainer.strategy.asynchronous else trainer.samples
+        if self._evaluate is None or (self._evaluated_at == at and not trainer.strategy.asynchronous):
             return
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
@@ -160,8 +160,8 @@ class Evaluator:
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
         samples = trainer.samples if estimated is None else estimated
         fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
-        if trainer.replica.server is not None:
-            fields["versions"] = trainer.replica.server.versions_read
+        if trainer.strategy.asynchronous:
+            fields["versions"] = trainer.strategy.versions_read
         trainer.events.write("evaluation", **fields, training_s=training_s, metrics=metrics)
         self._save_state(f"states/{samples:08d}")
         return b"evaluated"
@@ -172,7 +172,7 @@ class Evaluator:
         self._epoch += 1
         with trainer.timer.on("waiting"):
             trainer.transport.all_gather_bytes(b"")
-        if trainer.replica.server is None:
+        if not trainer.strategy.asynchronous:
             trainer.arrivals.settle(trainer.timer)
         training_s = trainer.training_s()
         if self._every is None:
@@ -182,7 +182,7 @@ class Evaluator:
             "samples": trainer.own_samples,
             "steps": trainer.steps,
         }
-        own |= {"drift": trainer.replica.drift, **trainer.measured()}
+        own |= {"drift": trainer.strategy.drift, **trainer.measured()}
         figures = trainer.transport.all_gather_bytes(msgspec.msgpack.encode(own))
         is_countable = epoch_batches.samples and not isinstance(
             epoch_batches, LeasedEpoch

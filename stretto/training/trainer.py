@@ -7,8 +7,8 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +39,8 @@ from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
-from stretto.strategies.asynchronous import AsyncServer
-from stretto.strategies.model_replica import Replica
+from stretto.strategies.context import Push, StrategyContext
+from stretto.strategies.create import create_strategy
 from stretto.strategies.model_sync import (
     SeveralModels,
     agree_on_start,
@@ -176,27 +176,15 @@ class Trainer:
         self._step_record = StepRecord()
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
-        self._steps_sent = self._samples_sent = 0
+        self._samples_sent = 0
         self._runtime = context.runtime
         self._pace = context.runtime.pace(self.timer, context.slow)
         self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
         self.tally = Tally(self._codec_context(context))
-        self.replica = Replica(
-            model,
-            optimizers,
-            recipe,
-            self.transport,
-            self.timer,
-            self.events,
-            self.tally,
-            context.runtime,
-            self._pace,
-            self._exchange_begins,
-            self._exchange_ended,
-            self._settle,
-            self._skips,
-            section.parameter_sets,
+        strategy_context = StrategyContext(
+            self.transport, self.timer, self.events, self.tally, context.runtime, self._pace, self._skips
         )
+        self.strategy = create_strategy(model, optimizers, recipe, strategy_context, self, section.parameter_sets)
         self._outside = OutsideOptimizers(
             model, optimizers, lambda: self.global_steps_done if self.global_step is not None else None
         )
@@ -251,7 +239,7 @@ class Trainer:
         self.end_peek() or self.end_epoch()
         self.iterations += 1
         if self.iterations in self.peeks:
-            self.epochs += self.replica.server is not None
+            self.epochs += self.strategy.asynchronous
             return False
         self.epochs += not self._repeats_epoch
         self._repeats_epoch = self._has_peeked = False
@@ -268,9 +256,9 @@ class Trainer:
         self._phase, self._steps_before = LOOP, self.steps
         if self.recipe is not None and not self.global_steps_done:
             refuse_all_frozen(self.model)
-        self.replica.resume(own=False)
+        self.strategy.resume(own=False)
         begun = self.agent.begun_epoch(self.epochs)
-        self.replica.prepare(together=begun is None)
+        self.strategy.begin_epoch(together=begun is None)
         if begun is None:
             self.samples_before, self.step_requests_before = self.samples, self.step_requests
         self.agent.epoch_begins()
@@ -335,7 +323,7 @@ class Trainer:
 
         Workers that do not wait for each other agree on it when they end the epoch.
         """
-        if self.replica.server is not None or not self._is_peek():
+        if self.strategy.asynchronous or not self._is_peek():
             return False
         self.timer.switch("other")
         self._pace.go_on()
@@ -350,8 +338,8 @@ class Trainer:
     def _uncount(self) -> int:
         """Remove this epoch's samples from the counts, since no step was done. Return the samples that had counted."""
         begun, mine = self._epoch_start, self.own_samples - self._epoch_start.own_samples
-        counted = mine if self.replica.server is not None else self.samples - self.samples_before
-        self.replica.forget(self.global_steps_done - begun.global_steps)
+        counted = mine if self.strategy.asynchronous else self.samples - self.samples_before
+        self.strategy.forget(self.global_steps_done - begun.global_steps)
         self.global_steps_done, self.own_samples = begun.global_steps, begun.own_samples
         self.samples = self.samples_before
         self._leases, self._worked = [], 0
@@ -375,7 +363,7 @@ class Trainer:
         """Write a notice about samples of the ending epoch that do not count, if there are any."""
         samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
-            whose = f"worker {self.transport.worker} in epoch" if self.replica.server is not None else "epoch"
+            whose = f"worker {self.transport.worker} in epoch" if self.strategy.asynchronous else "epoch"
             self.events.notice(
                 f"{whose} {self.evaluator.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
                 "trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives each "
@@ -402,14 +390,14 @@ class Trainer:
             self.transport.broadcast_bytes(
                 b"left"
             )  # a worker that has not left waits in an all-gather: gloo fails on a different operation
-        if self._unstepped and self.replica.server is None:
-            self.replica.average_buffers(self._unstepped_here)
-        self.replica.sync_for_evaluation()
+        if self._unstepped and not self.strategy.asynchronous:
+            self.strategy.average_buffers(self._unstepped_here)
+        self.strategy.sync_for_evaluation()
         if self.agent.reopens(self.epoch_batches) and not left:
             self._phase = LOOP
-            self.replica.resume()
+            self.strategy.resume()
             return False
-        if self.replica.server is not None:
+        if self.strategy.asynchronous:
             self._count_all_samples()
             if self.epoch_batches.samples and self.samples == self.samples_before:
                 self._untrained += self.epoch_batches.samples
@@ -418,7 +406,7 @@ class Trainer:
                 self.epoch_batches, self._unstepped = None, 0
                 self.schedules.take(self._schedules_before)
                 return True
-        if not self.replica.is_carried:
+        if not self.strategy.is_carried:
             self.agent.keep_uncommitted(self.epoch_batches)
         self._settle_leases()
         if self._unstepped:
@@ -436,8 +424,7 @@ class Trainer:
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
         self._uncount_stepless()
-        if self.replica.server is not None:
-            self._send(self.replica.server.finish)
+        self.strategy.push_all()
 
     def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated: a lease settles with its step."""
@@ -453,11 +440,11 @@ class Trainer:
     def run_synced(self, then: Callable[[], None], called: bool = False) -> None:
         """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""
         self.timer.switch("other")
-        if self.replica.server is not None:
-            self.replica.sync_for_evaluation(called)
+        if self.strategy.asynchronous:
+            self.strategy.sync_for_evaluation(called)
         self._count_all_samples()
         then()
-        self.replica.resume()
+        self.strategy.resume()
 
     def _count_all_samples(self) -> None:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
@@ -498,7 +485,7 @@ class Trainer:
             before.global_steps + self.global_steps_done,
             before.samples + self.samples,
             before.epochs + self.epochs,
-            self.replica.parameter_sets,
+            self.strategy.parameter_sets,
             traffic.bytes_sent,
             traffic.bytes_received,
         )
@@ -514,8 +501,8 @@ class Trainer:
             self.end_peek() or self.end_epoch()
             self._phase = OVER
             has_worked = self._has_any_worker_trained()
-            if self.replica.server is not None and has_worked:
-                self.replica.sync_for_evaluation()
+            if self.strategy.asynchronous and has_worked:
+                self.strategy.sync_for_evaluation()
             self.schedules.finish()
             self.evaluator.finish(has_worked)
             self.agent.checkpoints.finish(has_worked)
@@ -530,14 +517,14 @@ class Trainer:
             hook.remove()
         for rate in self._rates:
             rate.release()
-        self.replica.release()
+        self.strategy.close()
 
     def _notice_left_loop(self) -> None:
         """Say that the workers' models differ since the script has left its last loop, if they do."""
         if self.epoch_batches is None or self._is_stopped or self.agent.left:
             return
         is_left = not self._is_peek() and self.transport.workers > 1
-        if is_left and (self.replica.server is not None or self.replica.has_stepped):
+        if is_left and (self.strategy.asynchronous or self.strategy.has_stepped):
             self.events.notice(
                 "the last loop was left before its end: the models of the workers differ after it, and what the script "
                 "evaluates or saves there is one worker's own; stretto.finish() after the loop gives all workers the "
@@ -555,7 +542,7 @@ class Trainer:
 
     def _has_any_worker_trained(self) -> bool:
         """Return True if any worker has trained on a batch; an asynchronous worker may have got none."""
-        if self.replica.server is None:
+        if not self.strategy.asynchronous:
             return bool(self.global_steps_done)
         return b"some" in self.transport.all_gather_bytes(b"some" if self.global_steps_done else b"none")
 
@@ -578,7 +565,7 @@ class Trainer:
         self.global_step = global_step
         self.global_steps_done += 1
         if global_step.total:
-            self.replica.weigh(global_step.own, global_step.total, global_step.parts)
+            self.strategy.add_samples(global_step.own, global_step.total, global_step.parts)
         self.samples = self.samples_before + global_step.assigned_samples
         self.own_samples += global_step.own
         self._stepped_here.clear()
@@ -600,7 +587,7 @@ class Trainer:
         self._pace.go_on()
         global_step, self.global_step = self.global_step, None
         self._stepped_last = global_step.idle or bool(self._stepped_here)
-        if self.replica.gradients is not None and not global_step.idle:
+        if self.strategy.exchanges_gradients and not global_step.idle:
             self._step_record.note(
                 self.epochs, self.global_steps_done - self._epoch_start.global_steps, bool(self._stepped_here)
             )
@@ -616,11 +603,11 @@ class Trainer:
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
-        if self.replica.server is not None and self._stepped_here:
-            self._send_if_due(self.replica.server)
-        if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+        with self._naming_step():
+            self.strategy.end_global_step(bool(self._stepped_here))
+        if self.strategy.exchanges_gradients and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
-        if self.replica.server is None:
+        if not self.strategy.asynchronous:
             self.evaluator.evaluate_if_due()
         elif self._evaluates_newest:
             self.evaluator.evaluate_newest_if_due()
@@ -631,7 +618,7 @@ class Trainer:
 
     def _notice_accumulation(self) -> None:
         """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""
-        if self.replica.gradients is None or self._accumulated_batches is None or self.transport.workers == 1:
+        if not self.strategy.exchanges_gradients or self._accumulated_batches is None or self.transport.workers == 1:
             return
         if not self._stepped_here and self.rounds_done > self._exchanges_before:
             self._accumulated_batches += 1
@@ -646,12 +633,12 @@ class Trainer:
         """Follow the root in a global step that has no batch for this worker."""
         self._is_following_root = True
         while (action := self._receive_action(global_step)) != idle_worker.END:
-            if action == idle_worker.EXCHANGE and self.replica.gradients is not None:
-                self.replica.gradients.take_part()
+            if action == idle_worker.EXCHANGE:
+                self.strategy.take_part()
             elif action == idle_worker.COUNT:
                 self._count_step(0, is_done=False)
             elif (index := idle_worker.stepped(action)) is not None:
-                if self.replica.gradients is not None:
+                if self.strategy.exchanges_gradients:
                     idle_worker.broadcast_gradients(
                         self.transport, global_step.root, parameters_of(self.optimizers.each[index])
                     )
@@ -672,12 +659,11 @@ class Trainer:
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
         self._accumulated = True
-        if self.replica.gradients is not None:
-            self.replica.gradients.paused = on
+        self.strategy.accumulate(on)
 
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
-        return self.replica.is_carried and (self.global_step is None) and self._stepped_last
+        return self.strategy.is_carried and (self.global_step is None) and self._stepped_last
 
     # --- steps and exchanges ----------------------------------------------------------------------------------
 
@@ -689,7 +675,7 @@ class Trainer:
             self._outside.check_held()
             self._is_held = True
         before, self._stepped_at[index] = self._stepped_at[index], self.rounds_done
-        self.replica.before_step(index, self._is_following_root or self.rounds_done > before)
+        self.strategy.before_step(index, self._is_following_root or self.rounds_done > before)
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
@@ -699,7 +685,7 @@ class Trainer:
             self._refuse_not_finite(optimizer)
         self._announce(self.global_step, idle_worker.step_of(index))
         if (
-            self.replica.gradients is not None
+            self.strategy.exchanges_gradients
             and self.global_step is not None
             and self.global_step.incomplete
             and not self._is_following_root
@@ -716,43 +702,26 @@ class Trainer:
         self._worked = len(self._leases)
         if self.epoch_batches is not None:
             self.epoch_batches.ask_ahead()
-        if not self.replica.stepped(index, self.steps_of[index]) or self._sends_late:
-            return
-        self._named(lambda: self._exchange(index))
-        if self.replica.server is None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+        with self._naming_step():
+            is_equal = self.strategy.after_step(index, self.steps_of[index])
+        if is_equal and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
 
-    @property
-    def _sends_late(self) -> bool:
-        """True if the steps of several optimizers are pushed as one update at the end of a global step."""
-        return self.replica.server is not None and len(self.optimizers) > 1
-
-    def _send_if_due(self, server: AsyncServer) -> None:
-        if self._sends_late:
-            self._steps_sent += 1
-            if self.replica.is_due(self._steps_sent):
-                self._named(lambda: self._send(server.run))
-        server.merge_if_arrived()
-
-    def _named(self, exchange: Callable[[], None]) -> None:
+    @contextmanager
+    def _naming_step(self) -> Iterator[None]:
+        """Add this step and worker to a NotFiniteError of the block."""
         try:
-            exchange()
+            yield
         except NotFiniteError as error:
             raise NotFiniteError(f"{error}; step {self.steps}, worker {self.transport.worker}; {ADVICE}") from None
 
-    def _exchange(self, index: int) -> None:
-        if self.replica.server is not None:
-            self._send(self.replica.server.run)
-        else:
-            self.replica.exchange(index)
-
-    def _send(self, exchange: Callable[[int, list[Lease]], bool]) -> None:
-        """Push to a server what has not been pushed yet."""
+    def push(self, push: Push) -> None:
+        """Push the work that no exchange has carried yet to a server."""
         samples, leases = self._unsent()
         with ExitStack() as scaled:
             for rate in self._rates:
                 scaled.enter_context(rate.applied())
-            is_sent = exchange(samples, leases)
+            is_sent = push(samples, leases)
         if not is_sent:
             worker = self.transport.worker
             text = f"worker {worker} left out an update with NaN or infinity: {samples} samples do not count"
@@ -769,21 +738,23 @@ class Trainer:
         leases, self._leases, self._worked = self._leases, [], 0
         return leases
 
-    def _exchange_begins(self) -> None:
+    def exchange_begins(self) -> None:
+        """Notify idle workers that an exchange of gradients begins."""
         self._announce(self.global_step, idle_worker.EXCHANGE)
 
-    def _exchange_ended(self, blocked_s: float) -> None:
+    def exchange_ended(self, blocked_s: float) -> None:
+        """Count an exchange, and settle the work that it has carried."""
         self.rounds_done += 1
-        if self.replica.server is not None:
+        if self.strategy.asynchronous:
             return
         self.arrivals.note(self.events.t(), blocked_s)
-        if self.replica.carried():
+        if self.strategy.carried():
             self.agent.carried()
             self._settle_leases()
 
     def _count_skipped_step(self, global_step: GlobalStep) -> None:
         """Count a step that a gradient scaler skipped at this worker only: the others would wait for its exchange."""
-        if not self.replica.in_rounds or self._accumulated or self._is_evaluating():
+        if not self.strategy.in_rounds or self._accumulated or self._is_evaluating():
             return
         trained_steps = self.global_steps_done - self.stepless_global_steps
         for index in [one for one in range(len(self.optimizers)) if one not in self._stepped_here]:
@@ -821,7 +792,7 @@ class Trainer:
     def check(self, when: str) -> None:
         """Compare the replicas of all workers, which must be equal now."""
         try:
-            is_compared = self.replica.check(when)
+            is_compared = self.strategy.check(when)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(
                 self._step_record.difference(self.transport, members_of(self.transport)) or str(error)
@@ -838,11 +809,9 @@ class Trainer:
     def measured(self) -> dict[str, Any]:
         """Return this worker's cumulative figures."""
         traffic, before = self.transport.traffic(), self.section
-        server = self.replica.server
-        is_bounded = self.recipe is not None and getattr(self.recipe.when, "bound", None) is not None
-        held = {"blocked_s": round(server.blocked_s, 6)} if server is not None and is_bounded else {}
+        blocked_s = self.strategy.blocked_s
         return {
-            **held,
+            **({"blocked_s": round(blocked_s, 6)} if blocked_s is not None else {}),
             "rounds": self.rounds_done,
             "time_breakdown": self.timer.split(),
             "bytes_sent": traffic.bytes_sent - before.sent,
@@ -852,18 +821,17 @@ class Trainer:
         }
 
     def _settle_leases(self) -> None:
-        self._settle(self._take_leases())
+        self.settle(self._take_leases())
 
-    def _settle(self, leases: list[Lease]) -> None:
+    def settle(self, leases: list[Lease]) -> None:
+        """Count the work on these leases as trained."""
         if self.epoch_batches is not None:
             self.epoch_batches.settle(leases)
 
     def _write_outcomes(self) -> None:
         """Write an event with this worker's applied updates and their staleness."""
-        server = self.replica.server
-        if server is not None and server.outcomes:
-            self.events.write("update_applied", updates=server.outcomes)
-            server.outcomes = []
+        if outcomes := self.strategy.take_outcomes():
+            self.events.write("update_applied", updates=outcomes)
 
     def _write_start(self, context: WorkerContext) -> None:
         self.events.write(

@@ -10,8 +10,8 @@ from torch import nn
 from stretto.loader.epoch_batches import BatchSource, EpochBatches
 from stretto.membership.loop_positions import LoopPosition
 from stretto.runtime.event_writer import EventWriter
-from stretto.strategies.model_replica import Replica
 from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.strategy import Strategy
 from stretto.training.evaluator import Evaluator
 from stretto.training.idle_worker import Settings
 from stretto.training.section import Section
@@ -28,7 +28,7 @@ class TrainerView(Protocol):
     transport: Transport
     section: Section
     events: EventWriter
-    replica: Replica
+    strategy: Strategy
     evaluator: Evaluator
     settings: Settings
     epoch_batches: EpochBatches | None

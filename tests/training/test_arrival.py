@@ -7,16 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from async_exchange import open_exchange
 from torch import Tensor, nn
 
 from stretto import codecs
 from stretto.parameter_server.client_types import PushResult, Update
 from stretto.recipe.parser import parse
-from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
-from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.traffic_counters import Tally
 
 
 @dataclass
@@ -69,18 +66,8 @@ class WorkerHarness:
         self.arena = FlatParameters([("w", cast("nn.Parameter", self.net.w))])
         self.server = Server(16)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
-        self.exchange = AsyncServer(
-            self.arena,
-            1,
-            parse(recipe),
-            cast("Any", self.server),
-            Stopwatch(lambda: 0.0),
-            Tally(codecs.CodecContext(1, 2)),
-            Optimizers([optimizer]),
-            lambda leases: None,
-            lambda blocked_s: None,
-            False,
-        )
+        context = codecs.CodecContext(1, 2)
+        self.exchange = open_exchange(self.server, self.arena, parse(recipe), optimizer, context)
 
     @property
     def w(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from async_exchange import open_exchange
 from example_counts import EXAMPLES_FACTOR
 from faulty_servers import FaultyCluster, Worker
 from hypothesis import HealthCheck, example, given, settings
@@ -21,11 +22,7 @@ from stretto.loader.epoch_order import draw, parted
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.recipe.parser import parse
-from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
-from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.traffic_counters import Tally
 
 BATCHES, SIZE, EPOCHS = 12, 2, 3
 APART = 16
@@ -59,17 +56,10 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
             now, leases[:] = list(leases), []
             return sum(lease.samples for lease in now), now
 
-        exchange = AsyncServer(
-            arena,
-            1,
-            parse(recipe),
-            client,
-            Stopwatch(lambda: 0.0),
-            Tally(codecs.CodecContext(worker.number, worker.cluster.workers)),
-            Optimizers([torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)]),
-            lambda settled: epochs[0].settle(settled),
-            lambda blocked_s: None,
-            False,
+        optimizer = torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)
+        context = codecs.CodecContext(worker.number, worker.cluster.workers)
+        exchange = open_exchange(
+            client, arena, parse(recipe), optimizer, context, lambda settled: epochs[0].settle(settled)
         )
 
         def wait_at_barriers(times: int) -> None:

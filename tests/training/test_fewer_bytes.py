@@ -321,7 +321,7 @@ def test_thawing_a_layer_keeps_the_residuals_of_the_others() -> None:
     data = regression(64)
 
     def residuals_of(trainer: Any) -> dict[str, Tensor]:
-        pieces = trainer.replica._pieces(trainer.replica.sets[0])
+        pieces = trainer.strategy._pieces(trainer.strategy.sets[0])
         found = carried_state.residuals(trainer.recipe.how, pieces)
         return {slot.name: slot.view(flat).clone() for part, flat in found for slot in part.slots}
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from async_exchange import open_exchange
 from faulty_servers import FaultyCluster, Worker
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,11 +21,9 @@ from stretto.interval import every
 from stretto.loader.epoch_order import EpochOrder, draw
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
 from stretto.recipe.parser import parse
-from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.traffic_counters import Tally
 from stretto.training.checkpoint_manager import CheckpointManager
 
 BATCHES, DONE, APART = 12, 6, 16
@@ -46,20 +45,8 @@ class WorkerSide:
     def exchange(self, number: int) -> AsyncServer:
         context = codecs.CodecContext(self.worker.number, self.worker.cluster.workers)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
-        recipe, timer = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
-        client = self.worker.client
-        return AsyncServer(
-            self.arena,
-            number,
-            recipe,
-            client,
-            timer,
-            Tally(context),
-            Optimizers([optimizer]),
-            self.settled,
-            lambda _: None,
-            False,
-        )
+        recipe, client = parse("async_sgd(shards=2)"), self.worker.client
+        return open_exchange(client, self.arena, recipe, optimizer, context, self.settled, number)
 
 
 def run_with_plan(cluster: FaultyCluster, planned: Mapping[int, Callable[[], object]]) -> None:
@@ -168,9 +155,9 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
         events = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
         counts = {"rounds_done": 5, "steps": 5, "samples": 1}
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
-        replica = SimpleNamespace(server=True)
+        strategy = SimpleNamespace(asynchronous=True)
         trainer: Any = SimpleNamespace(
-            transport=worker.client, replica=replica, events=events, optimizers=optimizers, **counts
+            transport=worker.client, strategy=strategy, events=events, optimizers=optimizers, **counts
         )
         context: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)

@@ -1,0 +1,212 @@
+"""The strategy of recipes whose workers push updates to a parameter server, and do not wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import RuleState
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.asynchronous import AsyncServer, Outcome
+from stretto.strategies.averaged_model import AveragedModel
+from stretto.strategies.context import ExchangeObserver, StrategyContext
+from stretto.strategies.local_updates import RoundRange
+from stretto.strategies.model_sync import Named
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.parameter_set import ParameterSet
+from stretto.strategies.recipe_strategy import RecipeStrategy
+
+
+class AsyncStrategy(RecipeStrategy):
+    """Exchanges the parameters of all optimizers with a server as one set.
+
+    The steps of several optimizers are pushed as one update at the end of a global step.
+    """
+
+    asynchronous = True
+    _server: AsyncServer | None = None
+    """The exchange; None if no parameter was ever trained."""
+    _steps = 0
+    """Number of global steps with a step of any of several optimizers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        recipe: Recipe,
+        context: StrategyContext,
+        observer: ExchangeObserver,
+        client: ParameterServerClient,
+        parameter_sets: int = 0,
+    ) -> None:
+        if client.join_position is not None:
+            parameter_sets = max(client.join_position.parameter_set - 1, 0)
+        super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
+        self._client = client
+
+    @property
+    def server(self) -> AsyncServer:
+        """The exchange of the parameters that are trained."""
+        assert self._server is not None
+        return self._server
+
+    # --- the training loop ----------------------------------------------------------------------------------------
+
+    def begin_epoch(self, together: bool) -> None:
+        """Exchange the parameters that are trained now; lay moved ones flat again."""
+        parameter_set = self.sets[0]
+        if parameter_set.has_changed():
+            self._rebuild(parameter_set, parameter_set.trainable())
+        else:
+            self._lay_again(parameter_set)
+
+    def before_step(self, index: int, is_carried: bool) -> None:
+        """Raise ModelError if the optimizer steps parameters that no exchange includes."""
+        self._refuse_late(self.sets[0])
+
+    def after_step(self, index: int, steps: int) -> bool:
+        """Push an update if it is due. Return False: the parameters of the workers differ."""
+        self.server.stepped()
+        if len(self._optimizers) == 1 and self.is_due(steps):
+            self._observer.push(self.server.run)
+        return False
+
+    def end_global_step(self, has_stepped: bool) -> None:
+        """Push the steps of several optimizers if that is due, and merge a reply that has arrived."""
+        if not has_stepped:
+            return
+        if len(self._optimizers) > 1:
+            self._steps += 1
+            if self.is_due(self._steps):
+                self._observer.push(self.server.run)
+        self.server.merge_if_arrived()
+
+    def push_all(self) -> None:
+        """Push the remaining update, and wait until it is applied."""
+        self._observer.push(self.server.finish)
+
+    def close(self) -> None:
+        """Detach from the client, and remove the hooks from the optimizer."""
+        super().close()
+        if self._server is not None:
+            self._server.release()
+
+    # --- the server's model ---------------------------------------------------------------------------------------
+
+    def sync_for_evaluation(self, called: bool = False) -> None:
+        """Put the server's newest version in place, with all workers at a barrier."""
+        if self._averaged is not None:
+            return
+        self.server.wait_at_barrier(called)
+        with self._context.timer.on("exchanging"):
+            self._average(lambda _: lambda: 1 / self._transport.workers, self.server.read_for_evaluation)
+
+    def _put_back(self, averaged: AveragedModel, own: bool) -> bool:
+        """Put the own parameters back, or continue from the server's version.
+
+        All workers send a server the parameters again, or none does.
+        """
+        own = own or self.server.keeps_own_parameters
+        if not own:
+            self.server.start_from_read()
+        is_changed = not averaged.resume(own)
+        replies = self._transport.all_gather_bytes(b"changed" if is_changed else b"")
+        return any(reply == b"changed" for reply in replies)
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Set the parameters to the server's newest version in a `with` block; no other worker waits."""
+        own = self.server.read_alone()
+        try:
+            yield
+        finally:
+            self.server.put_back(own)
+
+    def _rebuild(self, parameter_set: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
+        if self._server is not None and self._server.keeps_own_parameters:
+            self._server.read()  # parameters that are not exchanged from now on are the same at all workers
+            self._transport.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
+        super()._rebuild(parameter_set, by_name, late)
+
+    def _create_exchange(self, parameter_set: ParameterSet, rule_state: RuleState | None = None) -> None:
+        assert parameter_set.flat_parameters is not None
+        server = AsyncServer(
+            self._client,
+            parameter_set.flat_parameters,
+            self.parameter_sets,
+            self.recipe,
+            self._optimizers,
+            self._context,
+            self._observer,
+        )
+        server.open(rule_state)
+        if self._server is not None:
+            server.blocked_s, server.outcomes = self._server.blocked_s, self._server.outcomes
+            server.read()
+            server.start_from_read()
+        self._server = server
+
+    # --- figures and state ----------------------------------------------------------------------------------------
+
+    @property
+    def blocked_s(self) -> float | None:
+        """Seconds for which the staleness bound has blocked this worker; None without a bound."""
+        is_bounded = getattr(self.recipe.when, "bound", None) is not None
+        return self._server.blocked_s if self._server is not None and is_bounded else None
+
+    @property
+    def versions_read(self) -> Sequence[int]:
+        """Version of each shard at the last read."""
+        return self.server.versions_read
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Return the updates of this worker that the server has applied since the last call."""
+        if self._server is None:
+            return []
+        outcomes, self._server.outcomes = self._server.outcomes, []
+        return outcomes
+
+    @property
+    def shards(self) -> int:
+        """Number of shards that hold the parameters."""
+        return self._client.shards
+
+    @property
+    def states(self) -> Sequence[Any]:
+        """Codec states of all ranges and shards."""
+        return [state for each in self.codec_states for state in each]
+
+    @property
+    def codec_states(self) -> list[list[Any]]:
+        """Codec states of each range, one for each shard."""
+        return [each.states for each in self._server.ranges] if self._server is not None else []
+
+    @property
+    def own_parameters(self) -> Sequence[Tensor]:
+        """This worker's own parameters while the server's version is in place, if it keeps them."""
+        if self._averaged is None or not self.server.keeps_own_parameters:
+            return []
+        return self._averaged.own_parameters
+
+    def load_own_parameters(self, state: Mapping[str, Any]) -> None:
+        """Load parameters of this worker that are only pulled towards the server's."""
+        if self._server is None or not self._server.keeps_own_parameters:
+            return
+        for index, each in enumerate(self._server.ranges):
+            theta = state.get(f"own/{index}")
+            if theta is not None and theta.shape == each.part.theta.shape:
+                each.part.theta.copy_(theta)
+
+    def rule_state(self) -> RuleState | None:
+        """Return the state of the server's rule, after a barrier. Raises RollbackRequiredError."""
+        return self._server.rule_state() if self._server is not None else None
+
+    def load_rule_state(self, rule_state: RuleState) -> None:
+        """Send the loaded parameters, and the state of its rule, to the server."""
+        if self._server is not None:
+            self.parameter_sets += 1
+            self._create_exchange(self.sets[0], rule_state)

@@ -1,0 +1,47 @@
+"""Collaborators of a strategy: its view of the training loop, and the objects of the worker that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from stretto.data.leases import Lease
+from stretto.runtime.event_writer import EventWriter
+from stretto.runtime.phase_timer import Pace, Stopwatch
+from stretto.runtime.runtime import Runtime
+from stretto.strategies.traffic_counters import Tally
+from stretto.transport import Transport
+
+Push = Callable[[int, list[Lease]], bool]
+"""Pushes an update, the work on these samples and leases; returns False if the update was left out."""
+
+
+class ExchangeObserver(Protocol):
+    """The training loop, as a strategy notifies it."""
+
+    def exchange_begins(self) -> None:
+        """Note that an exchange of gradients begins."""
+
+    def exchange_ended(self, blocked_s: float) -> None:
+        """Note that an exchange has ended, which blocked this worker for `blocked_s` seconds."""
+
+    def settle(self, leases: list[Lease]) -> None:
+        """Note that a server has applied the work on these leases."""
+
+    def push(self, push: Push) -> None:
+        """Call `push` with the samples and leases whose work no exchange has carried yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyContext:
+    """Objects of a worker that its strategy uses."""
+
+    transport: Transport
+    timer: Stopwatch
+    events: EventWriter
+    tally: Tally
+    runtime: Runtime
+    pace: Pace
+    skips_non_finite: bool = False
+    """True if an asynchronous worker leaves out an update with NaN or infinity; False if it raises an error."""

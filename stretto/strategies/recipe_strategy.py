@@ -1,0 +1,257 @@
+"""Parts that the strategies of all recipes share: trained parameters, the averaged model, and their comparison."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from stretto.errors import ModelError, ReplicasDifferError, explain
+from stretto.recipe.recipe import Recipe
+from stretto.recipe.what import momenta
+from stretto.recipe.when import on_arrival, together
+from stretto.strategies.averaged_model import AveragedModel
+from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
+from stretto.strategies.collective_runner import finish
+from stretto.strategies.consistency_check import compare
+from stretto.strategies.context import ExchangeObserver, StrategyContext
+from stretto.strategies.local_updates import RoundRange
+from stretto.strategies.model_sync import Named, plain_name
+from stretto.strategies.one_bit_adam import FrozenVariance
+from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_optimizers
+from stretto.strategies.parameter_set import ParameterSet
+from stretto.strategies.strategy import Strategy
+from stretto.strategies.tensor_sync import FlatTensors
+from stretto.transport.elastic import attempted, has_others
+
+
+class RecipeStrategy(Strategy):
+    """A strategy that exchanges sets of parameters, which it lays flat, as a recipe says."""
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        recipe: Recipe,
+        context: StrategyContext,
+        observer: ExchangeObserver,
+        parameter_sets: int = 0,
+    ) -> None:
+        super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
+        self._frozen: FrozenVariance | None = None
+        self._is_changed = False
+        """True if the script has changed the model at this worker, and the workers have not been compared since."""
+
+    def attach(self) -> None:
+        """Refuse optimizers that the recipe can't train, then create an exchange of each set of parameters."""
+        if has_others(self._transport):
+            refuse_optimizers(self.recipe, self._optimizers, self._transport.workers)
+            if isinstance(self.recipe.what, momenta):
+                self._frozen = FrozenVariance(self._optimizers.each[0], self.recipe.what, self._is_warm)
+        for parameter_set in self.sets:
+            self._rebuild(parameter_set, parameter_set.trainable())
+
+    def _is_warm(self) -> bool:
+        """Return True if the last result was a momentum, not a gradient."""
+        return False
+
+    def begin_epoch(self, together: bool) -> None:
+        """Agree on the trained parameters if `together`, and lay moved parameters flat again."""
+        if together:
+            self._agree_on_changes(at_start=True)
+        for parameter_set in self.sets:
+            self._lay_again(parameter_set)
+
+    def _lay_again(self, parameter_set: ParameterSet) -> bool:
+        """Lay parameters flat again that the script has moved. Return False if they have not moved."""
+        flat_parameters = parameter_set.flat_parameters
+        if flat_parameters is None or parameter_set.is_laid():
+            return False
+        self._rebuild(parameter_set, [(slot.name, slot.parameter) for slot in reversed(flat_parameters.slots)])
+        return True
+
+    def is_due(self, steps: int) -> bool:
+        """Return True if an exchange is due after this number of steps."""
+        return isinstance(self.recipe.when, together | on_arrival) and self.recipe.when.due(steps)
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizer."""
+        if self._frozen is not None:
+            self._frozen.release()
+
+    # --- trained parameters ---------------------------------------------------------------------------------------
+
+    def _agree_on_changes(self, at_start: bool) -> None:
+        """If any worker's trained parameters have changed, do the round that is under way, and agree on the new set."""
+        if not has_others(self._transport):
+            has_changed = any(parameter_set.has_changed() for parameter_set in self.sets)
+            for parameter_set in self.sets if has_changed else ():
+                self._follow_changes(parameter_set, at_start)
+            return
+        own = struct.pack("??", any(parameter_set.has_changed() for parameter_set in self.sets), self._is_changed)
+        flags = [struct.unpack("??", message) for message in self._transport.all_gather_bytes(own)]
+        self._is_changed = False
+        changed = [worker for worker, (_, model) in enumerate(flags) if model]
+        if changed and len(changed) < len(flags):
+            raise ReplicasDifferError(_changed_alone(changed))
+        if changed:
+            self.check("after the script changed the model")
+        if not any(trained for trained, _ in flags):
+            return
+        for parameter_set in self.sets:
+            self._finish_round(parameter_set)
+            self._follow_changes(parameter_set, at_start)
+
+    def _finish_round(self, parameter_set: ParameterSet) -> None:
+        """Do the round that is under way, before the parameters in it change."""
+
+    def _follow_changes(self, parameter_set: ParameterSet, at_start: bool, idle: bool = False) -> bool:
+        """Exchange the parameters that are trained now. Return True if they have changed.
+
+        Average parameters first that were stepped before any exchange. `idle`: this worker has no gradients.
+        """
+        by_name, new = parameter_set.agree(at_start)
+        if not new and {id(parameter) for _, parameter in by_name} == parameter_set.laid:
+            parameter_set.see()
+            return False
+        late = self._average_new(parameter_set, new) if new and not at_start else []
+        self._rebuild(parameter_set, by_name, late)
+        return True
+
+    def _average_new(self, parameter_set: ParameterSet, new: Named) -> list[RoundRange]:
+        """Average parameters that were stepped before any exchange; return their ranges."""
+        return []
+
+    def _refuse_late(self, parameter_set: ParameterSet) -> None:
+        """Raise ModelError if parameters began to train that no exchange includes."""
+        if parameter_set.has_changed() and has_others(self._transport) and (strangers := parameter_set.strangers()):
+            raise ModelError(_began_late(self.recipe, self._model, strangers))
+
+    def _rebuild(self, parameter_set: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
+        """Lay these parameters flat and exchange them from now on, keeping the state of those exchanged before."""
+        before = residuals(self.recipe.how, self._pieces(parameter_set))
+        if not by_name:
+            self._drop_exchange(parameter_set)
+            parameter_set.flat_parameters = None
+            parameter_set.see()
+            return
+        ranges = [*self._ranges_of(parameter_set), *late]
+        parameter_set.lay(by_name, spare=self.in_rounds)
+        self._count_and_create(parameter_set)
+        carry_over(ranges, self._ranges_of(parameter_set))
+        add_residuals(self.recipe.how, before, self._pieces(parameter_set))
+
+    def _count_and_create(self, parameter_set: ParameterSet) -> None:
+        self.parameter_sets += 1
+        self._create_exchange(parameter_set)
+
+    def _create_exchange(self, parameter_set: ParameterSet) -> None:
+        """Create the exchange of a parameter set for its flat buffers."""
+        raise NotImplementedError
+
+    def _drop_exchange(self, parameter_set: ParameterSet) -> None:
+        """Drop the exchange of a parameter set without parameters."""
+
+    def _pieces(self, parameter_set: ParameterSet) -> list[Piece]:
+        """Return the codec states of a parameter set, with the ranges that they belong to."""
+        return []
+
+    def _ranges_of(self, parameter_set: ParameterSet) -> list[RoundRange]:
+        return []
+
+    def train_like(self, trained: list[list[str]]) -> None:
+        """Exchange the parameters that a loaded state names: the script may have frozen or thawed some since."""
+        by_name = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
+        for parameter_set, names in zip(self.sets, trained, strict=True):
+            held = {id(each) for optimizer in parameter_set.optimizers for each in parameters_of(optimizer)}
+            lacking = [name for name in names if name not in by_name or id(by_name[name]) not in held]
+            if lacking:
+                raise ModelError(_cant_follow(lacking))
+            self._rebuild(parameter_set, [(name, each) for name, each in by_name.items() if name in set(names)])
+
+    # --- the averaged model ---------------------------------------------------------------------------------------
+
+    def _average(
+        self, share: Callable[[ParameterSet], Callable[[], float]], read: Callable[[], bool] | None = None
+    ) -> None:
+        """Put the averaged model in place; `share` returns the function that returns a set's share."""
+        sets = [(each.flat_parameters.parts, share(each)) for each in self.sets if each.flat_parameters is not None]
+        account = self._context.tally.account("evaluation_sync")
+        self._averaged = AveragedModel(sets, self.buffers, self._transport, account, read)
+
+    def resume(self, own: bool = True) -> None:
+        """Continue training after an evaluation sync; values that the script has changed since stay."""
+        averaged, self._averaged = self._averaged, None
+        if averaged is None or not self._put_back(averaged, own):
+            return
+        self._is_changed = True
+        self._context.events.notice("the script changed the model after an epoch; training continues from its values")
+        for parameter_set in self.sets:
+            if parameter_set.flat_parameters is not None:
+                self._count_and_create(parameter_set)
+                parameter_set.has_stepped = False
+
+    def _put_back(self, averaged: AveragedModel, own: bool) -> bool:
+        """Put this worker's own parameters back. Return True if the script has changed the model."""
+        return not averaged.resume()
+
+    def average_buffers(self, samples: int) -> None:
+        """Average the buffers that an epoch without an optimizer step has changed."""
+        if self._transport.workers == 1:
+            return
+        self.buffers.agree()
+        flat, account = FlatTensors(self.buffers.floating()), self._context.tally.account("evaluation_sync")
+
+        def means() -> list[Tensor]:
+            counts = self._transport.all_gather_bytes(struct.pack("<q", samples))
+            total = sum(struct.unpack("<q", count)[0] for count in counts)
+            return finish(flat.ask_mean(self._transport, samples / total, account))
+
+        with self._context.timer.on("exchanging"):
+            flat.take(attempted(self._transport, means))
+
+    def check(self, when: str) -> bool:
+        """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare."""
+        if self._transport.workers == 1:
+            return False
+        agreed = [each for each in self.sets if self._averaged is not None or not each.has_stepped]
+        parts = [part for each in agreed if each.flat_parameters is not None for part in each.flat_parameters.parts]
+        excluded = {id(one) for each in self.sets if each not in agreed for one in each.trained_parameters()}
+        by_name = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in excluded}
+        compared = {id(slot.parameter) for part in parts for slot in part.slots}
+        others = {name: one for name, one in by_name.items() if id(one) not in compared}
+        buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
+        compare(self._transport, buffers | others, by_name, when)
+        return True
+
+
+def _changed_alone(workers: Sequence[int]) -> str:
+    return explain(
+        f"replicas differ: the script changed the model of worker {', '.join(map(str, workers))} alone after an epoch",
+        got=f"a change on {len(workers)} of the workers",
+        expected="the same change on every worker",
+        to_type="load the same file on all workers: model.load_state_dict(torch.load(path)) without a condition",
+    )
+
+
+def _began_late(recipe: Recipe, model: nn.Module, strangers: Sequence[nn.Parameter]) -> str:
+    names = {id(one): plain_name(name) for name, one in model.named_parameters()}
+    first = names.get(id(strangers[0]), "a parameter outside the model")
+    return explain(
+        f"{first} began to train in the middle of an epoch, where {recipe} can't follow",
+        got=f"{len(strangers)} parameters that the optimizer trains and no exchange includes",
+        expected="a change of what is trained before an epoch begins",
+        to_type="freeze, thaw and add parameters between two epochs, or use a recipe such as local_sgd(every=16)",
+    )
+
+
+def _cant_follow(lacking: Sequence[str]) -> str:
+    return explain(
+        "the loaded state has parameters that the optimizer does not hold yet",
+        got=f"no {', '.join(lacking[:3])} in the optimizer when stretto.distribute is called",
+        expected="all parameters that will ever train in the optimizer from the beginning",
+        to_type="give the optimizer all parameters at first, and freeze those that wait with requires_grad_(False)",
+    )
