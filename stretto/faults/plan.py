@@ -21,12 +21,12 @@ from stretto.errors import LaunchError, explain
 from stretto.units import TIMES, spelled
 
 Kind = Literal["worker", "server", "coordinator"]
-Verb = Literal["kill", "back", "pause", "go_on", "cut", "heal", "slow", "restore"]
+Verb = Literal["kill", "back", "pause", "resume", "cut", "heal", "slow", "restore"]
 SAID: dict[Verb, str] = {
     "kill": "killed:",
     "back": "started again:",
     "pause": "stopped:",
-    "go_on": "goes on:",
+    "resume": "resumed:",
     "cut": "cut off:",
     "heal": "no longer cut off:",
     "slow": "slow link of",
@@ -100,7 +100,7 @@ class Pause:
     """A process is stopped for a while, as between SIGSTOP and SIGCONT."""
 
     begins: ClassVar[Verb] = "pause"
-    ends: ClassVar[Verb] = "go_on"
+    ends: ClassVar[Verb] = "resume"
     who: Target
     when: At | Every
     for_s: float
@@ -145,7 +145,7 @@ Fault = Kill | Pause | Partition | Slow
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class FaultEvent:
     """Event of a fault and its victims: numbers of workers or server shards; the coordinator is number 0 of its kind.
 
     `factor` is that of a slowed or restored link, else 1. `back_after_s`: seconds until a killed process restarts.
@@ -287,18 +287,18 @@ def check_live(faults: Sequence[Fault], restarts: int) -> None:
 
 def schedule(
     faults: Sequence[Fault], workers: int, shards: int, seed: int, supervised: bool = False
-) -> Iterator[tuple[float, Happening]]:
+) -> Iterator[tuple[float, FaultEvent]]:
     """Yield (seconds, event) in order of time; endless if a fault is repeated.
 
     The random numbers of a fault depend on the seed and its index in the list, not on other faults. A killed process is
     neither drawn nor killed or paused, and a paused one is not paused again. Each temporary kill has its `back`, each
-    cut its `heal`, each slow link its `restore`, and each pause its `go_on`, unless the process is killed before. Cuts
+    cut its `heal`, each slow link its `restore`, and each pause its `resume`, unless the process is killed before. Cuts
     and slow links may overlap: a link is restored when all of them have ended.
     A repeated fault ends when all its possible victims are killed permanently. `supervised` processes never are: a
     supervisor restarts a killed process without its own `back`. Servers and the coordinator are always supervised.
 
     >>> plan = schedule(parse("kill worker 1 at 10s, back after 5s"), workers=4, shards=0, seed=0)
-    >>> [(time, happening.verb, happening.numbers) for time, happening in plan]
+    >>> [(time, event.verb, event.numbers) for time, event in plan]
     [(10.0, 'kill', (1,)), (15.0, 'back', (1,))]
     """
     crew = _Crew({"worker": workers, "server": shards, "coordinator": 1})
@@ -313,13 +313,13 @@ def schedule(
                 yield turn.time, turn.ends
             continue
         fault, rng = faults[turn.fault], rngs[turn.fault]
-        happening, lasts_s = crew.struck(fault, rng), _lasts_s(fault)
-        if happening is not None:
-            returns = supervised or happening.kind != "worker"
-            crew.begin(happening, turn, gone=not returns or lasts_s is not None, for_good=lasts_s is None)
-            yield turn.time, happening
-        if happening is not None and lasts_s is not None:
-            ends = replace(happening, verb=fault.ends, back_after_s=None)
+        event, lasts_s = crew.struck(fault, rng), _lasts_s(fault)
+        if event is not None:
+            returns = supervised or event.kind != "worker"
+            crew.begin(event, turn, gone=not returns or lasts_s is not None, for_good=lasts_s is None)
+            yield turn.time, event
+        if event is not None and lasts_s is not None:
+            ends = replace(event, verb=fault.ends, back_after_s=None)
             heapq.heappush(queue, turn._replace(time=turn.time + lasts_s, begins=False, ends=ends))
         if isinstance(fault.when, Every) and not crew.lost(*victims_of(fault)):
             heapq.heappush(queue, turn._replace(time=_after(turn.time, fault.when, rng), again=turn.again + 1))
@@ -332,7 +332,7 @@ class _Turn(NamedTuple):
     begins: bool
     fault: int
     again: int
-    ends: Happening | None = None
+    ends: FaultEvent | None = None
 
 
 def _after(time: float, when: At | Every, rng: np.random.Generator) -> float:
@@ -351,7 +351,7 @@ class _Crew:
         self._gone: dict[tuple[Kind, int], bool] = {}
         self._paused: dict[tuple[Kind, int], tuple[int, int]] = {}
 
-    def struck(self, fault: Fault, rng: np.random.Generator) -> Happening | None:
+    def struck(self, fault: Fault, rng: np.random.Generator) -> FaultEvent | None:
         """Return the event of a fault now, with a random victim if it names none; None if no victim is left."""
         kind, named = victims_of(fault)
         numbers = named or tuple(rng.permutation(self._sizes[kind]).tolist())
@@ -360,24 +360,24 @@ class _Crew:
             numbers = tuple(islice((one for one in numbers if (kind, one) not in out), 1))
         factor = fault.factor if isinstance(fault, Slow) else 1.0
         back_after_s = fault.back_after_s if isinstance(fault, Kill) else None
-        return Happening(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
+        return FaultEvent(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
 
-    def begin(self, happening: Happening, turn: _Turn, gone: bool, for_good: bool) -> None:
+    def begin(self, event: FaultEvent, turn: _Turn, gone: bool, for_good: bool) -> None:
         """Note the begin of a fault, and whether a kill removes the process, permanently or not."""
-        process = happening.kind, happening.numbers[0]
-        if happening.verb == "kill":
+        process = event.kind, event.numbers[0]
+        if event.verb == "kill":
             self._paused.pop(process, None)
             if gone:
                 self._gone[process] = for_good
-        elif happening.verb == "pause":
+        elif event.verb == "pause":
             self._paused[process] = turn.fault, turn.again
 
-    def end(self, happening: Happening, turn: _Turn) -> bool:
+    def end(self, event: FaultEvent, turn: _Turn) -> bool:
         """Note the end of a fault. Return False if a pause has ended earlier, with the process."""
-        process = happening.kind, happening.numbers[0]
-        if happening.verb == "back":
+        process = event.kind, event.numbers[0]
+        if event.verb == "back":
             del self._gone[process]
-        elif happening.verb == "go_on":
+        elif event.verb == "resume":
             if self._paused.get(process) != (turn.fault, turn.again):
                 return False
             del self._paused[process]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stretto.errors import LaunchError, explain
-from stretto.faults.plan import Fault, Happening, Kill, Pause, check_live, parse, schedule
+from stretto.faults.plan import Fault, FaultEvent, Kill, Pause, check_live, parse, schedule
 from stretto.faults.plan import check as check_faults
 from stretto.faults.stragglers import factors
 from stretto.interval import every
@@ -304,7 +304,7 @@ def _targets_coordinator(fault: Fault) -> bool:
     return isinstance(fault, Kill | Pause) and fault.who.kind == "coordinator"
 
 
-def planned(order: RunConfig) -> Iterator[tuple[float, Happening]]:
+def planned(order: RunConfig) -> Iterator[tuple[float, FaultEvent]]:
     """Yield the faults of a resolved configuration, each with the seconds after the start of the run."""
     faults = parse(order.faults) if order.faults is not None else ()
     return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.elastic)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import UnevenLoopsError
 from stretto.events import Event
-from stretto.launcher.process_specs import called
 from stretto.launcher.processes import Exited
 from stretto.launcher.worker_main import EVICTED, UNLOGGED
 from stretto.membership.loop_positions import COMING, LoopPosition
+from stretto.report.run_log import process_name
 
 TAIL_LINES = 20
 NO_END = (
@@ -80,13 +80,13 @@ def _of_exit(end: Exited, error: Event | None) -> Cause:
     if error is not None:
         return _of_error(error)
     if end.code == EVICTED and end.worker >= 0:
-        return Cause(end.worker, f"{called(end.worker)} {in_words(end)}", "", True, False)
+        return Cause(end.worker, f"{process_name(end.worker)} {in_words(end)}", "", True, False)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
 
 def _of_error(error: Event) -> Cause:
     is_bystander = error.get("kind") == UnevenLoopsError.__name__  # which waits for the worker that left
-    who = "" if is_bystander else f"{called(error['worker'])} failed: "
+    who = "" if is_bystander else f"{process_name(error['worker'])} failed: "
     headline = f"{who}{error.get('kind')}: {error.get('text')}"
     details = str(error.get("traceback") or "").rstrip("\n")
     return Cause(error["worker"], headline.rstrip(": "), details, not error.get("consequence"), True)
@@ -96,17 +96,15 @@ def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
     hint = "this launcher did not send it; a system that runs out of memory does" if name == "SIGKILL" else ""
     hint = "--faults sent it" if end.injected else hint
-    return Cause(end.worker, f"{called(end.worker)} was killed by {name}", hint, True, False)
+    return Cause(end.worker, f"{process_name(end.worker)} was killed by {name}", hint, True, False)
 
 
 def _of_silence(end: Exited) -> Cause:
     if end.code == UNLOGGED:
-        headline = (
-            f"{called(end.worker)} failed{_within(end.place)}, and its error could not be written to the event log"
-        )
+        headline = f"{process_name(end.worker)} failed{_within(end.place)}, and its error could not be written to the event log"
         return Cause(end.worker, headline, "", True, False)
     how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
-    headline = f"{called(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
+    headline = f"{process_name(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
     return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)
 
 

@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from stretto.launcher.config import Output
-from stretto.launcher.process_specs import called
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
 from stretto.membership.coordinator import COORDINATOR
+from stretto.report.run_log import process_name
 
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 13
@@ -36,7 +36,7 @@ DRAIN_S = 0.7
 
 def log_of(folder: Path, worker: int) -> Path:
     """Return the log file of a process."""
-    return folder / f"{called(worker).removeprefix('the ').replace(' ', '-')}.log"
+    return folder / f"{process_name(worker).removeprefix('the ').replace(' ', '-')}.log"
 
 
 @dataclass
@@ -76,7 +76,7 @@ class LogRelay(threading.Thread):
         source = _output_of(worker, pipe, self._folder)
         if life:
             source.tail = self._outputs[worker].tail
-            self._store(source, b"stretto: restart %d of %s\n" % (life, called(worker).encode()))
+            self._store(source, b"stretto: restart %d of %s\n" % (life, process_name(worker).encode()))
         self._outputs[worker] = source
         self._selector.register(pipe, selectors.EVENT_READ, source)
 
@@ -189,5 +189,5 @@ def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
 
 def _labelled(worker: int, lines: Sequence[bytes]) -> bytes:
     """Return the lines, each with the process that printed it."""
-    who = str(worker) if worker >= 0 else called(worker)
+    who = str(worker) if worker >= 0 else process_name(worker)
     return b"".join(b"[%s] %s\n" % (who.encode(), line) for line in lines)

@@ -23,6 +23,7 @@ from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
 from stretto.membership.coordinator import COORDINATOR
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
+from stretto.report.run_log import process_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT_INTERVAL_S = 10.0
@@ -43,18 +44,7 @@ class ProcessSpec:
     fds: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return called(self.number) if self.number == COORDINATOR else f"{called(self.number)} of {self.of}"
-
-
-def called(number: int) -> str:
-    """Return the name of a process in messages.
-
-    >>> called(3), called(-1), called(COORDINATOR)
-    ('worker 3', 'server 0', 'the coordinator')
-    """
-    if number == COORDINATOR:
-        return "the coordinator"
-    return f"worker {number}" if number >= 0 else f"server {shard_of(number)}"
+        return process_name(self.number) if self.number == COORDINATOR else f"{process_name(self.number)} of {self.of}"
 
 
 def shard_of(number: int) -> int:

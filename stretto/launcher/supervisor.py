@@ -16,15 +16,16 @@ import msgspec
 
 from stretto.errors import LogError
 from stretto.events import Event, LogFile
-from stretto.faults.plan import Happening
+from stretto.faults.plan import FaultEvent
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, in_words, is_recovered
 from stretto.launcher.log_relay import LogRelay
-from stretto.launcher.process_specs import ProcessPlan, called, server_of
+from stretto.launcher.process_specs import ProcessPlan, server_of
 from stretto.launcher.processes import Exited, Inbox, ProcessTable, Signalled
 from stretto.launcher.progress_display import Tail
 from stretto.launcher.worker_main import EVICTED
 from stretto.membership.coordinator import ASKED, COORDINATOR
+from stretto.report.run_log import process_name
 
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
@@ -36,7 +37,7 @@ FIRST_S, LONGEST_S = 0.2, 10.0
 """First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
 has run longer than the longest one.
 """
-SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "go_on": signal.SIGCONT}
+SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
 State = Literal["running", "restarting", "lost", "done"]
 """A process runs; failed and will be restarted; failed for good; or exited without a failure."""
 
@@ -88,7 +89,7 @@ class Supervisor:
         table: ProcessTable,
         relay: LogRelay,
         inbox: Inbox,
-        faults: Iterator[tuple[float, Happening]],
+        faults: Iterator[tuple[float, FaultEvent]],
     ) -> None:
         self._plan, self._config = plan, plan.order
         self._table, self._relay, self._inbox = table, relay, inbox
@@ -187,7 +188,7 @@ class Supervisor:
             return
         self._write("membership", one.number, what="failed", incarnation=one.incarnation, generation=0, why=why)
         if returns:
-            self._relay.note(f"{called(one.number)} failed ({why}); restarting it")
+            self._relay.note(f"{process_name(one.number)} failed ({why}); restarting it")
 
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""
@@ -267,30 +268,30 @@ class Supervisor:
 
     def _schedule_fault(self) -> None:
         """Schedule the next fault."""
-        moment, happening = next(self._faults, (0.0, None))
-        if happening is not None:
-            self._later(self._plan.zero + moment, lambda: self._inject(happening))
+        moment, event = next(self._faults, (0.0, None))
+        if event is not None:
+            self._later(self._plan.zero + moment, lambda: self._inject(event))
 
-    def _inject(self, happening: Happening) -> None:
+    def _inject(self, event: FaultEvent) -> None:
         self._schedule_fault()
-        signum = SIGNALS.get(happening.verb)  # a killed process is restarted by the supervisor
+        signum = SIGNALS.get(event.verb)  # a killed process is restarted by the supervisor
         if signum is None:
             return
-        number = self._number(happening)
+        number = self._number(event)
         if self._processes[number].state != "running":
-            self._relay.note(f"faults: {called(number)} is not running ({happening})")
+            self._relay.note(f"faults: {process_name(number)} is not running ({event})")
             return
-        self._write("fault_injected", number, **happening.words())
-        if happening.verb == "kill":
-            self._processes[number].back_after_s = happening.back_after_s
+        self._write("fault_injected", number, **event.words())
+        if event.verb == "kill":
+            self._processes[number].back_after_s = event.back_after_s
         self._table.send(number, signum)
 
-    def _number(self, happening: Happening) -> int:
+    def _number(self, event: FaultEvent) -> int:
         """Return the number of the process that the fault is for."""
-        if happening.kind == "coordinator":
+        if event.kind == "coordinator":
             return COORDINATOR
-        first = happening.numbers[0]
-        return first if happening.kind == "worker" else server_of(first)
+        first = event.numbers[0]
+        return first if event.kind == "worker" else server_of(first)
 
     # State of the run
 

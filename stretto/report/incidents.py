@@ -120,9 +120,9 @@ def _samples_redone(event: Event, history: History) -> int | None:
 def _pause_incident(event: Event, history: History) -> Incident:
     """Return the incident of an injected pause, with its end."""
     later = (one for one in history.of("fault_injected") if one["worker"] == event["worker"] and one["t"] > event["t"])
-    end = next((one for one in later if one.get("verb") in ("go_on", "kill")), None)
+    end = next((one for one in later if one.get("verb") in ("resume", "kill")), None)
     after = formatting.seconds(end["t"] - event["t"]) if end else ""
-    consequence = "" if end is None else f"{'continued' if end['verb'] == 'go_on' else 'killed'} after {after}"
+    consequence = "" if end is None else f"{'continued' if end['verb'] == 'resume' else 'killed'} after {after}"
     return Incident(event["t"], event["worker"], 0, "paused (injected)", consequence)
 
 

@@ -21,7 +21,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from stretto.errors import LaunchError, TransportError
-from stretto.faults.plan import Happening
+from stretto.faults.plan import FaultEvent
 from stretto.simulator.cluster.fault_injector import FaultInjector
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.event_queue import EventQueue
@@ -217,7 +217,7 @@ class Engine:
         workers: int,
         links: Links,
         cost_model: CostModel,
-        plan: Iterable[tuple[float, Happening]] = (),
+        plan: Iterable[tuple[float, FaultEvent]] = (),
         processors: float | None = None,
         servers: int = 0,
         wall_clock: Callable[[], float] | None = None,

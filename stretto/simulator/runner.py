@@ -25,7 +25,7 @@ from stretto.errors import (
 )
 from stretto.events import Event
 from stretto.faults import plan as faults
-from stretto.faults.plan import Happening
+from stretto.faults.plan import FaultEvent
 from stretto.launcher.script_watch import own_folders
 from stretto.launcher.seeding import seed_libraries
 from stretto.launcher.supervisor import Stopped
@@ -60,7 +60,7 @@ from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.rendezvous import ServerRendezvous
 
-PROCESS_FAULTS = ("kill", "pause", "go_on")
+PROCESS_FAULTS = ("kill", "pause", "resume")
 """Verbs of faults that affect processes, not links."""
 Tick = Callable[[], None]
 
@@ -124,7 +124,7 @@ class Simulator:
         self._memory_estimate = MemoryEstimate(config.workers)
         self._group = SimGroup(self.engine, links)
         self._servers: SimServers | None = None
-        self._postponed: list[tuple[float, Happening]] = []
+        self._postponed: list[tuple[float, FaultEvent]] = []
         """Faults of servers that are postponed until the first worker creates them."""
         self._failed_workers: list[tuple[int, int]] = []
         """Failed worker incarnations of which servers are notified when they are created."""
@@ -221,29 +221,29 @@ class Simulator:
         assert self._coordinator is not None
         return self._coordinator
 
-    def _on_fault(self, time: float, happening: Happening) -> None:
+    def _on_fault(self, time: float, event: FaultEvent) -> None:
         """Record a fault, and reconnect workers after a pause or partition."""
-        number = happening.numbers[0]
-        target = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[happening.kind]
-        if happening.verb == "back":
+        number = event.numbers[0]
+        target = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[event.kind]
+        if event.verb == "back":
             return
-        if happening.verb in PROCESS_FAULTS and not self._is_running(happening):
-            self._note(f"faults: {happening.who()} is not there ({happening})")
+        if event.verb in PROCESS_FAULTS and not self._is_running(event):
+            self._note(f"faults: {event.who()} is not there ({event})")
             return
-        self._publish({"event": "fault_injected", "worker": target, **happening.words()})
-        if happening.verb == "kill":
+        self._publish({"event": "fault_injected", "worker": target, **event.words()})
+        if event.verb == "kill":
             self._limit.count_failure(time)
-        if self._coordinator is not None and happening.verb in ("go_on", "heal"):
+        if self._coordinator is not None and event.verb in ("resume", "heal"):
             self.engine.queue.schedule(
-                self.engine.queue.now, lambda: self._required_coordinator.reconnect(happening.numbers), ARRIVAL
+                self.engine.queue.now, lambda: self._required_coordinator.reconnect(event.numbers), ARRIVAL
             )
 
-    def _is_running(self, happening: Happening) -> bool:
+    def _is_running(self, event: FaultEvent) -> bool:
         """True if the target process of a fault runs."""
-        number = happening.numbers[0]
-        if happening.kind == "worker":
+        number = event.numbers[0]
+        if event.kind == "worker":
             return not self.engine.workers[number].has_ended
-        if happening.kind == "coordinator":
+        if event.kind == "coordinator":
             return self._coordinator is None or not self._coordinator.is_down
         return self._servers is None or number >= self._servers.shards or self._servers.is_running(number)
 
@@ -255,31 +255,31 @@ class Simulator:
     def _note(self, text: str, worker: int = 0) -> None:
         self._publish({"event": "warning", "worker": worker, "text": text})
 
-    def _resolve(self, time: float, happening: Happening) -> Happening | None:
+    def _resolve(self, time: float, event: FaultEvent) -> FaultEvent | None:
         """Resolve a fault of a server that was drawn before the script's recipe decided the number of servers.
 
         Return None to postpone it until the first worker creates the servers.
         """
-        if happening.kind == "server" and self._servers is None and self._may_have_servers:
-            self._postponed.append((time, happening))
+        if event.kind == "server" and self._servers is None and self._may_have_servers:
+            self._postponed.append((time, event))
             return None
         named = (number for fault in self._simulation.faults for number in faults.victims_of(fault)[1])
-        if happening.kind != "server" or self._servers is None or happening.numbers[0] in named:
-            return happening
-        return replace(happening, numbers=(happening.numbers[0] % self._servers.shards,))
+        if event.kind != "server" or self._servers is None or event.numbers[0] in named:
+            return event
+        return replace(event, numbers=(event.numbers[0] % self._servers.shards,))
 
-    def _apply_to_process(self, time: float, happening: Happening) -> None:
+    def _apply_to_process(self, time: float, event: FaultEvent) -> None:
         """Kill, pause or resume a process."""
-        number, back_after_s = happening.numbers[0], happening.back_after_s
-        if happening.kind == "server":
-            self._apply_to_server(time, happening, number)
-        elif happening.verb in ("pause", "go_on"):
-            self._pause_coordinator(happening.verb == "pause")
+        number, back_after_s = event.numbers[0], event.back_after_s
+        if event.kind == "server":
+            self._apply_to_server(time, event, number)
+        elif event.verb in ("pause", "resume"):
+            self._pause_coordinator(event.verb == "pause")
         elif self._coordinator is None:
-            refuse(time, happening)
-        elif happening.kind == "coordinator" and happening.verb == "kill":
+            refuse(time, event)
+        elif event.kind == "coordinator" and event.verb == "kill":
             self._coordinator.coordinator_killed(back_after_s)
-        elif happening.kind == "worker" and happening.verb == "kill":
+        elif event.kind == "worker" and event.verb == "kill":
             self._kill(self.engine.workers[number], back_after_s)
 
     def _kill(self, worker: Worker, back_after_s: float | None) -> None:
@@ -295,19 +295,19 @@ class Simulator:
         elif self._coordinator is not None:
             self._coordinator.coordinator_resumed()
 
-    def _apply_to_server(self, time: float, happening: Happening, number: int) -> None:
+    def _apply_to_server(self, time: float, event: FaultEvent, number: int) -> None:
         servers = self._servers
         if servers is None or number >= servers.shards:
-            refuse(time, happening, "the recipe of this run has no such server")
-        elif happening.verb == "pause":
+            refuse(time, event, "the recipe of this run has no such server")
+        elif event.verb == "pause":
             servers.pause_shard(number)
-        elif happening.verb == "go_on":
+        elif event.verb == "resume":
             servers.resume_shard(number)
-        elif happening.verb == "kill" and self._coordinator is None:
-            refuse(time, happening)
-        elif happening.verb == "kill" and (incarnation := servers.fail_shard(number)) is not None:
+        elif event.verb == "kill" and self._coordinator is None:
+            refuse(time, event)
+        elif event.verb == "kill" and (incarnation := servers.fail_shard(number)) is not None:
             restart = functools.partial(servers.restart_shard, number)
-            self._required_coordinator.restart_service(-1 - number, incarnation, happening.back_after_s, restart)
+            self._required_coordinator.restart_service(-1 - number, incarnation, event.back_after_s, restart)
 
     def _evict(self, worker: Worker, error: BaseException) -> None:
         """End a worker that is no longer a member."""
@@ -419,8 +419,8 @@ class Simulator:
     def _catch_up(self) -> None:
         """Apply the postponed faults of servers, once it is known if servers exist."""
         postponed, self._postponed = self._postponed, []
-        for time, happening in postponed:
-            self.engine.fault_injector.apply(time, happening)
+        for time, event in postponed:
+            self.engine.fault_injector.apply(time, event)
 
     def _elastic_transport(self, worker: Worker, recipe: Recipe) -> Transport:
         """Create a transport for workers that can fail: that of a live worker's context, from simulated parts."""

@@ -15,7 +15,7 @@ from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.faults.plan import Happening, parse, schedule
+from stretto.faults.plan import FaultEvent, parse, schedule
 from stretto.launcher.config import RunConfig, check, planned, settled
 
 LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s; kill coordinator at 60s"
@@ -48,7 +48,7 @@ def faults_of(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "fault_injected"]
 
 
-def planned_until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, Happening]]:
+def planned_until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, FaultEvent]]:
     """Return the planned faults of a supervised run."""
     plan = schedule(parse(text), workers, 1, seed, supervised=True)
     return list(takewhile(lambda turn: turn[0] <= seconds, plan))
@@ -70,7 +70,7 @@ def test_kills_never_end_in_a_supervised_run(seed: int, workers: int) -> None:
     """Every worker returns and is killed again, and at times all of them are away."""
     struck = list(islice(schedule(parse("kill worker every 20s"), workers, 0, seed, supervised=True), 300))
     assert len(struck) == 300
-    counts = Counter(happening.numbers[0] for _, happening in struck)
+    counts = Counter(event.numbers[0] for _, event in struck)
     assert set(counts) == set(range(workers))
     mean_s = struck[-1][0] / 300
     assert 20 * 0.7 < mean_s < 20 * 1.4
@@ -80,13 +80,13 @@ def test_worker_that_is_away_gets_no_fault() -> None:
     """Two workers are killed often and stay away for long; a worker that is away gets no fault."""
     plan = schedule(parse("kill worker every 1s, back after 3s"), 2, 0, 0, supervised=True)
     away: set[int] = set()
-    for _, happening in islice(plan, 400):
-        worker = happening.numbers[0]
-        if happening.verb == "kill":
-            assert worker not in away and happening.back_after_s == 3
+    for _, event in islice(plan, 400):
+        worker = event.numbers[0]
+        if event.verb == "kill":
+            assert worker not in away and event.back_after_s == 3
             away.add(worker)
         else:
-            assert (happening.verb, happening.back_after_s) == ("back", None)
+            assert (event.verb, event.back_after_s) == ("back", None)
             away.remove(worker)
 
 
@@ -130,7 +130,7 @@ def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coord
         ("kill", 1, "worker", [1]),
         ("pause", 2, "worker", [2]),
         ("kill", 0, "worker", [0]),
-        ("go_on", 2, "worker", [2]),
+        ("resume", 2, "worker", [2]),
     ]
     assert [one["t"] for one in done] == sorted(one["t"] for one in done)
     for one, due in zip(done, (1.0, 1.0, 1.2, 1.8), strict=True):

@@ -16,7 +16,7 @@ from stretto.faults.plan import (
     At,
     Every,
     Fault,
-    Happening,
+    FaultEvent,
     Kill,
     Partition,
     Pause,
@@ -28,7 +28,7 @@ from stretto.faults.plan import (
 )
 
 WORKERS, SHARDS = 5, 2
-Played = list[tuple[float, Happening]]
+Played = list[tuple[float, FaultEvent]]
 
 span = st.floats(0.01, 1e9)
 when = st.one_of(st.builds(At, st.floats(0, 1e9)), st.builds(Every, span))
@@ -181,9 +181,9 @@ def test_each_fault_has_a_begin_and_an_end() -> None:
         (18, "heal", (0, 2)),
     ]
     assert play(parse("slow link of server 1 by 4 for 5s at 1s; kill coordinator at 2s")) == [
-        (1, Happening("slow", "server", (1,), 4)),
-        (2, Happening("kill", "coordinator", (0,))),
-        (6, Happening("restore", "server", (1,), 4)),
+        (1, FaultEvent("slow", "server", (1,), 4)),
+        (2, FaultEvent("kill", "coordinator", (0,))),
+        (6, FaultEvent("restore", "server", (1,), 4)),
     ]
 
 
@@ -199,7 +199,7 @@ def test_failed_process_gets_no_fault() -> None:
 
 
 def test_paused_process_is_not_paused_again() -> None:
-    assert told("pause worker 2 for 5s at 1s; pause worker 2 for 5s at 3s") == [(1, "pause", (2,)), (6, "go_on", (2,))]
+    assert told("pause worker 2 for 5s at 1s; pause worker 2 for 5s at 3s") == [(1, "pause", (2,)), (6, "resume", (2,))]
     twice = parse("pause worker for 1h every 1s")
     assert sorted(one.numbers[0] for _, one in islice(schedule(twice, WORKERS, 0, 0), WORKERS)) == list(range(WORKERS))
 
@@ -212,7 +212,7 @@ def test_pause_ends_when_its_process_is_killed() -> None:
         (2, "kill", (2,)),
         (3, "back", (2,)),
         (4, "pause", (2,)),
-        (14, "go_on", (2,)),
+        (14, "resume", (2,)),
     ]
 
 
@@ -221,13 +221,13 @@ def test_pause_lasts_its_duration_or_until_the_process_ends() -> None:
     began, whole = 0.0, 0
     for time, verb, _ in told(text, until=2000):
         began = time if verb == "pause" else began
-        if verb == "go_on":
+        if verb == "resume":
             assert time == began + 10
             whole += 1
     assert whole > 20
 
 
-def lived(played: Iterable[tuple[float, Happening]]) -> None:
+def lived(played: Iterable[tuple[float, FaultEvent]]) -> None:
     """Replay the schedule: no fault strikes a failed process, and no fault ends that has not begun."""
     gone, paused, links = set[object](), set[object](), Counter[object]()
     for _, one in played:
@@ -243,7 +243,7 @@ def lived(played: Iterable[tuple[float, Happening]]) -> None:
         elif one.verb == "pause":
             assert process not in paused
             paused.add(process)
-        elif one.verb == "go_on":
+        elif one.verb == "resume":
             paused.remove(process)
         else:
             link = one.kind, one.numbers, one.factor, one.verb in ("slow", "restore")
@@ -268,7 +268,7 @@ def test_each_begun_fault_ends(faults: Sequence[Fault], seed: int) -> None:
     assert verbs["slow"] == verbs["restore"]
     for_good = sum(isinstance(one, Kill) and one.back_after_s is None for one in faults)
     assert verbs["back"] <= verbs["kill"] <= verbs["back"] + for_good
-    assert verbs["pause"] - verbs["kill"] <= verbs["go_on"] <= verbs["pause"]
+    assert verbs["pause"] - verbs["kill"] <= verbs["resume"] <= verbs["pause"]
 
 
 @given(close, close, st.integers(0, 9))

@@ -351,7 +351,7 @@ def test_paused_coordinator_declares_no_worker_failed(recipe: str) -> None:
     asks = {"failure_timeout_s": 0.1}
     plain = lived(recipe, "kill worker 1 at 1h", epochs=6, asks=asks)
     ended = lived(recipe, "kill worker 1 at 1h; pause coordinator for 250ms at 40ms", epochs=6, asks=asks)
-    assert [one["verb"] for one in ended.of("fault_injected")] == ["pause", "go_on"]
+    assert [one["verb"] for one in ended.of("fault_injected")] == ["pause", "resume"]
     assert not told(ended, "failed")
     assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
 

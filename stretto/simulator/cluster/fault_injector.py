@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from stretto.errors import LaunchError
-from stretto.faults.plan import SAID, Happening
+from stretto.faults.plan import SAID, FaultEvent
 from stretto.simulator.event_queue import EventQueue
 from stretto.simulator.network.flows import SimNetwork
 
@@ -18,18 +18,18 @@ FAULT = 0
 class FaultInjector:
     """Injects the faults of a plan, which yields them in order of time."""
 
-    def __init__(self, queue: EventQueue, network: SimNetwork, plan: Iterable[tuple[float, Happening]]) -> None:
+    def __init__(self, queue: EventQueue, network: SimNetwork, plan: Iterable[tuple[float, FaultEvent]]) -> None:
         self._queue, self._network = queue, network
         self._plan = iter(plan)
         self._next = next(self._plan, None)
         self._pauses: dict[int, list[tuple[float, float]]] = {}
         """Begin and end of the pauses of each worker, in virtual seconds; infinity for an end that is not drawn yet."""
-        self.on_fault: Callable[[float, Happening], None] = lambda *_: None
+        self.on_fault: Callable[[float, FaultEvent], None] = lambda *_: None
         """Function called with each fault."""
-        self.resolve: Callable[[float, Happening], Happening | None] = lambda _, number: number
+        self.resolve: Callable[[float, FaultEvent], FaultEvent | None] = lambda _, number: number
         """Function called first, which resolves a target unknown at the time of drawing; returns None to postpone the
         fault."""
-        self.apply_to_process: Callable[[float, Happening], None] = refuse
+        self.apply_to_process: Callable[[float, FaultEvent], None] = refuse
         """Function that applies faults of processes, other than pauses of workers."""
         self._schedule_next()
 
@@ -68,10 +68,10 @@ class FaultInjector:
     def _draw(self, until: float) -> None:
         """Draw all faults up to a time and schedule their application."""
         while self._next is not None and self._next[0] <= until:
-            time, happening = self._next
+            time, event = self._next
             self._next = next(self._plan, None)
-            self._record_pause(time, happening)
-            self._queue.schedule(max(time, self._queue.now), functools.partial(self.apply, time, happening), FAULT)
+            self._record_pause(time, event)
+            self._queue.schedule(max(time, self._queue.now), functools.partial(self.apply, time, event), FAULT)
 
     def _schedule_next(self) -> None:
         """Schedule the drawing of the next fault, in case no worker runs ahead of it."""
@@ -83,50 +83,50 @@ class FaultInjector:
         self._draw(time)
         self._schedule_next()
 
-    def _record_pause(self, time: float, happening: Happening) -> None:
-        if happening.kind != "worker":
+    def _record_pause(self, time: float, event: FaultEvent) -> None:
+        if event.kind != "worker":
             return
-        for worker in happening.numbers:
+        for worker in event.numbers:
             pauses = self._pauses.setdefault(worker, [])
-            if happening.verb == "pause":
+            if event.verb == "pause":
                 pauses.append((time, inf))
-            elif happening.verb in ("go_on", "kill") and pauses and pauses[-1][1] == inf:
+            elif event.verb in ("resume", "kill") and pauses and pauses[-1][1] == inf:
                 pauses[-1] = pauses[-1][0], time
 
-    def apply(self, time: float, drawn: Happening) -> None:
+    def apply(self, time: float, drawn: FaultEvent) -> None:
         """Apply a fault."""
-        happening = self.resolve(time, drawn)
-        if happening is None:
+        event = self.resolve(time, drawn)
+        if event is None:
             return
-        self.on_fault(time, happening)
-        endpoints = [number if happening.kind == "worker" else -1 - number for number in happening.numbers]
+        self.on_fault(time, event)
+        endpoints = [number if event.kind == "worker" else -1 - number for number in event.numbers]
         network = self._network
-        if happening.verb == "kill" and happening.kind == "worker":
+        if event.verb == "kill" and event.kind == "worker":
             network.resume(endpoints)
-        if happening.verb in ("kill", "back") or (happening.kind != "worker" and happening.verb in ("pause", "go_on")):
-            self.apply_to_process(time, happening)
-        elif happening.verb == "pause":
+        if event.verb in ("kill", "back") or (event.kind != "worker" and event.verb in ("pause", "resume")):
+            self.apply_to_process(time, event)
+        elif event.verb == "pause":
             network.pause(endpoints)
-        elif happening.verb == "go_on":
+        elif event.verb == "resume":
             network.resume(endpoints)
-        elif happening.verb == "cut":
+        elif event.verb == "cut":
             network.partition(endpoints)
-        elif happening.verb == "heal":
+        elif event.verb == "heal":
             network.heal(endpoints)
-        elif happening.verb == "slow":
-            if happening.kind == "server":
-                self.apply_to_process(time, happening)
-            network.slow(endpoints, happening.factor)
-        elif happening.verb == "restore":
-            network.restore(endpoints, happening.factor)
+        elif event.verb == "slow":
+            if event.kind == "server":
+                self.apply_to_process(time, event)
+            network.slow(endpoints, event.factor)
+        elif event.verb == "restore":
+            network.restore(endpoints, event.factor)
 
 
-def refuse(time: float, happening: Happening, why: str = "the run could not continue after it") -> None:
+def refuse(time: float, event: FaultEvent, why: str = "the run could not continue after it") -> None:
     """Raise LaunchError for a fault that this run cannot survive or does not support."""
-    if happening.verb in ("back", "go_on"):
+    if event.verb in ("back", "resume"):
         return
-    who = happening.who()
-    done = SAID[happening.verb].rstrip(":")
-    if happening.verb == "slow":
+    who = event.who()
+    done = SAID[event.verb].rstrip(":")
+    if event.verb == "slow":
         who, done = f"the link of {who}", "slowed"
     raise LaunchError(f"{who} was {done} at {time:g} s of virtual time, as --faults asked, and {why}")
