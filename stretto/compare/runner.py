@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
-
-import msgspec
 
 from stretto.compare.trials import Question, Trial, trials
 from stretto.errors import LogError, StrettoError
@@ -16,7 +13,7 @@ from stretto.launcher.local import RunConfig
 from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import run_log
-from stretto.report.run_record import Record, record, unstarted
+from stretto.report.run_record import Record, record, replace_json, unstarted
 
 NAME = "compare.json"
 
@@ -142,10 +139,4 @@ class Comparison:
 
     def _save(self) -> None:
         content = {"question": self.question.describe(), "runs": list(self.records.values())}
-        path = self.folder / NAME
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise LogError(f"{path} cannot be written: {error.strerror}") from error
+        replace_json(self.folder / NAME, content)

@@ -182,3 +182,10 @@ def write_json(target: Path, value: object) -> None:
         target.write_text(text)
     except OSError as error:
         raise LogError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def replace_json(target: Path, value: object) -> None:
+    """Write a value as JSON; a reader finds the previous file or the new one, complete. Raise LogError."""
+    unfinished = target.with_suffix(".unfinished")
+    write_json(unfinished, value)
+    unfinished.replace(target)

@@ -6,14 +6,13 @@ The format is that of `sweep.json`: a point is a flat record; `values` holds its
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stretto.errors import LogError
 from stretto.report import run_log
-from stretto.report.run_record import Record, record, write_json
+from stretto.report.run_record import Record, record, replace_json
 from stretto.report.tables import share
 from stretto.report.target import Target
 from stretto.simulator.sweep.grid import RECIPE, WORKERS, Point
@@ -174,9 +173,8 @@ def _stop(name: str, line: Sequence[Result]) -> Record:
 
 def save(folder: Path, head: Result, point_records: Sequence[Result]) -> list[Record]:
     """Write sweep.json, and return its points. Raises LogError if it cannot be written."""
-    points, unfinished = compared(point_records), folder / f"{NAME}.unfinished"
-    write_json(unfinished, {**head, "points": points, "stops_paying": stops(point_records)})
-    os.replace(unfinished, folder / NAME)
+    points = compared(point_records)
+    replace_json(folder / NAME, {**head, "points": points, "stops_paying": stops(point_records)})
     return points
 
 
