@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stretto.errors import LogError
-from stretto.strategies.tensor_sync import octets
+from stretto.transport.tensor_bytes import octets
 
 Notice = Callable[[str], object]
 FORMAT = 3

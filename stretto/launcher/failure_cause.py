@@ -101,8 +101,8 @@ def _of_signal(end: Exited) -> Cause:
 
 def _of_silence(end: Exited) -> Cause:
     if end.code == UNLOGGED:
-        headline = f"{process_name(end.worker)} failed{_within(end.place)}, and its error could not be written to the event log"
-        return Cause(end.worker, headline, "", True, False)
+        failed = f"{process_name(end.worker)} failed{_within(end.place)}"
+        return Cause(end.worker, f"{failed}, and its error could not be written to the event log", "", True, False)
     how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
     headline = f"{process_name(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
     return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from stretto.errors import LoaderError, LogError, StaysOutError, explain
 from stretto.run_dir import read_run
-from stretto.strategies.tensor_sync import octets
+from stretto.transport.tensor_bytes import octets
 
 LARGEST = 1 << 26
 """The bytes at either end of a tensor that enter its digest."""

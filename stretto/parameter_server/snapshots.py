@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.parameter_server.framing import DTYPES, dtype_name
+from stretto.transport.tensor_bytes import octets
 
 NEWEST_KEPT = 3
 """Number of the newest snapshots that are stored."""
@@ -109,7 +110,7 @@ class DiskStore:
             file.write(header)
             check = zlib.crc32(header)
             for tensor in tensors:
-                data = _bytes_of(tensor)
+                data = octets(tensor).data
                 check = zlib.crc32(data, check)
                 file.write(data)
             file.write(struct.pack("<I", check))
@@ -138,10 +139,6 @@ class DiskStore:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}-{number}.cut"
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _read(data: bytearray) -> StoredSnapshot:

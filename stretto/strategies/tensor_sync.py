@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,6 +17,7 @@ from stretto.codecs import exact
 from stretto.strategies.collective_runner import CollectiveRunner
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
+from stretto.transport.tensor_bytes import octets
 
 Layout = list[tuple[int, str, list[int], str, float | None]]
 """Entries of an optimizer's state: parameter, name, shape, dtype, and the value of a counter."""
@@ -184,9 +183,3 @@ def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> No
             read = torch.frombuffer(bytearray(told[at : at + size]), dtype=one.dtype)
             one.copy_(read.view(one.shape))
         at += size
-
-
-def octets(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor's elements in contiguous order, without a copy if it is contiguous on the CPU."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.errors import TransportError
@@ -12,10 +14,15 @@ from stretto.errors import TransportError
 Packed: TypeAlias = tuple[str, list[int], bytes]
 
 
+def octets(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor's elements in contiguous order, without a copy if it is contiguous on the CPU."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+
+
 def packed(tensor: Tensor) -> Packed:
     """Pack a tensor of any shape, on any device."""
-    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), octets.numpy().tobytes()
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), octets(tensor).tobytes()
 
 
 def unpacked(one: Packed) -> Tensor:

@@ -30,7 +30,7 @@ from stretto.checkpoint.storage import Checkpoints, State, write_tensors
 from stretto.errors import LaunchError
 from stretto.interval import Interval, every
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.tensor_sync import octets
+from stretto.transport.tensor_bytes import octets
 
 LIMIT_S = 60
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
