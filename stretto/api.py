@@ -24,6 +24,7 @@ from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
+from stretto.training.arguments import Arguments
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
@@ -98,7 +99,8 @@ def distribute(
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
     chosen, sections = _chosen(context, scripted), _sections_of(context)
-    trainer = sections.begin(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
+    arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
+    trainer = sections.begin(arguments)
     if trainer is None:
         return OverLoader(loader, context.workers * context.global_batch_of)
     _current.set(trainer)

@@ -77,7 +77,9 @@ class ForkServer:
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         environment = {**os.environ, **{name: value for name, value in READ_AT_START.items() if value is not None}}
         with self.theirs:
-            server = subprocess.Popen(command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet)
+            server = subprocess.Popen(
+                command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet
+            )
         server.returncode = 0  # it ends when the connection does; nobody waits for it
         return self
 

@@ -191,9 +191,9 @@ class AssignedEpoch:
 
     def append(self, batches: list[list[Any]]) -> None:
         """Append these batches to the epoch."""
-        for one in batches:
-            self.order = self._sampler.append(one)
-            self.batch_assignment.append_samples(len(one))
+        for batch in batches:
+            self.order = self._sampler.append(batch)
+            self.batch_assignment.append_samples(len(batch))
         self._restart_loader()
 
     def _restart_loader(self) -> None:
@@ -207,11 +207,13 @@ class AssignedEpoch:
 
     def _regroup(self, change: Change, after: int, committed: int) -> dict[int, int]:
         returned = (
-            {one: self.batch_assignment.uncommitted_samples(one) for one in change.gone}
+            {worker: self.batch_assignment.uncommitted_samples(worker) for worker in change.gone}
             if committed < self.batch_assignment.global_step
             else {}
         )
-        self.batch_assignment.change([one for one in change.members if one not in change.came], after, committed)
+        self.batch_assignment.change(
+            [worker for worker in change.members if worker not in change.came], after, committed
+        )
         if change.came:
             self.batch_assignment.change(change.members, after, committed)
         self._changed = True
@@ -294,7 +296,7 @@ class StreamedEpoch:
         if self._asynchronous:
             self._samples_so_far += own
             return GlobalStep(batch, None, own, self._samples_so_far, streamed=self._batches) if own else None
-        counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(struct.pack("<q", own))]
+        counts = [struct.unpack("<q", count)[0] for count in self._transport.all_gather_bytes(struct.pack("<q", own))]
         total, root = sum(counts), next((worker for worker, samples in enumerate(counts) if samples), 0)
         self._samples_so_far += total
         streamed = min(len(counts) - counts.count(0), self._batches)
@@ -396,7 +398,7 @@ class BatchSource:
             return StreamedEpoch(stream, self._transport, self._asynchronous)
         if self.splits:
             cut = cut_stream(stream, part, parts)
-            own = (one for one in cut if one is not None) if self._asynchronous else cut
+            own = (batch for batch in cut if batch is not None) if self._asynchronous else cut
         else:
             own = islice(stream, part, None, parts)
         return StreamedEpoch(own, self._transport, self._asynchronous, self.splits)
@@ -426,7 +428,7 @@ def is_leasable(loader: Any) -> bool:
 
 def _refuse_sharded(loader: DataLoader[Any]) -> None:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(one, DistributedSampler) or getattr(one, "num_replicas", 1) > 1 for one in samplers):
+    if any(isinstance(sampler, DistributedSampler) or getattr(sampler, "num_replicas", 1) > 1 for sampler in samplers):
         problem = "the loader's sampler already shares the samples out among workers, as stretto does"
         raise LoaderError(
             explain(

@@ -96,7 +96,9 @@ class AsyncServer:
         self._is_elastic_averaging = isinstance(recipe.then, pull) and transport.expected > 1
         self.ranges = [_FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts]
         self._reply_buffers = (
-            [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._is_elastic_averaging else []
+            [torch.empty_like(flat_range.mark, device="cpu") for flat_range in self.ranges]
+            if self._is_elastic_averaging
+            else []
         )
         """CPU buffers that hold a reply until it is complete, for a recipe that must not merge a part of one."""
         self._lengths = [part.theta.numel() for part in flat_parameters.parts]
@@ -136,7 +138,7 @@ class AsyncServer:
         while not is_open:
             first = self._transport.worker == 0
             if first:
-                parts = [one.part.theta for one in self.ranges]
+                parts = [flat_range.part.theta for flat_range in self.ranges]
                 self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state)
             is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
@@ -204,8 +206,8 @@ class AsyncServer:
             self._transport.recovery_epoch,
             True,
         )
-        for one in self._optimizers:
-            one.zero_grad(set_to_none=False)  # not None: a gradient scaler needs them
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=False)  # not None: a gradient scaler needs them
         self._read()
         self.start_from_read()
 
@@ -229,7 +231,7 @@ class AsyncServer:
         """
         self._merge_reply()
         while True:
-            own = [one.part.theta.clone() for one in self.ranges]
+            own = [flat_range.part.theta.clone() for flat_range in self.ranges]
             try:
                 self._read(flush=False)
             except RollbackRequiredError:
@@ -240,8 +242,8 @@ class AsyncServer:
     @torch.no_grad()
     def put_back(self, own: Sequence[Tensor]) -> None:
         """Set the parameters to this worker's own again, after `read_alone`."""
-        for one, theta in zip(self.ranges, own, strict=True):
-            one.part.theta.copy_(theta)
+        for flat_range, theta in zip(self.ranges, own, strict=True):
+            flat_range.part.theta.copy_(theta)
 
     def read_for_evaluation(self) -> bool:
         """Read the newest version. Return False if the servers rolled back: older parameters are void then."""
@@ -256,9 +258,9 @@ class AsyncServer:
         if self._sync_account is not None:
             self._sync_account.received += self._nbytes
             self._sync_account.raw_received += self._nbytes
-        for one in self.ranges:
-            if one.known is not None:
-                one.known.copy_(one.part.theta)
+        for flat_range in self.ranges:
+            if flat_range.known is not None:
+                flat_range.known.copy_(flat_range.part.theta)
         self._note_outcomes(result)
         self.versions_read = result.versions
         return result.versions
@@ -285,8 +287,8 @@ class AsyncServer:
     def start_from_read(self) -> None:
         """Continue from the version that was read, which the parameters hold."""
         self.versions = self._computed_on = self.versions_read
-        for one in self.ranges:
-            one.mark.copy_(one.part.theta)
+        for flat_range in self.ranges:
+            flat_range.mark.copy_(flat_range.part.theta)
 
     # --- push and reply -----------------------------------------------------------------------------------------
 
@@ -297,8 +299,8 @@ class AsyncServer:
             samples = sum(lease.samples for lease in valid)
         if valid or not leases:
             return self._push(samples, valid)
-        for one in self.ranges:
-            one.part.theta.copy_(one.mark)
+        for flat_range in self.ranges:
+            flat_range.part.theta.copy_(flat_range.mark)
         self._no_steps_since_exchange = True
         return True
 
@@ -315,20 +317,20 @@ class AsyncServer:
         update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
         self._count_traffic(update)
         self._sent = _Sent(self._transport.push(self._parameter_set, update, self._lengths), leases)
-        for one in self.ranges:
-            one.mark.copy_(one.part.theta)
+        for flat_range in self.ranges:
+            flat_range.mark.copy_(flat_range.part.theta)
         self._computed_on, self._no_steps_since_exchange = self.versions, True
         return not is_left_out
 
     def _encode_finite(self) -> Messages | None:
         """Return the messages to the shards; None if the update is left out because it holds NaN or infinity."""
-        changes = [one.change for one in self.ranges]
+        changes = [flat_range.change for flat_range in self.ranges]
         if not self._is_skipped(changes):
             norm = self._tally.norm_of(changes)
             messages = self._encode()
-            if not self._is_skipped([one for each in messages for one in each if one.is_floating_point()]):
+            if not self._is_skipped([tensor for part in messages for tensor in part if tensor.is_floating_point()]):
                 self._tally.measure_residual_later(
-                    norm, self._how, [state for one in self.ranges for state in one.states]
+                    norm, self._how, [state for flat_range in self.ranges for state in flat_range.states]
                 )
                 return messages
         return None
@@ -336,7 +338,10 @@ class AsyncServer:
     def _encode(self) -> Messages:
         """Encode a message to each shard for its range of every flat buffer."""
         return [
-            [self._how.encode(one.change[slice(*one.bounds[shard])], one.states[shard]) for one in self.ranges]
+            [
+                self._how.encode(flat_range.change[slice(*flat_range.bounds[shard])], flat_range.states[shard])
+                for flat_range in self.ranges
+            ]
             for shard in range(self._transport.shards)
         ]
 
@@ -346,27 +351,27 @@ class AsyncServer:
         self._account.count_raw(self._nbytes)
         self._account.sent += update.nbytes
         for shard, messages in enumerate(update.messages):
-            for one, message in zip(self.ranges, messages, strict=True):
-                self._tally.count_values(self._how, message, one.change[slice(*one.bounds[shard])])
+            for flat_range, message in zip(self.ranges, messages, strict=True):
+                self._tally.count_values(self._how, message, flat_range.change[slice(*flat_range.bounds[shard])])
 
     def _compute_empty_change(self) -> None:
         """Set `change` to an update without effect: the server must learn that the round has ended."""
-        for one in self.ranges:
+        for flat_range in self.ranges:
             if isinstance(self._recipe.what, parameters):
-                one.change.copy_(one.part.theta)
+                flat_range.change.copy_(flat_range.part.theta)
             else:
-                one.change.zero_()
+                flat_range.change.zero_()
 
     def _compute_change(self) -> float:
         """Write the update into `change`. Return the learning rate, or 0.0 if the parameter groups have several."""
         what = self._recipe.what
-        for one in self.ranges:
+        for flat_range in self.ranges:
             if isinstance(what, parameters):
-                one.change.copy_(one.part.theta)
+                flat_range.change.copy_(flat_range.part.theta)
             elif isinstance(what, gradients):
-                _descent(one, self._groups)
+                _descent(flat_range, self._groups)
             else:
-                torch.sub(one.part.theta, one.mark, out=one.change)
+                torch.sub(flat_range.part.theta, flat_range.mark, out=flat_range.change)
         rates = {float(group["lr"]) for group in self._optimizers.param_groups if "lr" in group}
         return rates.pop() if len(rates) == 1 else 0.0
 
@@ -423,11 +428,11 @@ class AsyncServer:
     def _receive_encoded(self, reply: Codec, ticket: PushHandle) -> PushResult:
         """Decode the server's replies, which hold the difference to the parameters known here, and merge the result."""
         result, messages = ticket.messages()
-        for shard, found in enumerate(messages):
-            for part, (one, message) in enumerate(zip(self.ranges, found, strict=True)):
-                start, stop = one.bounds[shard]
-                assert one.known is not None
-                known = one.known[start:stop]
+        for shard, parts in enumerate(messages):
+            for part, (flat_range, message) in enumerate(zip(self.ranges, parts, strict=True)):
+                start, stop = flat_range.bounds[shard]
+                assert flat_range.known is not None
+                known = flat_range.known[start:stop]
                 if message.numel():
                     reply.add_to(known, message.to(known.device))
                 self._merge_piece(part, start, known)
@@ -444,8 +449,8 @@ class AsyncServer:
 
     def _merge_piece(self, part: int, at: int, version: Tensor) -> None:
         """Merge a piece of a version, keeping the steps since the last exchange."""
-        one, stop = self.ranges[part], at + version.numel()
-        theta, mark = one.part.theta[at:stop], one.mark[at:stop]
+        flat_range, stop = self.ranges[part], at + version.numel()
+        theta, mark = flat_range.part.theta[at:stop], flat_range.mark[at:stop]
         version = version.to(theta.device)
         if self._is_elastic_averaging:
             assert isinstance(self._recipe.then, pull)
@@ -465,8 +470,8 @@ class AsyncServer:
             return False
         if not self._skips:
             raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")
-        for one in self.ranges:
-            one.part.theta.copy_(one.mark)
+        for flat_range in self.ranges:
+            flat_range.part.theta.copy_(flat_range.mark)
         for _, state in self._optimizers.states():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
@@ -475,9 +480,9 @@ class AsyncServer:
 
     def _not_finite(self) -> NotFiniteError | None:
         """Return the error that names the parameter whose pushed update is not finite; None if all are finite."""
-        for one in self.ranges:
-            for slot in one.part.slots:
-                if not bool(torch.isfinite(one.change[slot.start : slot.stop]).all()):
+        for flat_range in self.ranges:
+            for slot in flat_range.part.slots:
+                if not bool(torch.isfinite(flat_range.change[slot.start : slot.stop]).all()):
                     return NotFiniteError(f"the update of {slot.name} is NaN or infinite; it was not sent")
         return None
 
@@ -487,17 +492,17 @@ def _keep_parameters() -> None:
 
 
 def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:
-    return {id(one): group for group in optimizers.param_groups for one in group["params"]}
+    return {id(parameter): group for group in optimizers.param_groups for parameter in group["params"]}
 
 
-def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
+def _descent(flat_range: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
     """Write the gradient step of every parameter, `-lr * g`, into `change`."""
-    one.change.zero_()
-    for slot in one.part.slots:
+    flat_range.change.zero_()
+    for slot in flat_range.part.slots:
         gradient = slot.parameter.grad
         if gradient is not None and slot.home is None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            slot.view(one.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))
+            slot.view(flat_range.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))
 
 
 def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:
@@ -507,10 +512,12 @@ def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:
     """
     keys = ("momentum", "weight_decay", "nesterov", "maximize")
     groups = optimizers.param_groups
-    plain = all(type(one) is SGD for one in optimizers) and not any(group.get(key) for group in groups for key in keys)
+    plain = all(type(optimizer) is SGD for optimizer in optimizers) and not any(
+        group.get(key) for group in groups for key in keys
+    )
     if isinstance(recipe.what, gradients) and not plain:
         problem = f"{recipe} sends gradients to a server that steps with the learning rate alone"
-        names = ", ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
+        names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
         raise ModelError(
             explain(
                 problem,

@@ -1,7 +1,7 @@
 """Parameters that are exchanged as one set: those of one optimizer, or of all where one exchange carries all.
 
 The trained parameters may change at any time: a script freezes and thaws layers, adds parameter groups, replaces a
-head. A set detects a change before the next step; the workers agree on it at their next exchange (see Replica).
+head. A set detects a change before the next step; the workers agree on it at their next exchange (see RecipeStrategy).
 """
 
 from __future__ import annotations
@@ -70,28 +70,33 @@ class ParameterSet:
 
     def keep_values(self) -> None:
         """Remember the values of parameters that are new to the exchange, before a step changes them."""
-        for one in self.strangers():
-            self._before.setdefault(id(one), one.detach().clone())
+        for parameter in self.strangers():
+            self._before.setdefault(id(parameter), parameter.detach().clone())
 
     def strangers(self) -> list[Parameter]:
         """Return the parameters that are trained and that no exchange carries yet."""
         laid = self.laid
-        return [one for one in self.trained_parameters() if id(one) not in laid]
+        return [parameter for parameter in self.trained_parameters() if id(parameter) not in laid]
 
     def trained_parameters(self) -> list[Parameter]:
         """Return the parameters that the optimizers train now."""
-        return [one for one in self._held() if trained(one)]
+        return [parameter for parameter in self._held() if trained(parameter)]
 
     def _signature(self) -> list[int]:
-        return [id(one) for one in self.trained_parameters()]
+        return [id(parameter) for parameter in self.trained_parameters()]
 
     def _held(self) -> list[Parameter]:
-        return [one for each in self.optimizers for one in parameters_of(each) if id(one) not in self._replaced]
+        return [
+            parameter
+            for each in self.optimizers
+            for parameter in parameters_of(each)
+            if id(parameter) not in self._replaced
+        ]
 
     def trainable(self) -> Named:
         """Return the parameters that the optimizers train, by name, without parameters that the script has replaced."""
         named = trainable(self._model, self.optimizers, self._former)
-        current = {id(one): one for one in self._model.parameters()}
+        current = {id(parameter): parameter for parameter in self._model.parameters()}
         self._former |= current
         self._replaced = self._former.keys() - current.keys()
         return named
@@ -105,24 +110,24 @@ class ParameterSet:
         those of the first worker. Raises ModelError, at all workers, where they are not.
         """
         laid = self.laid
-        mine = [(name, id(one) in laid) for name, one in self.trainable()]
-        told = [
-            msgspec.msgpack.decode(one, type=list[tuple[str, bool]])
-            for one in self._transport.all_gather_bytes(msgspec.msgpack.encode(mine))
+        own = [(name, id(parameter) in laid) for name, parameter in self.trainable()]
+        replies = [
+            msgspec.msgpack.decode(reply, type=list[tuple[str, bool]])
+            for reply in self._transport.all_gather_bytes(msgspec.msgpack.encode(own))
         ]
-        wanted = {name for one in told for name, _ in one}
-        unlaid = {name for one in told for name, is_laid in one if not is_laid}
-        named = {plain_name(name): one for name, one in self._model.named_parameters()}
+        wanted = {name for names in replies for name, _ in names}
+        unlaid = {name for names in replies for name, is_laid in names if not is_laid}
+        named = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
         self._check_there(wanted, named)
-        new = [(name, one) for name, one in named.items() if name in unlaid]
+        new = [(name, parameter) for name, parameter in named.items() if name in unlaid]
         self._start_alike(new, at_start)
-        return [(name, one) for name, one in named.items() if name in wanted], new
+        return [(name, parameter) for name, parameter in named.items() if name in wanted], new
 
     def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
-        held = {id(one) for one in self._held()}
+        held = {id(parameter) for parameter in self._held()}
         missing = sorted(name for name in wanted if name not in named or id(named[name]) not in held)
-        told = self._transport.all_gather_bytes(msgspec.msgpack.encode(missing))
-        lacking = {worker: names for worker, one in enumerate(told) if (names := msgspec.msgpack.decode(one))}
+        replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(missing))
+        lacking = {worker: names for worker, reply in enumerate(replies) if (names := msgspec.msgpack.decode(reply))}
         if lacking:
             worker, names = next(iter(lacking.items()))
             raise ModelError(
@@ -135,14 +140,14 @@ class ParameterSet:
             )
 
     def _start_alike(self, new: Named, at_start: bool) -> None:
-        values = [self._before.get(id(one), one.detach()) for _, one in new]
-        told = self._transport.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in values]))
-        if len(set(told)) == 1:
+        values = [self._before.get(id(parameter), parameter.detach()) for _, parameter in new]
+        replies = self._transport.all_gather_bytes(msgspec.msgpack.encode([crc(value) for value in values]))
+        if len(set(replies)) == 1:
             return
         if at_start:
             follow(self._transport, values)
             return
-        sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
+        sums = [msgspec.msgpack.decode(reply, type=list[int]) for reply in replies]
         name = next(new[index][0] for index, each in enumerate(zip(*sums, strict=True)) if len(set(each)) > 1)
         raise ModelError(
             explain(
@@ -156,7 +161,7 @@ class ParameterSet:
     @torch.no_grad()
     def agreed_values(self, exchange: LocalUpdates) -> None:
         """Let an exchange of parameters that are new start from what all had before the first step."""
-        for one in exchange.ranges:
-            for slot in one.part.slots:
+        for round_range in exchange.ranges:
+            for slot in round_range.part.slots:
                 if (value := self._before.get(id(slot.parameter))) is not None and slot.home is None:
-                    slot.view(one.state.agreed).copy_(value)
+                    slot.view(round_range.state.agreed).copy_(value)

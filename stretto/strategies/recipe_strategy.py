@@ -15,11 +15,10 @@ from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
 from stretto.strategies.collective_runner import finish
 from stretto.strategies.consistency_check import compare
-from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.model_sync import Named, plain_name
 from stretto.strategies.one_bit_adam import FrozenVariance
-from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_optimizers
+from stretto.strategies.optimizers import parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import FlatTensors
@@ -30,20 +29,9 @@ class RecipeStrategy(Strategy):
     """A strategy that exchanges sets of parameters, which it lays flat, as a recipe says."""
 
     recipe: Recipe
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        recipe: Recipe,
-        context: StrategyContext,
-        observer: ExchangeObserver,
-        parameter_sets: int = 0,
-    ) -> None:
-        super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
-        self._frozen: FrozenVariance | None = None
-        self._is_changed = False
-        """True if the script has changed the model at this worker, and the workers have not been compared since."""
+    _frozen: FrozenVariance | None = None
+    _is_changed = False
+    """True if the script has changed the model at this worker, and the workers have not been compared since."""
 
     def attach(self) -> None:
         """Refuse optimizers that the recipe can't train, then create an exchange of each set of parameters."""

@@ -34,7 +34,7 @@ class FlatTensors:
 
     def ask_mean(self, transport: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
         """Start the exact weighted mean of all tensors; `account` counts its bytes."""
-        flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
+        flats = [torch.cat([tensor.detach().reshape(-1) for tensor in group]).mul_(share) for group in self._groups]
         if account is not None:
             account.count_raw(sum(flat.nbytes for flat in flats))
         return [CollectiveRunner(transport, exact().average(flat, None), account) for flat in flats]
@@ -44,9 +44,9 @@ class FlatTensors:
         """Write the means back into the tensors."""
         for group, mean in zip(self._groups, means, strict=True):
             at = 0
-            for one in group:
-                one.copy_(mean[at : at + one.numel()].view(one.shape))
-                at += one.numel()
+            for tensor in group:
+                tensor.copy_(mean[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()
 
 
 class OptimizerState:
@@ -57,7 +57,7 @@ class OptimizerState:
 
     @property
     def _parameters(self) -> list[Parameter]:
-        return [one for group in self._optimizer.param_groups for one in group["params"]]
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def layout(self) -> Layout:
         """Return the layout of the state's tensors, in a fixed order."""
@@ -73,10 +73,10 @@ class OptimizerState:
 
         A worker that has not stepped yet gets zeros for entries of the others, as optimizers start with.
         """
-        mine = self.layout()
-        shape_only = msgspec.msgpack.encode([entry[:4] for entry in mine])
+        own = self.layout()
+        shape_only = msgspec.msgpack.encode([entry[:4] for entry in own])
         if len(set(self._transport.all_gather_bytes(_digest(shape_only)))) > 1:
-            self._adopt(self._transport.all_gather_bytes(msgspec.msgpack.encode(mine)))
+            self._adopt(self._transport.all_gather_bytes(msgspec.msgpack.encode(own)))
         return FlatTensors([value for _, value in self._tensors() if value.dim() and value.is_floating_point()])
 
     def reset(self) -> None:
@@ -134,18 +134,22 @@ class MovingBuffers:
         if not self._first or (self._asked and not again):
             return
         self._asked = True
-        still = [(name, one) for name, one in self._model.named_buffers() if name not in self._moving]
-        changed = [name for name, one in still if crc(one) != self._first.get(name)]
+        still = [(name, buffer) for name, buffer in self._model.named_buffers() if name not in self._moving]
+        changed = [name for name, buffer in still if crc(buffer) != self._first.get(name)]
         for names in self._transport.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
     def floating(self) -> list[Tensor]:
         """Return the buffers that are averaged, in a fixed order."""
-        return [one for name, one in self._model.named_buffers() if name in self._moving and one.is_floating_point()]
+        return [
+            buffer
+            for name, buffer in self._model.named_buffers()
+            if name in self._moving and buffer.is_floating_point()
+        ]
 
     def all(self) -> list[Tensor]:
         """Return all buffers that change, integers too."""
-        return [one for name, one in self._model.named_buffers() if name in self._moving]
+        return [buffer for name, buffer in self._model.named_buffers() if name in self._moving]
 
     def follow_lead(self) -> None:
         """Copy all changing buffers from worker 0."""
@@ -158,28 +162,28 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(tensor).data)
 
 
-def heard(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
+def broadcast_from(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
     """Return the bytes that the root broadcasts; None at the root, which is another worker if the first one failed."""
-    tells: list[bool] = []
+    calls: list[bool] = []
 
-    def mine() -> bytes:
-        tells.append(True)
+    def make_at_root() -> bytes:
+        calls.append(True)
         return make()
 
-    told = transport.broadcast_bytes(mine, root)
-    return None if tells else told
+    message = transport.broadcast_bytes(make_at_root, root)
+    return None if calls else message
 
 
 @torch.no_grad()
 def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
     """Copy the values of these tensors from one worker, bit for bit."""
-    told = heard(transport, lambda: b"".join(octets(one).tobytes() for one in tensors), root)
-    if told is None:
+    message = broadcast_from(transport, lambda: b"".join(octets(tensor).tobytes() for tensor in tensors), root)
+    if message is None:
         return
     at = 0
-    for one in tensors:
-        size = one.numel() * one.element_size()
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
         if size:
-            read = torch.frombuffer(bytearray(told[at : at + size]), dtype=one.dtype)
-            one.copy_(read.view(one.shape))
+            read = torch.frombuffer(bytearray(message[at : at + size]), dtype=tensor.dtype)
+            tensor.copy_(read.view(tensor.shape))
         at += size

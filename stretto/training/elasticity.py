@@ -297,7 +297,7 @@ class ElasticAgent:
                 self._is_agreeing and change.behind
             ):  # the others have closed the epoch with the model that is averaged now
                 left = trainer.epoch_batches.uncommitted()
-                back = {one: self._mark_lost(left.take(one)) for one in change.gone}
+                back = {worker: self._mark_lost(left.take(worker)) for worker in change.gone}
                 trainer.epoch_batches.batch_assignment.commit()
             back |= trainer.epoch_batches.change_members_at_end(change)
         elif isinstance(trainer.epoch_batches, AssignedEpoch):
@@ -311,11 +311,13 @@ class ElasticAgent:
             self._late = (change, before)
         trainer.strategy.on_generation(change, behind)
         if not behind:
-            for one, samples in self._reassign_lost(change.gone).items():
-                back[one] = back.get(one, 0) + samples
+            for worker, samples in self._reassign_lost(change.gone).items():
+                back[worker] = back.get(worker, 0) + samples
         if isinstance(trainer.epoch_batches, AssignedEpoch):
             trainer.samples = trainer.samples_before + trainer.epoch_batches.assigned_samples
-        first = next(one for one in change.members if one not in change.came)  # joining workers receive no change
+        first = next(
+            worker for worker in change.members if worker not in change.came
+        )  # joining workers receive no change
         if first == number_of(trainer.transport):
             self._add_residuals_of(change.gone)
             self._write_change(change, back)
@@ -376,7 +378,7 @@ class ElasticAgent:
 
         Returns the number of samples by worker.
         """
-        lost = {worker: sum(self._mark_lost(one.take(worker)) for one in self._uncommitted) for worker in gone}
+        lost = {worker: sum(self._mark_lost(work.take(worker)) for work in self._uncommitted) for worker in gone}
         epoch_batches = self._trainer.epoch_batches
         if self._lost and isinstance(epoch_batches, AssignedEpoch) and not epoch_batches.is_over:
             epoch_batches.append(self._lost)

@@ -20,8 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.errors import ModelError, explain
-from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.tensor_sync import follow, heard
+from stretto.loader.global_step import GlobalStep
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.strategy import Strategy
+from stretto.strategies.tensor_sync import broadcast_from, follow
 from stretto.training.schedule import Schedules
 from stretto.transport import Transport
 
@@ -47,14 +50,65 @@ def stepped(action: bytes) -> int | None:
 
 def broadcast_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
     """Broadcast the gradients that the optimizer is about to use, after clipping and unscaling, to the idle workers."""
-    has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
+    has = msgspec.msgpack.encode([parameter.grad is not None for parameter in parameters])
     present = msgspec.msgpack.decode(transport.broadcast_bytes(has, root), type=list[bool])
     for parameter, held in zip(parameters, present, strict=True):
         if held and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif not held:
             parameter.grad = None
-    follow(transport, [one.grad for one in parameters if one.grad is not None], root)
+    follow(transport, [parameter.grad for parameter in parameters if parameter.grad is not None], root)
+
+
+class IdleWorkers:
+    """Both sides of a global step in which some workers have no batch: the root's, and that of an idle worker."""
+
+    def __init__(self, transport: Transport, optimizers: Optimizers, settings: Settings, timer: Stopwatch) -> None:
+        self._transport, self._optimizers, self._settings, self._timer = transport, optimizers, settings, timer
+        self.is_following = False
+        """True while this worker follows the root."""
+
+    def announce(self, global_step: GlobalStep | None, action: bytes) -> None:
+        """Broadcast an action of the root, if the global step has idle workers."""
+        if global_step is not None and global_step.incomplete and not self.is_following:
+            self._transport.broadcast_bytes(action, global_step.root)
+
+    def announce_step(self, global_step: GlobalStep | None, index: int, with_gradients: bool) -> None:
+        """Broadcast that this optimizer steps, and the gradients that it steps with."""
+        self.announce(global_step, step_of(index))
+        if with_gradients and global_step is not None and global_step.incomplete and not self.is_following:
+            broadcast_gradients(self._transport, global_step.root, parameters_of(self._optimizers.each[index]))
+
+    def end(self, global_step: GlobalStep) -> None:
+        """End a global step at the root: broadcast that it ends, and the settings that it has changed."""
+        self.announce(global_step, END)
+        if global_step.incomplete:
+            self._settings.broadcast(self._transport, global_step.root)
+
+    def follow(self, global_step: GlobalStep, strategy: Strategy, count_step: Callable[[int, bool], None]) -> None:
+        """Follow the root in a global step that has no batch for this worker.
+
+        `count_step` counts a step of an optimizer; it is called with True if the root's optimizer has stepped.
+        """
+        self.is_following = True
+        while (action := self._receive(global_step)) != END:
+            if action == EXCHANGE:
+                strategy.take_part()
+            elif action == COUNT:
+                count_step(0, False)
+            elif (index := stepped(action)) is not None:
+                if strategy.exchanges_gradients:
+                    optimizer = self._optimizers.each[index]
+                    broadcast_gradients(self._transport, global_step.root, parameters_of(optimizer))
+                    optimizer.step()
+                else:
+                    count_step(index, True)
+        self._settings.broadcast(self._transport, global_step.root)
+        self.is_following = False
+
+    def _receive(self, global_step: GlobalStep) -> bytes:
+        with self._timer.on("waiting"):
+            return self._transport.broadcast_bytes(lambda: END, global_step.root)
 
 
 class Settings:
@@ -73,14 +127,14 @@ class Settings:
 
     def broadcast(self, transport: Transport, root: int) -> None:
         """Broadcast the root's settings to the idle workers."""
-        received = heard(transport, lambda: msgspec.msgpack.encode(self.state()), root)
+        received = broadcast_from(transport, lambda: msgspec.msgpack.encode(self.state()), root)
         if received is not None:
             self.take(msgspec.msgpack.decode(received, type=list[list[Plain]]))
 
     def state(self) -> list[list[Plain]]:
         """Return the plain values of the optimizer's groups, the schedulers and the scalers."""
         positions = [self._schedules.state()] if self._schedules is not None else []
-        return [[_plain(one) for one in kind] for kind in self._kinds()] + [positions]
+        return [[_plain(settings) for settings in kind] for kind in self._kinds()] + [positions]
 
     def take(self, state: list[list[Plain]]) -> None:
         """Adopt the state of another worker."""
@@ -88,31 +142,31 @@ class Settings:
         for position in rest[0] if rest else ():
             if self._schedules is not None:
                 self._schedules.take(position)
-        mine = self._kinds()
-        if len(groups) != len(mine[0]):
+        own = self._kinds()
+        if len(groups) != len(own[0]):
             raise ModelError(
                 explain(
                     "the optimizers of the workers have other parameter groups",
-                    got=f"{len(mine[0])} groups here, {len(groups)} at another worker",
+                    got=f"{len(own[0])} groups here, {len(groups)} at another worker",
                     expected="the same groups at all workers",
                     to_type="add parameter groups between two epochs, on every worker",
                 )
             )
-        for setting, plain in [*zip(mine[0], groups, strict=True), *zip(mine[1], schedulers, strict=False)]:
+        for setting, plain in [*zip(own[0], groups, strict=True), *zip(own[1], schedulers, strict=False)]:
             _take(setting, plain)
         for scaler, plain in zip(self._scalers, scalers, strict=False):
             scaler.load_state_dict(plain)
 
     def _kinds(self) -> list[list[Plain]]:
-        schedulers = [found for one in self._optimizers for found in _schedulers(one)]
+        schedulers = [scheduler for optimizer in self._optimizers for scheduler in _schedulers(optimizer)]
         return [self._optimizers.param_groups, schedulers, self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:
         """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""
         self._asked += 1
         if not self._scalers and self._asked & (self._asked - 1) == 0:
-            self._scalers = [one for one in self._find() if one.is_enabled()]
-        return [one.state_dict() for one in self._scalers]
+            self._scalers = [scaler for scaler in self._find() if scaler.is_enabled()]
+        return [scaler.state_dict() for scaler in self._scalers]
 
 
 def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -124,9 +178,13 @@ def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return []
     referrers = gc.get_referrers(optimizer)
-    found = [vars(one) if isinstance(one, LRScheduler) else one for one in referrers]
-    mine = [one for one in found if isinstance(one, dict) and one.get("optimizer") is optimizer and "last_epoch" in one]
-    return sorted(mine, key=lambda one: sorted(_plain(one)))
+    holders = [vars(holder) if isinstance(holder, LRScheduler) else holder for holder in referrers]
+    own = [
+        holder
+        for holder in holders
+        if isinstance(holder, dict) and holder.get("optimizer") is optimizer and "last_epoch" in holder
+    ]
+    return sorted(own, key=lambda holder: sorted(_plain(holder)))
 
 
 def _plain(settings: dict[str, Any]) -> Plain:
@@ -135,7 +193,7 @@ def _plain(settings: dict[str, Any]) -> Plain:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(item) for item in value)
     return isinstance(value, int | float | str | bool | None)
 
 

@@ -158,7 +158,7 @@ class Schedules:
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain values: the same on all workers that wait for each other."""
-        return {name: list(one) if isinstance(one, tuple) else one for name, one in self._fields()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self._fields()}
 
     def take(self, state: dict[str, Any]) -> None:
         """Continue from the position of another worker, or of a checkpoint."""
@@ -194,8 +194,8 @@ class Schedules:
         window_steps, gained = max(self._accumulated(is_last), 1), _minus(now or self._now(), self._base)
         before = [done + pending / window_steps for done, pending in zip(self._done, self._pending, strict=True)]
         if self._is_left_over_dropped():
-            before = [floor(one + ROUNDING) for one in before]
-        batches, steps = (one + more / window_steps for one, more in zip(before, gained, strict=True))
+            before = [floor(position + ROUNDING) for position in before]
+        batches, steps = (position + gain / window_steps for position, gain in zip(before, gained, strict=True))
         if is_last and window_steps > self._window_steps:
             return float(ceil(batches - ROUNDING)), float(ceil(steps - ROUNDING))
         return batches, steps
@@ -220,7 +220,9 @@ class Schedules:
 
     def call(self, scheduler: LRScheduler, step: Callable[[], Any], has_arguments: bool) -> Any:
         """Step a scheduler of a distributed optimizer as often as a call of its `step` stands for."""
-        if self._inside or not any(getattr(scheduler, "optimizer", None) is one for one in self._optimizers):
+        if self._inside or not any(
+            getattr(scheduler, "optimizer", None) is optimizer for optimizer in self._optimizers
+        ):
             return step()
         if is_initial(scheduler):
             self._creations[scheduler] = _Creation(self._position(), bool(self._divisor))
@@ -277,10 +279,14 @@ class Schedules:
 
     def _creation_of(self, scheduler: LRScheduler) -> _Creation:
         """Return the circumstances in which a scheduler was made: of a composed scheduler, those of its last part."""
-        parts = [self._creation_of(one) for one in getattr(scheduler, "_schedulers", ())]
+        parts = [self._creation_of(part) for part in getattr(scheduler, "_schedulers", ())]
         if own := self._creations.get(scheduler):
             parts.append(own)
-        return max(parts, key=lambda one: (one.by_length, one.at), default=_Creation((0.0, 0.0), by_length=False))
+        return max(
+            parts,
+            key=lambda creation: (creation.by_length, creation.at),
+            default=_Creation((0.0, 0.0), by_length=False),
+        )
 
     def _counts_batches(self, scheduler: LRScheduler) -> bool:
         """True if its length shows that it counts batches, though `len(loader)` was asked before it was made."""
@@ -332,9 +338,9 @@ class Schedules:
         """Say which schedules have not come to their end because they were advanced once a call."""
         if self._mode != "per-step" or self._has_notified or self._run.transport.workers == 1:
             return
-        for one in self._records.values():
-            if one.length is not None and one.position < one.length:
-                self._notify_short(one, f"made {one.position}")
+        for record in self._records.values():
+            if record.length is not None and record.position < record.length:
+                self._notify_short(record, f"made {record.position}")
                 return
 
     def _notify_once(self, scheduler: LRScheduler, record: _Stepped, times: int) -> None:
@@ -395,15 +401,15 @@ def intercept(current: Callable[[], Schedules | None]) -> None:
 
     `current` returns the schedules of the worker that calls, or None.
     """
-    for one in _classes(LRScheduler):
-        if "step" in vars(one) and not hasattr(one.step, "_stretto_wraps"):
-            one.step = _wrapped(one.step, current)  # type: ignore[method-assign]
+    for scheduler_class in _classes(LRScheduler):
+        if "step" in vars(scheduler_class) and not hasattr(scheduler_class.step, "_stretto_wraps"):
+            scheduler_class.step = _wrapped(scheduler_class.step, current)  # type: ignore[method-assign]
 
 
 def _classes(parent: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
     yield parent
-    for one in parent.__subclasses__():
-        yield from _classes(one)
+    for child in parent.__subclasses__():
+        yield from _classes(child)
 
 
 def _wrapped(original: Any, current: Callable[[], Schedules | None]) -> Any:

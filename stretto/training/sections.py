@@ -26,11 +26,10 @@ from stretto.membership.epoch_numbers import section_of
 from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.recipe.recipe import Recipe
 from stretto.run_dir import CHECKPOINTS, section_folder, section_folders, write_section
 from stretto.runtime.event_writer import open_folder
 from stretto.strategies.model_sync import trainable
-from stretto.strategies.optimizers import Optimizers
+from stretto.training.arguments import Arguments
 from stretto.training.elasticity import comes_late
 from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
@@ -45,7 +44,7 @@ RANDOM = "final.random"
 
 
 class Sections:
-    """The sections of one process, and the wire that they share."""
+    """The sections of one process, and the transport that they share."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -78,24 +77,22 @@ class Sections:
             return None
         return self._number, self._transport.begun if isinstance(self._transport, ElasticTransport) else 0
 
-    def begin(
-        self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None, *evaluation: Any
-    ) -> Trainer | None:
+    def begin(self, arguments: Arguments) -> Trainer | None:
         """End the section before, and begin another. Return None if it was over before this worker came.
 
         Raises ScriptError for a recipe that needs another kind of connection, and LoaderError for data that differ.
         """
         self.end()
-        transport = self._reach(model, optimizers, loader, recipe)
+        transport = self._reach(arguments)
         self._number += 1
         self._is_open = self.is_skipped
         if self.is_skipped:
-            self._skip(model)
+            self._skip(arguments.model)
             return None
         section, began = self._section(transport), self._context.runtime.clock()
         try:
-            context = self._section_context(section, transport, loader)
-            trainer = Trainer(context, transport, model, optimizers, loader, recipe, section, *evaluation)
+            context = self._section_context(section, transport, arguments.loader)
+            trainer = Trainer(context, transport, arguments, section)
         except BaseException as error:
             if isinstance(transport, ParameterServerClient):
                 transport.quit() if isinstance(error, StaysOutError) else transport.close()
@@ -113,7 +110,7 @@ class Sections:
         return trainer
 
     def end(self) -> None:
-        """End the section that has begun last, if it has not ended. The wire stays for the next one.
+        """End the section that has begun last, if it has not ended. The transport stays open for the next one.
 
         All workers continue with the random states of the first, so that the script draws the same numbers on all.
         """
@@ -174,8 +171,9 @@ class Sections:
 
     # --- where the others are -----------------------------------------------------------------------------------
 
-    def _reach(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> Transport:
-        """Return the wire; the first section asks for it, and finds out where the others are."""
+    def _reach(self, arguments: Arguments) -> Transport:
+        """Return the transport; the first section creates it, and determines the section of the other workers."""
+        recipe = arguments.recipe
         kind = (recipe.shards, recipe.asynchronous) if recipe is not None and recipe.shards else (0, False)
         if self._transport is not None and kind != self._kind:
             raise ScriptError(
@@ -186,9 +184,9 @@ class Sections:
                     to_type="one recipe for all, with --recipe or in every call of stretto.distribute",
                 )
             )
-        self._context.runtime.begins(model, loader)  # before the others are waited for
+        self._context.runtime.begins(arguments.model, arguments.loader)  # before the others are waited for
         if self._transport is None:
-            named = trainable(model, optimizers)
+            named = trainable(arguments.model, arguments.optimizers)
             self._kind = kind
             self._transport = self._context.transport_for(recipe, named[0][1].device if named else torch.device("cpu"))
             if self._context.opens_folder:
@@ -216,11 +214,11 @@ class Sections:
     def _read(self, begins_again: bool, notices: list[str]) -> bytes:
         """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
         runs = [run for run in (self._context.run if begins_again else None, self._context.resume) if run is not None]
-        folders = [one / CHECKPOINTS for run in runs for one in (*reversed(section_folders(run)), run)]
+        folders = [folder / CHECKPOINTS for run in runs for folder in (*reversed(section_folders(run)), run)]
         for folder in folders:
-            found = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
-            if found is not None:
-                number, state = found
+            checkpoint = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
+            if checkpoint is not None:
+                number, state = checkpoint
                 notices.append(f"continues from the checkpoint of round {number} in {folder}")
                 return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
         if self._context.resume is None:
@@ -242,7 +240,7 @@ class Sections:
         return self._next
 
     def _section_context(self, section: Section, transport: Transport, loader: Any) -> WorkerContext:
-        """Return the seat of this worker in a section, whose folder is there then."""
+        """Return the context of this worker in a section, whose folder is created."""
         context = self._context
         if section.number == 1:
             return context
@@ -260,7 +258,7 @@ class Sections:
 
     def _agree_on_data(self, transport: Transport, data: str) -> None:
         digests = transport.all_gather_bytes(data.encode())
-        other = next((worker for worker, one in enumerate(digests) if one != digests[0]), None)
+        other = next((worker for worker, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise LoaderError(
                 explain(
@@ -304,14 +302,14 @@ class Sections:
     @torch.no_grad()
     def _skip(self, model: nn.Module) -> None:
         """Give the model the values that it had at the end of a section that was over before this worker came."""
-        path, found = self._ended(FINAL), {}
+        path, tensors = self._ended(FINAL), {}
         if path is not None:
             with contextlib.suppress(OSError, SafetensorError):
-                found = load_file(path)
+                tensors = load_file(path)
         named = state_transfer.state_dict_of(model)
-        fits = {name for name, one in found.items() if name in named and named[name].shape == one.shape}
+        fits = {name for name, tensor in tensors.items() if name in named and named[name].shape == tensor.shape}
         for name in fits:
-            named[name].copy_(found[name])
+            named[name].copy_(tensors[name])
         if not fits:
             text = f"the model that section {self._number} ended with is not here; the script's own stays as it is"
             self._write("warning", self._context.runtime.clock(), text=text)

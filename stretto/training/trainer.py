@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import struct
 import sys
 import threading
@@ -13,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from stretto.codecs import CodecContext
@@ -22,7 +20,6 @@ from stretto.errors import LogError, NotFiniteError, ReplicasDifferError, Script
 from stretto.loader.data_digest import rows_digest
 from stretto.loader.epoch_batches import (
     AssignedEpoch,
-    Assignment,
     BatchSource,
     EpochBatches,
     is_leasable,
@@ -35,7 +32,6 @@ from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import CLOSED, COMING, LOOP, OVER, LoopPosition
 from stretto.membership.worker_status import status
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
@@ -45,22 +41,22 @@ from stretto.strategies.model_sync import (
     SeveralModels,
     agree_on_start,
     part_random_states,
-    plain_name,
     refuse_all_frozen,
     same_start,
 )
-from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
-from stretto.training.effective_batch import ScaledRate, batch_of, said
+from stretto.training.arguments import Arguments
+from stretto.training.effective_batch import ScaledRate
 from stretto.training.elasticity import ElasticAgent, comes_late
-from stretto.training.evaluation import Evaluate
 from stretto.training.evaluator import Evaluator
 from stretto.training.iterators import EpochStart
+from stretto.training.not_finite import has_non_finite_gradient, non_finite_parameter
 from stretto.training.recipe_warnings import advice
-from stretto.training.schedule import Mode, Schedules
+from stretto.training.schedule import Schedules
 from stretto.training.section import Section
+from stretto.training.start_event import write_start
 from stretto.training.step_record import StepRecord
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
@@ -69,25 +65,11 @@ CHECK_EVERY_ROUNDS = 100
 
 
 class Trainer:
-    """The training of one worker between `distribute` and the end of its section.
+    """The training of one worker between `distribute` and the end of its section."""
 
-    `recipe` is None for a single worker, which exchanges nothing.
-    """
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        transport: Transport,
-        model: nn.Module,
-        optimizers: Optimizers,
-        loader: Any,
-        recipe: Recipe | None,
-        section: Section,
-        evaluate: Evaluate | None,
-        evaluate_every: int | None,
-        schedule: Mode = "per-sample",
-        assignment: Assignment | None = None,
-    ) -> None:
+    def __init__(self, context: WorkerContext, transport: Transport, arguments: Arguments, section: Section) -> None:
+        model, optimizers, recipe = arguments.model, arguments.optimizers, arguments.recipe
+        loader, evaluate, evaluate_every = arguments.loader, arguments.evaluate, arguments.evaluate_every
         self.model, self.optimizers, self.recipe = model, optimizers, recipe
         self.transport, self.section = transport, section
         self.is_over = False
@@ -119,7 +101,7 @@ class Trainer:
             context.runtime,
             context.rule,
             context.workers,
-            assignment,
+            arguments.assignment,
             context.split,
         )
         self.arrivals = Arrivals(self.transport)
@@ -167,9 +149,9 @@ class Trainer:
         self._leases: list[Any] = []
         self._worked = 0
         """Number of these leases whose work an optimizer step includes."""
-        self.schedules = Schedules(self, list(optimizers), schedule, context.global_batch_of)
+        self.schedules = Schedules(self, list(optimizers), arguments.schedule, context.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
-        self._is_following_root = False
+        self.idle_workers = idle_worker.IdleWorkers(self.transport, optimizers, self.settings, self.timer)
         self._accumulated = False
         self._stepped_last = True
         """True if the optimizer stepped in the last global step."""
@@ -193,20 +175,22 @@ class Trainer:
         """True if every trainable parameter was found in an optimizer, in this epoch."""
         self._hooks = [
             hook
-            for index, one in enumerate(optimizers)
+            for index, optimizer in enumerate(optimizers)
             for hook in (
-                one.register_step_pre_hook(functools.partial(self._before_step, index)),
-                one.register_step_post_hook(functools.partial(self._after_step, index)),
+                optimizer.register_step_pre_hook(functools.partial(self._before_step, index)),
+                optimizer.register_step_post_hook(functools.partial(self._after_step, index)),
             )
         ]
         # after the hooks above, which send updates of the scaled rate
-        self._rates = [ScaledRate(one, context.lr_factor) for one in optimizers] if context.lr_factor != 1 else []
+        self._rates = (
+            [ScaledRate(optimizer, context.lr_factor) for optimizer in optimizers] if context.lr_factor != 1 else []
+        )
         self.agent = ElasticAgent(self, context)
         self.batch_source.members, self.batch_source.peeks = self.agent.members, lambda: self.peeks
         self.agent.arrive()
         for text in section.notices:
             self.events.notice(text)
-        self._write_start(context)
+        write_start(self, context)
         if evaluate is not None and evaluate_every is not None and self._evaluates_newest:
             self.events.notice(
                 f"evaluate_every={evaluate_every} over a stream: worker 0 evaluates the server's newest parameters "
@@ -305,7 +289,7 @@ class Trainer:
                 self.timer.switch("computing")
                 return global_step.batch
             self.timer.switch("waiting")
-            self._follow_root(global_step)
+            self.idle_workers.follow(global_step, self.strategy, self._count_step)
             self.end_global_step()
 
     def _is_peek(self) -> bool:
@@ -337,8 +321,8 @@ class Trainer:
 
     def _uncount(self) -> int:
         """Remove this epoch's samples from the counts, since no step was done. Return the samples that had counted."""
-        begun, mine = self._epoch_start, self.own_samples - self._epoch_start.own_samples
-        counted = mine if self.strategy.asynchronous else self.samples - self.samples_before
+        begun, own = self._epoch_start, self.own_samples - self._epoch_start.own_samples
+        counted = own if self.strategy.asynchronous else self.samples - self.samples_before
         self.strategy.forget(self.global_steps_done - begun.global_steps)
         self.global_steps_done, self.own_samples = begun.global_steps, begun.own_samples
         self.samples = self.samples_before
@@ -448,12 +432,12 @@ class Trainer:
 
     def _count_all_samples(self) -> None:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
-        mine = self.samples if self.batch_source.is_counted else self.own_samples
+        own = self.samples if self.batch_source.is_counted else self.own_samples
         counts = [
-            struct.unpack("<q?", one)
-            for one in self.transport.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
+            struct.unpack("<q?", count)
+            for count in self.transport.all_gather_bytes(struct.pack("<q?", own, self._has_peeked))
         ]
-        samples = [one for one, _ in counts]
+        samples = [count for count, _ in counts]
         self.samples = max(samples) if self.batch_source.is_counted else sum(samples)
         self._all_peeked = all(peeked for _, peeked in counts)
 
@@ -597,9 +581,7 @@ class Trainer:
                 del self._leases[self._worked :]
             if not left:
                 self._count_skipped_step(global_step)
-            self._announce(global_step, idle_worker.END)
-            if global_step.incomplete:
-                self.settings.broadcast(self.transport, global_step.root)
+            self.idle_workers.end(global_step)
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
@@ -629,33 +611,6 @@ class Trainer:
                 f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
             )
 
-    def _follow_root(self, global_step: GlobalStep) -> None:
-        """Follow the root in a global step that has no batch for this worker."""
-        self._is_following_root = True
-        while (action := self._receive_action(global_step)) != idle_worker.END:
-            if action == idle_worker.EXCHANGE:
-                self.strategy.take_part()
-            elif action == idle_worker.COUNT:
-                self._count_step(0, is_done=False)
-            elif (index := idle_worker.stepped(action)) is not None:
-                if self.strategy.exchanges_gradients:
-                    idle_worker.broadcast_gradients(
-                        self.transport, global_step.root, parameters_of(self.optimizers.each[index])
-                    )
-                    self.optimizers.each[index].step()
-                else:
-                    self._count_step(index)
-        self.settings.broadcast(self.transport, global_step.root)
-        self._is_following_root = False
-
-    def _receive_action(self, global_step: GlobalStep) -> bytes:
-        with self.timer.on("waiting"):
-            return self.transport.broadcast_bytes(lambda: idle_worker.END, global_step.root)
-
-    def _announce(self, global_step: GlobalStep | None, action: bytes) -> None:
-        if global_step is not None and global_step.incomplete and not self._is_following_root:
-            self.transport.broadcast_bytes(action, global_step.root)
-
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
         self._accumulated = True
@@ -675,7 +630,7 @@ class Trainer:
             self._outside.check_held()
             self._is_held = True
         before, self._stepped_at[index] = self._stepped_at[index], self.rounds_done
-        self.strategy.before_step(index, self._is_following_root or self.rounds_done > before)
+        self.strategy.before_step(index, self.idle_workers.is_following or self.rounds_done > before)
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
@@ -683,14 +638,7 @@ class Trainer:
         self._pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._refuse_not_finite(optimizer)
-        self._announce(self.global_step, idle_worker.step_of(index))
-        if (
-            self.strategy.exchanges_gradients
-            and self.global_step is not None
-            and self.global_step.incomplete
-            and not self._is_following_root
-        ):
-            idle_worker.broadcast_gradients(self.transport, self.global_step.root, parameters_of(optimizer))
+        self.idle_workers.announce_step(self.global_step, index, self.strategy.exchanges_gradients)
         self._count_step(index)
         self.timer.switch(before)
 
@@ -740,7 +688,7 @@ class Trainer:
 
     def exchange_begins(self) -> None:
         """Notify idle workers that an exchange of gradients begins."""
-        self._announce(self.global_step, idle_worker.EXCHANGE)
+        self.idle_workers.announce(self.global_step, idle_worker.EXCHANGE)
 
     def exchange_ended(self, blocked_s: float) -> None:
         """Count an exchange, and settle the work that it has carried."""
@@ -757,30 +705,25 @@ class Trainer:
         if not self.strategy.in_rounds or self._accumulated or self._is_evaluating():
             return
         trained_steps = self.global_steps_done - self.stepless_global_steps
-        for index in [one for one in range(len(self.optimizers)) if one not in self._stepped_here]:
+        for index in [other for other in range(len(self.optimizers)) if other not in self._stepped_here]:
             steps_each_time = self.steps_of[index] > 0 and self.steps_of[index] == trained_steps - 1
-            is_non_finite = self._has_non_finite_gradient(self.optimizers.each[index])
+            is_non_finite = has_non_finite_gradient(self.optimizers.each[index])
             if (steps_each_time and len(self.optimizers) == 1) or is_non_finite:
-                self._announce(global_step, idle_worker.step_of(index) if is_non_finite else idle_worker.COUNT)
+                action = idle_worker.step_of(index) if is_non_finite else idle_worker.COUNT
+                self.idle_workers.announce(global_step, action)
                 self._count_step(index, is_done=is_non_finite)
 
     def _is_evaluating(self) -> bool:
         """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
         models = self.model.given if isinstance(self.model, SeveralModels) else [self.model]
-        is_training = torch.is_grad_enabled() and any(one.training for one in models)
+        is_training = torch.is_grad_enabled() and any(model.training for model in models)
         return self._optimizer_steps == self._epoch_start.steps and not is_training
-
-    def _has_non_finite_gradient(self, optimizer: Optimizer) -> bool:
-        gradients = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
-        return any(not bool(torch.isfinite(gradient.sum())) for gradient in gradients)
 
     def _refuse_not_finite(self, optimizer: Optimizer) -> None:
         """Raise NotFiniteError if the last parameter's gradient is not finite: a NaN in the loss reaches it first."""
-        last = next((one for one in reversed(optimizer.param_groups[-1]["params"]) if one.grad is not None), None)
-        if last is None or math.isfinite(last.grad.sum()):
+        name = non_finite_parameter(self.model, optimizer)
+        if name is None:
             return
-        names = {id(one): plain_name(name) for name, one in self.model.named_parameters()}
-        name = names.get(id(last), "a parameter outside the model")
         self.events.flush()
         raise NotFiniteError(
             f"the loss became NaN or infinite: the gradient of {name} is not finite "
@@ -832,30 +775,3 @@ class Trainer:
         """Write an event with this worker's applied updates and their staleness."""
         if outcomes := self.strategy.take_outcomes():
             self.events.write("update_applied", updates=outcomes)
-
-    def _write_start(self, context: WorkerContext) -> None:
-        self.events.write(
-            "start",
-            workers=self.transport.workers,
-            **self._runtime.facts(),
-            device=str(next(self.model.parameters(), torch.empty(0)).device),
-            threads=torch.get_num_threads(),
-            recipe=str(self.recipe) if self.recipe else "single process",
-            servers=self.recipe.shards if self.recipe else 0,
-            at=round(self._runtime.clock(), 6),
-        )
-        if self.recipe is not None and self.transport.workers > 1:
-            waits, splits = not self.recipe.asynchronous, self.batch_source.splits
-            batch = batch_of(self.loader)
-            added = self.recipe.step_of_all(self.transport.workers)
-            line = said(self.transport.workers, batch, split=splits, waits=waits, factor=context.lr_factor, added=added)
-            self.events.say(line)
-        if not self.batch_source.is_counted and not (self.transport.workers == 1 and context.global_batch_of == 1):
-            shards = f" ({self.batch_source.library})" if self.batch_source.library else ""
-            how = (
-                f"each worker reads a shard of its own{shards} and keeps all of it"
-                if self.batch_source.assignment == "own"
-                else f"every worker reads all of it and keeps one batch in {self.transport.workers}"
-            )
-            self.events.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
-        self.events.flush()

@@ -1,0 +1,28 @@
+"""Arguments of one call of `distribute`, after they were checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stretto.loader.epoch_batches import Assignment
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.optimizers import Optimizers
+from stretto.training.evaluation import Evaluate
+from stretto.training.schedule import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Arguments of `distribute`. `recipe` is None for a single worker, which exchanges nothing."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    loader: Any
+    recipe: Recipe | None
+    evaluate: Evaluate | None
+    evaluate_every: int | None
+    schedule: Mode
+    assignment: Assignment | None

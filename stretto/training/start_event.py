@@ -1,0 +1,38 @@
+"""The start of a section in the event log: the facts of the run, and notices about the recipe and the data."""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.training.effective_batch import batch_of, said
+from stretto.training.trainer_view import TrainerView
+from stretto.training.worker_context import WorkerContext
+
+
+def write_start(trainer: TrainerView, context: WorkerContext) -> None:
+    """Write the start event, and the notices that describe the effective batch and the assignment of a stream."""
+    recipe, workers, source = trainer.strategy.recipe, trainer.transport.workers, trainer.batch_source
+    trainer.events.write(
+        "start",
+        workers=workers,
+        **context.runtime.facts(),
+        device=str(next(trainer.model.parameters(), torch.empty(0)).device),
+        threads=torch.get_num_threads(),
+        recipe=str(recipe) if recipe else "single process",
+        servers=recipe.shards if recipe else 0,
+        at=round(context.runtime.clock(), 6),
+    )
+    if recipe is not None and workers > 1:
+        batch, waits = batch_of(trainer.loader), not recipe.asynchronous
+        added = recipe.step_of_all(workers)
+        line = said(workers, batch, split=source.splits, waits=waits, factor=context.lr_factor, added=added)
+        trainer.events.say(line)
+    if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):
+        shards = f" ({source.library})" if source.library else ""
+        how = (
+            f"each worker reads a shard of its own{shards} and keeps all of it"
+            if source.assignment == "own"
+            else f"every worker reads all of it and keeps one batch in {workers}"
+        )
+        trainer.events.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
+    trainer.events.flush()
