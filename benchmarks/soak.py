@@ -56,7 +56,6 @@ POLL_S = 2.0
 WARM_UP_S = 20.0
 """Seconds at the beginning of a process in which its memory is not counted."""
 STATE = re.compile(r"state ([0-9a-f]{16})")
-COORDINATOR = -1000
 
 
 @dataclass(frozen=True)
@@ -285,9 +284,8 @@ def outcome_of(
 
 def count_failures(events: Sequence[Event]) -> dict[str, int]:
     """Return the number of failures of each kind of process."""
-    failed = (event["worker"] for event in events if event["event"] == "membership" and event.get("what") == "failed")
-    kinds = ("worker" if event >= 0 else "coordinator" if event == COORDINATOR else "server" for event in failed)
-    return dict(sorted(Counter(kinds).items()))
+    failed = (event["process"] for event in events if event["event"] == "membership" and event.get("what") == "failed")
+    return dict(sorted(Counter(process.split()[0] for process in failed).items()))
 
 
 def seen(audits: Sequence[Mapping[str, int] | None]) -> dict[str, int]:

@@ -1,7 +1,10 @@
 """Events of a run: one JSON object on each line of `events.jsonl`, written by its processes, read by the report.
 
+No process reads the log to decide what to do: if the log cannot be written, the run continues without it.
+
 Every event has `event` (its kind), `t` (seconds since the start of training, with one zero for all workers) and
-`worker`. The kinds and their other fields:
+`process` ("worker 3", "server 0" or "coordinator"); those of workers have `worker` too, the number. The kinds and their
+other fields:
 
 | kind | fields |
 | --- | --- |
@@ -25,6 +28,9 @@ Every event has `event` (its kind), `t` (seconds since the start of training, wi
 | checkpoint | step, round, samples: a checkpoint is being written |
 | section | section, folder, at: a further `distribute` of the script has started, with its own log in this folder |
 
+An epoch that is repeated after a rollback, or whose writer fails as it ends, has several `epoch` events: the last
+counts.
+
 `samples` of log, evaluation and epoch counts all workers; of progress and end it counts this worker only.
 `time_breakdown` maps each of PHASES to seconds, which sum to `t`. `sample_counts` maps once, twice, never and dropped
 to numbers of samples.
@@ -43,11 +49,11 @@ Only asynchronous runs have `update_applied` (about twice a second), `blocked_s`
 blocked this worker, part of `waiting`) and `versions` (of each shard of the parameter server). `step` is then the step
 of the worker that writes the event. `round` is the worker's own count of pushes, from 1; `version` is the version that
 includes the update; `staleness` is the number of versions between the parameters it was computed on and that version.
-`servers` is the number of shards; shard s writes its errors as worker -1 - s, the coordinator as worker -1000.
+`servers` is the number of shards.
 
-`worker` of membership and fault_injected is the process concerned, or -1000 where a generation is formed. Processes
-that do not train write these events, with a zero of time of their own: `at` is the machine's clock. A `start` event
-that has `at` too makes the zeros comparable.
+`process` of membership and fault_injected is the process concerned, the coordinator where a generation is formed.
+Processes that do not train write these events, with a zero of time of their own: `at` is the machine's clock. A `start`
+event that has `at` too makes the zeros comparable.
 """
 
 from __future__ import annotations
@@ -66,24 +72,46 @@ from stretto.notices import say
 PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
 """Phases of a worker's time. `waiting` is for a slower worker, `exchanging` is the transfer itself."""
 
+COORDINATOR = -1000
+"""Number of the coordinator. Workers are numbered by rank from 0; server s has the number -1 - s."""
+
 Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
 MAX_BUFFERED_BYTES = 1 << 24
 """Bytes of events that are kept in memory while the disk is full."""
 
 
+def process_name(number: int) -> str:
+    """Return the name of a process of a run.
+
+    >>> process_name(3), process_name(-1), process_name(COORDINATOR)
+    ('worker 3', 'server 0', 'coordinator')
+    """
+    if number == COORDINATOR:
+        return "coordinator"
+    return f"worker {number}" if number >= 0 else f"server {-1 - number}"
+
+
+def of_process(number: int) -> Event:
+    """Return the fields of an event that name its process."""
+    return {"process": process_name(number)} | ({"worker": number} if number >= 0 else {})
+
+
 class LogFile:
-    """A file to which several processes append whole lines. A full disk raises LogError.
+    """A file to which several processes append whole lines, opened at the first. A full disk raises LogError.
 
     The next write ends a line that was cut off, so a cut-off write loses one line of one process.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
+        self._descriptor: int | None = None
+
+    @property
+    def _file(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self._descriptor
 
     def append(self, lines: bytes) -> None:
         """Append lines, with one write if there is room."""
@@ -106,14 +134,17 @@ class LogFile:
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Close the file, if it was opened."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 class EventLog:
     """Events of one worker, buffered and appended to a file every `FLUSH_BYTES` and at `flush`.
 
-    While the disk is full, up to `max_buffered` bytes stay in the buffer and are written when there is room.
+    While the disk is full, up to `max_buffered` bytes stay in the buffer and are written when there is room; further
+    events are lost.
     """
 
     def __init__(self, file: LogFile, worker: int, max_buffered: int = MAX_BUFFERED_BYTES) -> None:
@@ -124,18 +155,19 @@ class EventLog:
 
     def write(self, kind: str, t: float, /, **fields: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
-        event = {"event": kind, "t": round(t, 6), "worker": self.worker, **fields}
+        event = {"event": kind, "t": round(t, 6), **of_process(self.worker), **fields}
         self._lines += msgspec.json.encode(event) + b"\n"
         if len(self._lines) >= FLUSH_BYTES and not self._is_blocked:
             self.flush()
 
     def flush(self) -> None:
-        """Append the buffered events. Raises LogError when the disk is full and the buffer too."""
+        """Append the buffered events. When the disk is full and the buffer too, they are lost."""
         try:
             self._file.drain(self._lines)
         except LogError as error:
             if len(self._lines) >= self._max_buffered:
-                raise
+                self._say(f"{error}; {len(self._lines)} bytes of events are lost")
+                self._lines.clear()
             if not self._is_blocked:
                 self._say(f"{error}; training continues, and events stay in memory until there is room")
             self._is_blocked = True
@@ -173,7 +205,7 @@ def read_events(path: Path) -> Iterator[Event]:
             event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError as error:
             torn = f"line {number} of {path} is not an event: {error}"
-            event = {"event": "warning", "t": t, "worker": 0, "text": torn}
+            event = {"event": "warning", "t": t, **of_process(0), "text": torn}
         else:
             t, whole = event.get("t", t), True
         yield event

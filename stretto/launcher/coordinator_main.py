@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError
-from stretto.events import LogFile
+from stretto.events import COORDINATOR, Event, LogFile
 from stretto.interval import every
 from stretto.launcher.shard_main import leave, own_config
-from stretto.launcher.worker_main import fail, flush_each_line
-from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator
+from stretto.launcher.worker_main import begin, fail
+from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.process_config import CoordinatorConfig, KeyTexts
 
@@ -34,10 +34,10 @@ REPEAT_S = 2.0
 
 
 def main() -> None:
-    """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
+    """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
-    flush_each_line()
     config = own_config(CoordinatorConfig)
+    begin(config)
     try:
         _coordinate(config)
     except BaseException as error:

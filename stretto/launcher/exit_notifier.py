@@ -1,4 +1,4 @@
-"""Reports of process exits from the launcher to the coordinator, long before the failure timeout."""
+"""The launcher's connection to the coordinator: exits are reported, and failures received, without a wait."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 import msgspec
 
 from stretto.launcher.endpoints import Servers
-from stretto.membership.coordinator import ProcessExited
+from stretto.membership.messages import Failures, ProcessExited, WatchFailures
 
 RECONNECT_MS = 20
+_FAILURES = msgspec.msgpack.Decoder(Failures)
 
 
 class ExitNotifier:
-    """Reports exits of workers to the coordinator, and reports them again to a restarted coordinator."""
+    """Reports exits of workers to the coordinator, long before the failure timeout, and receives failures from it.
+
+    A restarted coordinator gets all reports again.
+    """
 
     def __init__(self, servers: Servers, first: int = 0) -> None:
         """Connect; `first` is the lowest rank of this launcher's workers, which identifies the launcher."""
@@ -32,7 +36,9 @@ class ExitNotifier:
             self._socket.curve_publickey, self._socket.curve_secretkey = own.public.encode(), own.secret.encode()
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
-        self._queue_full = zmq.Again
+        self._failures = Failures()
+        self._again, self._no_wait = zmq.Again, zmq.NOBLOCK
+        self.watch()
 
     def gone(self, worker: int, life: int, why: str, will_return: bool) -> None:
         """Report that this incarnation of a worker has exited, and whether it will be restarted."""
@@ -44,9 +50,20 @@ class ExitNotifier:
         for report in self._reports.values():
             self._send(report)
 
+    def watch(self) -> None:
+        """Ask for failures; repeated, since the coordinator may have been restarted."""
+        self._send(msgspec.msgpack.encode(WatchFailures()))
+
+    def failures(self) -> Failures:
+        """Return the failures of which the coordinator has notified this launcher."""
+        with contextlib.suppress(self._again):
+            while True:
+                self._failures = _FAILURES.decode(self._socket.recv(self._no_wait))
+        return self._failures
+
     def _send(self, report: bytes) -> None:
         """Send without waiting. A coordinator that receives nothing detects the failure by its timeout."""
-        with contextlib.suppress(self._queue_full):
+        with contextlib.suppress(self._again):
             self._socket.send(report)
 
     def close(self) -> None:

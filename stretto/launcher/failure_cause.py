@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.errors import UnevenLoopsError
-from stretto.events import Event
+from stretto.events import process_name
 from stretto.launcher.processes import Exited
-from stretto.launcher.worker_main import EVICTED, UNLOGGED
+from stretto.launcher.worker_main import EVICTED
 from stretto.membership.loop_positions import COMING, LoopPosition
-from stretto.report.run_log import process_name
+from stretto.membership.worker_status import ReportedError
 
 TAIL_LINES = 20
 NO_END = (
@@ -32,39 +32,16 @@ class Cause:
     """True if the process reported its error, so that the tail of its output is not needed."""
 
 
-def first_cause(ends: Sequence[Exited], events: Iterable[Event], failures: Sequence[Exited] = ()) -> Cause:
+def first_cause(ends: Sequence[Exited], running: Mapping[int, ReportedError], failures: Sequence[Exited] = ()) -> Cause:
     """Return the cause of a failed run: the first root in the order of exits.
 
-    A worker that has written its error but has not exited comes after the exits, and last come `failures` that the run
-    has not recovered from. Without a root the first failure is the cause.
+    The errors of `running` processes, which have not exited, come after the exits, and last come `failures` that the
+    run has not recovered from. Without a root the first failure is the cause.
     """
-    errors: dict[int, Event] = {}
-    for event in events:
-        if event.get("event") == "error":
-            errors.setdefault(event["worker"], event)
-    causes = [_of_exit(end, errors.get(end.worker)) for end in ends if end.failed]
-    causes += [_of_error(error) for error in errors.values()]
-    causes += [_of_exit(failure, None) for failure in reversed(failures)]
+    causes = [_of_exit(end) for end in ends if end.failed]
+    causes += [_of_error(worker, error) for worker, error in running.items()]
+    causes += [_of_exit(failure) for failure in reversed(failures)]
     return next((cause for cause in causes if cause.root), None) or _with_finished(causes[0], ends)
-
-
-def is_recovered(worker: int, life: int, events: Iterable[Event]) -> bool:
-    """Return True if the others have formed a generation without a failed process, or if it has been restarted.
-
-    >>> of = {"event": "membership", "worker": 1, "incarnation": 0}
-    >>> failed, formed = of | {"what": "failed"}, of | {"what": "formed"}
-    >>> is_recovered(1, 0, [formed, failed]), is_recovered(1, 0, [failed, formed])
-    (False, True)
-    """
-    is_known = False
-    for event in events:
-        what, of = event.get("what"), event.get("incarnation", 0)
-        if event["event"] != "membership":
-            continue
-        is_known = is_known or (what == "failed" and (event["worker"], of) == (worker, life))
-        if (is_known and what == "formed") or (what == "joined" and event["worker"] == worker and of > life):
-            return True
-    return False
 
 
 def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
@@ -76,20 +53,19 @@ def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
     return replace(cause, details=f"{cause.details}\n{hint}".lstrip("\n"))
 
 
-def _of_exit(end: Exited, error: Event | None) -> Cause:
-    if error is not None:
-        return _of_error(error)
+def _of_exit(end: Exited) -> Cause:
+    if end.record.error is not None:
+        return _of_error(end.worker, end.record.error)
     if end.code == EVICTED and end.worker >= 0:
         return Cause(end.worker, f"{process_name(end.worker)} {in_words(end)}", "", True, False)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
 
-def _of_error(error: Event) -> Cause:
-    is_bystander = error.get("kind") == UnevenLoopsError.__name__  # which waits for the worker that left
-    who = "" if is_bystander else f"{process_name(error['worker'])} failed: "
-    headline = f"{who}{error.get('kind')}: {error.get('text')}"
-    details = str(error.get("traceback") or "").rstrip("\n")
-    return Cause(error["worker"], headline.rstrip(": "), details, not error.get("consequence"), True)
+def _of_error(worker: int, error: ReportedError) -> Cause:
+    is_bystander = error.kind == UnevenLoopsError.__name__  # which waits for the worker that left
+    subject = "" if is_bystander else f"{process_name(worker)} failed: "
+    headline = f"{subject}{error.kind}: {error.text}".rstrip(": ")
+    return Cause(worker, headline, error.traceback.rstrip("\n"), not error.consequence, True)
 
 
 def _of_signal(end: Exited) -> Cause:
@@ -100,11 +76,8 @@ def _of_signal(end: Exited) -> Cause:
 
 
 def _of_silence(end: Exited) -> Cause:
-    if end.code == UNLOGGED:
-        failed = f"{process_name(end.worker)} failed{_within(end.place)}"
-        return Cause(end.worker, f"{failed}, and its error could not be written to the event log", "", True, False)
     how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
-    headline = f"{process_name(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
+    headline = f"{process_name(end.worker)} ended with exit code {end.code}{_within(end.record.place)} {how}"
     return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)
 
 

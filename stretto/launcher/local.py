@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, LogError
 from stretto.events import read_events
 from stretto.launcher.config import RunConfig, check, planned, server_notice, settled
 from stretto.launcher.endpoints import servers_for
@@ -96,9 +96,9 @@ def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> Non
 
 def _report_shared_files(folder: Path, relay: LogRelay) -> None:
     """Report files that several workers have written, from the events of the workers."""
-    log = folder / "events.jsonl"
-    if log.exists() and (text := several_write(read_events(log))) is not None:
-        relay.note(text)
+    with contextlib.suppress(LogError):
+        if (text := several_write(read_events(folder / "events.jsonl"))) is not None:
+            relay.note(text)
 
 
 def _text(cause: Cause, relay: LogRelay, folder: Path) -> str:

@@ -19,10 +19,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+from stretto.events import COORDINATOR, process_name
 from stretto.launcher.config import Output
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
-from stretto.membership.coordinator import COORDINATOR
-from stretto.report.run_log import process_name
 
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 13
@@ -36,7 +35,7 @@ DRAIN_S = 0.7
 
 def log_of(folder: Path, worker: int) -> Path:
     """Return the log file of a process."""
-    return folder / f"{process_name(worker).removeprefix('the ').replace(' ', '-')}.log"
+    return folder / f"{process_name(worker).replace(' ', '-')}.log"
 
 
 @dataclass

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
+from stretto.events import COORDINATOR, process_name
 from stretto.faults.stragglers import factors
 from stretto.interval import every
 from stretto.launcher.config import RunConfig, codec_folder, is_free
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
-from stretto.membership.coordinator import COORDINATOR
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
-from stretto.report.run_log import process_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT_INTERVAL_S = 10.0
@@ -44,7 +43,7 @@ class ProcessSpec:
     fds: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return process_name(self.number) if self.number == COORDINATOR else f"{process_name(self.number)} of {self.of}"
+        return process_name(self.number) + (f" of {self.of}" if self.number != COORDINATOR else "")
 
 
 def shard_of(number: int) -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
@@ -19,34 +19,33 @@ import psutil
 
 from stretto.errors import LaunchError
 from stretto.launcher.process_specs import ProcessSpec
-from stretto.membership.loop_positions import LoopPosition
-from stretto.membership.worker_status import make_page, read_page
+from stretto.membership.worker_status import ProcessRecord, ReportedError, make_record, read_record
 
 FOLDER = Path(__file__).resolve().parent
 GRACE_S = 0.8
 """Time between SIGTERM and SIGKILL."""
 LAST_S = 1.0
 """Limit of the wait for killed processes."""
+FINISHED = ProcessRecord(finished=True)
 
 
 @dataclass(frozen=True)
 class Exited:
     """Exit of a process. Servers and the coordinator have numbers below 0; `code` is negative for a signal.
 
-    `injected` is True if this launcher sent a signal to inject a fault. `finished` is False for a worker that did not
-    finish its training, such as one that called os._exit; `place` is its last position then.
+    `injected` is True if this launcher sent a signal to inject a fault. `record` is the last record of the process: a
+    worker that did not finish its training, such as one that called os._exit, has not recorded that.
     """
 
     worker: int
     code: int
     injected: bool = False
-    finished: bool = True
-    place: LoopPosition = field(default_factory=LoopPosition)
+    record: ProcessRecord = FINISHED
 
     @property
     def failed(self) -> bool:
         """True unless a worker finished: a server must not exit while workers run."""
-        return self.code != 0 or self.worker < 0 or not self.finished
+        return self.code != 0 or self.worker < 0 or not self.record.finished
 
 
 @dataclass(frozen=True)
@@ -65,45 +64,47 @@ class ProcessTable:
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._records: dict[int, int] = {}
+        """Descriptors of the records of these processes."""
         self._injected: set[subprocess.Popen[bytes]] = set()
         self._reaper = _start_reaper()
 
     def start(self, part: ProcessSpec) -> IO[bytes]:
         """Start a process and return the reading end of its output. Raises LaunchError if the system refuses."""
-        page = None
         try:
-            page = make_page()
+            record = make_record()
+        except OSError as error:
+            raise LaunchError(f"{part} cannot be started: {error.strerror}") from error
+        try:
             process = subprocess.Popen(
                 part.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=part.environment | msgspec.structs.replace(part.config, status_fd=page).environment(),
-                pass_fds=[*part.fds, page],
+                env=part.environment | msgspec.structs.replace(part.config, status_fd=record).environment(),
+                pass_fds=[*part.fds, record],
                 start_new_session=True,
             )
         except OSError as error:
-            if page is not None:
-                os.close(page)
+            os.close(record)
             raise LaunchError(f"{part} cannot be started: {error.strerror}") from error
         self._notify_reaper(f"+{process.pid}\n")
-        self._alive[part.number] = process
-        threading.Thread(target=self._await, args=(part.number, process, page), daemon=True).start()
+        self._alive[part.number], self._records[part.number] = process, record
+        threading.Thread(target=self._await, args=(part.number, process, record), daemon=True).start()
         assert process.stdout is not None
         return process.stdout
 
-    def _await(self, worker: int, process: subprocess.Popen[bytes], page: int) -> None:
+    def _await(self, worker: int, process: subprocess.Popen[bytes], record: int) -> None:
         """Report the exit of a process, but do not reap it: its id identifies its process group until `reap`."""
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        finished, place = read_page(page)
-        os.close(page)
-        self._inbox.put(Exited(worker, code, process in self._injected, finished or worker < 0, place))
+        self._inbox.put(Exited(worker, code, process in self._injected, read_record(record)))
 
     def reap(self, worker: int) -> None:
         """Kill what an exited process has left running in its group, and reap it."""
         process = self._alive.pop(worker)
+        os.close(self._records.pop(worker))
         _kill_group(process)
         process.wait()
         self._notify_reaper(f"-{process.pid}\n")
@@ -113,6 +114,15 @@ class ProcessTable:
         process = self._alive[number]
         self._injected.add(process)
         os.kill(process.pid, signum)
+
+    def record(self, number: int) -> ProcessRecord:
+        """Return the record of a process that was not reaped."""
+        return read_record(self._records[number])
+
+    def errors(self) -> dict[int, ReportedError]:
+        """Return the errors that processes have recorded before their exits."""
+        records = ((number, self.record(number)) for number in self._records)
+        return {number: record.error for number, record in records if record.error is not None}
 
     def is_stopped(self, number: int) -> bool:
         """Return True if a process is stopped, as by SIGSTOP."""

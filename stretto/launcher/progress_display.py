@@ -42,7 +42,7 @@ class Tail:
         return [event for line in lines if line and (event := _event(line)) is not None]
 
     def _appended(self) -> bytes:
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
             self._offset += len(data)

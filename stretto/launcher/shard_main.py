@@ -15,15 +15,15 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from stretto.launcher.process_specs import server_of
-from stretto.launcher.worker_main import fail, flush_each_line
+from stretto.launcher.worker_main import begin, fail
 from stretto.process_config import VARIABLE, Config, ShardConfig
 
 
 def main() -> None:
-    """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
+    """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
-    flush_each_line()
     config = own_config(ShardConfig)
+    begin(config)
     try:
         from stretto.parameter_server.rpc_server import serve  # imports torch: SIGTERM has its handler before that
 

@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from queue import Empty
@@ -15,17 +15,15 @@ from typing import Literal
 import msgspec
 
 from stretto.errors import LogError
-from stretto.events import Event, LogFile
+from stretto.events import COORDINATOR, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
 from stretto.launcher.exit_notifier import ExitNotifier
-from stretto.launcher.failure_cause import Cause, first_cause, in_words, is_recovered
+from stretto.launcher.failure_cause import Cause, first_cause, in_words
 from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, server_of
 from stretto.launcher.processes import Exited, Inbox, ProcessTable, Signalled
-from stretto.launcher.progress_display import Tail
 from stretto.launcher.worker_main import EVICTED
-from stretto.membership.coordinator import ASKED, COORDINATOR
-from stretto.report.run_log import process_name
+from stretto.membership.messages import Failures
 
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
@@ -38,8 +36,8 @@ FIRST_S, LONGEST_S = 0.2, 10.0
 has run longer than the longest one.
 """
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-State = Literal["running", "restarting", "lost", "done"]
-"""A process runs; failed and will be restarted; failed for good; or exited without a failure."""
+State = Literal["running", "restarting", "lost", "left", "done"]
+"""A process runs; failed and will be restarted; failed for good; left as it was asked to; or finished."""
 
 
 class Stopped(BaseException):
@@ -96,9 +94,6 @@ class Supervisor:
         self._faults = faults
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = count()
-        self._log = Tail(plan.folder / "events.jsonl")
-        self._events: list[Event] = []
-        """Events of errors and of membership."""
         self._finished: list[Exited] = []
         """Exits of workers without a failure."""
         self._survived: list[tuple[Exited, int]] = []
@@ -149,7 +144,7 @@ class Supervisor:
         one = self._processes[end.worker]
         if not end.failed:
             self._table.reap(one.number)
-            one.state = "done"
+            one.state = "left" if end.record.left else "done"
             self._finished.append(end)
             return None
         if not self._is_survivable(end):
@@ -193,10 +188,10 @@ class Supervisor:
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""
         least = 1 if self._plan.joining else self._config.min_workers
-        left = len(self._in("running", "restarting", "done"))
+        left = len(self._in("running", "restarting", "left", "done"))
         if end.worker >= 0 and (left >= least or not self._in("running", "restarting")):
             return None
-        cause = first_cause([end], self._read())
+        cause = first_cause([end], self._table.errors())
         told = [cause.details] if cause.details else []
         if self._config.restarts:
             told.append(f"it was restarted {self._config.restarts} times (--restarts)")
@@ -208,10 +203,8 @@ class Supervisor:
         """Return the cause of a failure. If it is the consequence of another one, wait up to CAUSE_S for that one."""
         ends, limit = [*self._finished, end], time.perf_counter() + CAUSE_S
         while True:
-            deaths = [
-                end for end, incarnation in self._survived if not is_recovered(end.worker, incarnation, self._read())
-            ]
-            cause = first_cause(ends, self._read(), deaths)
+            failures = [end for end, incarnation in self._survived if not self._is_recovered(end.worker, incarnation)]
+            cause = first_cause(ends, self._table.errors(), failures)
             left_s = limit - time.perf_counter()
             if cause.root or left_s <= 0:
                 return cause
@@ -225,7 +218,7 @@ class Supervisor:
     def _abandoned(self) -> Cause:
         """Return the cause where no worker is left and none has finished."""
         if self._survived:
-            return first_cause([self._survived[-1][0]], self._read())
+            return first_cause([self._survived[-1][0]], {})
         return Cause(0, "all workers left before the end, as they were asked to", "", True, True)
 
     # Scheduled actions
@@ -240,10 +233,10 @@ class Supervisor:
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
         self._later(time.perf_counter() + STOPPED_POLL_S, self._kill_stopped)
+        if self._exit_notifier is not None:
+            self._exit_notifier.watch()
         for one in self._in("running"):
-            is_unregistered = self._table.is_stopped(one.number) and (one.number, one.incarnation) not in self._changes(
-                "joined"
-            )
+            is_unregistered = self._table.is_stopped(one.number) and not self._has_joined(one)
             one.stopped_s = one.stopped_s + STOPPED_POLL_S if is_unregistered else 0.0
             if one.stopped_s > self._config.failure_timeout_s:
                 self._table.kill(one.number)
@@ -256,7 +249,6 @@ class Supervisor:
             None,
         )
         one.stopped_s = 0.0
-        self._events = [event for event in self._read() if event["event"] != "error" or event["worker"] != one.number]
         one.began = time.perf_counter()
         self._relay.add(one.number, self._table.start(self._plan.part(one.number, one.incarnation)), one.incarnation)
         if one.number < 0:
@@ -301,7 +293,7 @@ class Supervisor:
 
     def _is_ending(self) -> bool:
         """Return True if a worker finished without having been asked to leave: no restart is needed then."""
-        return any((one.number, one.incarnation) not in self._changes("left", ASKED) for one in self._in("done"))
+        return bool(self._in("done"))
 
     def _is_over(self) -> bool:
         """Return True if no worker runs that is needed.
@@ -310,28 +302,34 @@ class Supervisor:
         """
         if not self._is_ending():
             return not self._in("running", "restarting")
-        failed, joined = self._changes("failed"), self._changes("joined")
-        runs = [(one.number, one.incarnation) for one in self._in("running")]
-        return all(one in failed or (one[1] > 0 and one not in joined) for one in runs)
+        failures = self._failures()
+        return all(
+            failures.includes(one.number, one.incarnation) or (one.incarnation > 0 and not self._has_joined(one))
+            for one in self._in("running")
+        )
 
-    def _changes(self, what: str, why: str | None = None) -> set[tuple[int, int]]:
-        """Return the workers and incarnations for which the coordinator logged this change of membership."""
-        members = (one for one in self._read() if one["event"] == "membership" and one.get("what") == what)
-        return {(one["worker"], one.get("incarnation", 0)) for one in members if why is None or one.get("why") == why}
+    def _failures(self) -> Failures:
+        """Return the failures that the coordinator has detected, or was notified of."""
+        return self._exit_notifier.failures() if self._exit_notifier is not None else Failures()
 
-    def _read(self) -> Sequence[Event]:
-        """Return the events of errors and of membership so far."""
-        found = (event for event in self._log.read() if isinstance(event.get("worker"), int))
-        self._events += [event for event in found if event.get("event") in ("error", "membership")]
-        return self._events
+    def _has_joined(self, process: _Process) -> bool:
+        """Return True if a running worker is or was a member."""
+        return self._table.record(process.number).joined
+
+    def _is_recovered(self, number: int, incarnation: int) -> bool:
+        """Return True if the others have formed a generation without a failed process, or if it has been restarted."""
+        process = self._processes[number]
+        is_restarted = process.state == "running" and process.incarnation > incarnation
+        is_back = is_restarted and (number < 0 or self._has_joined(process))
+        return is_back or self._failures().is_recovered(number, incarnation)
 
     def _write(self, event: str, number: int, /, **carries: object) -> None:
-        """Append an event to the log. On a full disk the event is lost."""
+        """Append an event to the log. An event that cannot be written is lost."""
         at = time.perf_counter()
-        told = {"event": event, "t": round(at - self._plan.zero, 6), "worker": number, "at": at, **carries}
+        line = {"event": event, "t": round(at - self._plan.zero, 6), **of_process(number), "at": at, **carries}
         with contextlib.suppress(LogError):
             log = LogFile(self._plan.folder / "events.jsonl")
             try:
-                log.append(msgspec.json.encode(told) + b"\n")
+                log.append(msgspec.json.encode(line) + b"\n")
             finally:
                 log.close()

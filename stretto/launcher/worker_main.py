@@ -7,7 +7,6 @@ configuration in the environment.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import runpy
@@ -24,32 +23,31 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.errors import BrokenTransportError, MemberOutError, StrettoError, TransportError
-from stretto.events import Event
+from stretto.errors import BrokenTransportError, LogError, MemberOutError, StrettoError, TransportError
+from stretto.events import Event, LogFile, of_process
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import seed_libraries
-from stretto.membership.worker_status import status
-from stretto.process_config import WorkerConfig, worker_config
+from stretto.membership.worker_status import ReportedError, status
+from stretto.process_config import Config, WorkerConfig, worker_config
 
 FILE, MODULE = "file", "module"
 EVICTED = 75
 """Exit code of a worker that is no longer a member and asks to be restarted."""
-UNLOGGED = 74
-"""Exit code of a process whose error could not be written to the event log."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
 
 
 def main() -> None:
-    """Run the script, then close the run. An error goes to the event log, and the process exits immediately."""
+    """Run the script, then close the run.
+
+    An error goes to the launcher and the event log, and the process exits immediately.
+    """
     kind, script, *args = sys.argv[1:]
     config = worker_config()
     assert config is not None
-    if config.status_fd is not None:
-        status.open(config.status_fd)
-    flush_each_line()
+    begin(config)
     seed_libraries(config.seed or 0)
     written = _watch(config)
     sys.argv = [script, *args]
@@ -77,13 +75,15 @@ def _report_written(written: Written, config: WorkerConfig) -> None:
     """Write the files that the script has written to the event log. A full disk there fails no run."""
     if written.paths:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
-        event = {"event": "written", "t": 0.0, "worker": config.rank, **about}
-        with contextlib.suppress(OSError):
-            _append(config.run, msgspec.json.encode(event) + b"\n")
+        event = {"event": "written", "t": 0.0, **of_process(config.rank), **about}
+        with contextlib.suppress(LogError):
+            _append(config.run, event)
 
 
-def flush_each_line() -> None:
-    """Flush the output at the end of each line, although it is a pipe."""
+def begin(config: Config) -> None:
+    """Open the record of this process, and flush its output at the end of each line, although it is a pipe."""
+    if config.status_fd is not None:
+        status.open(config.status_fd)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -134,25 +134,25 @@ def _finish() -> None:
 
 
 def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
-    """Write the error event and exit, without waiting for threads or exit handlers, which may hang.
+    """Record the error and exit, without waiting for threads or exit handlers, which may hang.
 
     `number` is that of the process. A worker that was evicted is no failure of the run, and writes a warning instead.
     """
     is_evicted = isinstance(error, MemberOutError | BrokenTransportError)
-    code = EVICTED if is_evicted else 1
     try:
+        report = ReportedError(type(error).__name__, _text(error), short(error), isinstance(error, TransportError))
+        if not is_evicted:
+            status.fail(report)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        make_event = _notice if is_evicted else _event
-        _append(run, msgspec.json.encode(make_event(error, _leave_training(), number)) + b"\n")
+        event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
+        if is_evicted:
+            event = {"event": "warning", "text": f"worker {number} stops itself: {error}"}
+        _append(run, {**event, "t": _leave_training(), **of_process(number)})
     except BaseException as problem:
-        print(
-            f"{failure(error)}\nNot in the event log: {problem}",
-            file=sys.stderr,
-        )
+        print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
-        code = EVICTED if is_evicted else UNLOGGED
-    os._exit(code)
+    os._exit(EVICTED if is_evicted else 1)
 
 
 def _leave_training() -> float:
@@ -161,21 +161,8 @@ def _leave_training() -> float:
     return 0.0 if leave is None else float(leave())
 
 
-def _event(error: BaseException, t: float, number: int) -> Event:
-    said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
-    consequence = isinstance(error, TransportError)
-    at = round(time.perf_counter(), 6)
-    return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence, "at": at}
-
-
-def _notice(error: BaseException, t: float, number: int) -> Event:
-    return {"event": "warning", "t": t, "worker": number, "text": f"worker {number} stops itself: {error}"}
-
-
-def _append(run: str | None, line: bytes) -> None:
-    log = os.open(Path(run or ".") / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    if os.write(log, line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _append(run: str | None, event: Event) -> None:
+    LogFile(Path(run or ".") / "events.jsonl").append(msgspec.json.encode(event) + b"\n")
 
 
 def _text(error: BaseException) -> str:

@@ -34,6 +34,7 @@ from stretto.membership.messages import (
     Register,
     WorkerMessage,
 )
+from stretto.membership.worker_status import status
 from stretto.security import WorkerKeys
 
 LARGEST_MESSAGE = 1 << 24
@@ -67,7 +68,7 @@ class MembershipClient(CoordinatorConnection):
         """Called from the thread, with the generation and the reason, when the generation is aborted or the worker
         evicted."""
         super().__init__(MembershipClientState(worker, incarnation, self._on_abort))
-        self._me = f"worker {worker}"
+        self._worker = worker
         self._address, self._failure_timeout_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
@@ -145,6 +146,10 @@ class MembershipClient(CoordinatorConnection):
         self._wait(lambda: self.state.reply is not None, self._failure_timeout_s)
         reply = self.state.reply
         assert reply is not None
+        if self.state.generation:
+            status.join()
+        if self._is_leaving and isinstance(reply, GenerationView) and self._worker not in reply.numbers:
+            status.leave()
         return reply
 
     def _wait(self, until: Callable[[], bool], limit_s: float) -> None:
@@ -158,14 +163,14 @@ class MembershipClient(CoordinatorConnection):
 
     def _raise_if_ended(self) -> None:
         if self.state.evicted is not None:
-            raise MemberOutError(f"{self._me} is no member any more: {self.state.evicted}")
+            raise MemberOutError(f"worker {self._worker} is no member any more: {self.state.evicted}")
         if (stop := self.state.stopped) is not None:
             raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot continue: {stop.why}")
         if self._problem:
             raise TransportError(f"the coordinator at {self._address} {self._problem}")
 
     def _no_reply_error(self, limit_s: float) -> TransportError:
-        text = f"no coordinator answered {self._me} at {self._address} for {limit_s:g} s"
+        text = f"no coordinator answered worker {self._worker} at {self._address} for {limit_s:g} s"
         return TransportError(text) if self.state.settings is None else MemberOutError(text)
 
     def _wake(self) -> None:

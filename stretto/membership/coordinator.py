@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from stretto.events import COORDINATOR, Event, of_process
 from stretto.membership.barriers import Awaited
 from stretto.membership.loop_positions import Exchanges, Waits, explained, sentence
 from stretto.membership.messages import (
@@ -27,6 +28,7 @@ from stretto.membership.messages import (
     Continue,
     CoordinatorMessage,
     Evicted,
+    Failures,
     GenerationView,
     Heartbeat,
     Leave,
@@ -40,8 +42,6 @@ from stretto.membership.messages import (
     WorkerMessage,
 )
 
-COORDINATOR = -1000
-"""Stands for the coordinator where an event has the number of a worker."""
 ASKED = "it was asked to end"
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
@@ -56,19 +56,6 @@ class Outgoing:
     worker: int
     incarnation: int
     message: CoordinatorMessage
-
-
-class ProcessExited(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Report of the launcher that a process has exited, and whether it is restarted."""
-
-    worker: int
-    incarnation: int
-    why: str
-    will_restart: bool
-
-
-class Save(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Request of the launcher for a checkpoint."""
 
 
 class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -122,7 +109,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 State: TypeAlias = Literal["new", "in", "gone", "left"]
 Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopped"]
-Event: TypeAlias = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -195,6 +181,8 @@ class MembershipCoordinator:
         self._continue_to = 0
         """Global step that paused members were sent on to in this generation."""
         self._saves = False
+        self._failed: dict[tuple[int, int], int] = {}
+        """Failed workers and incarnations, with the generation in which each failed."""
         self._exchanges = Exchanges()
         self._is_exchange_broken = False
         """True if the generation was aborted because a collective operation failed, not for a failed worker or
@@ -244,6 +232,11 @@ class MembershipCoordinator:
     def members(self) -> dict[int, int]:
         """Members of the generation that have not failed, with their incarnations."""
         return {member.worker: member.incarnation for member in self._view.members if self._is_in(member)}
+
+    @property
+    def failures(self) -> Failures:
+        """Failures so far, for the launchers."""
+        return Failures(self.generation, [(*failed, generation) for failed, generation in self._failed.items()])
 
     def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
         """Return the workers that a barrier of the script waits for.
@@ -654,7 +647,13 @@ class MembershipCoordinator:
             now,
         )
         process.state = state
+        self._note_ended(worker, process)
         self._record(Ended(worker, process.incarnation, state, process.why, will_restart))
+
+    def _note_ended(self, worker: int, process: _Process) -> None:
+        """Note a failed incarnation for the launchers."""
+        if process.state == "gone":
+            self._failed.setdefault((worker, process.incarnation), self.generation)
 
     def _admit(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
         """Admit a worker immediately, in asynchronous training; no other worker is notified."""
@@ -757,6 +756,7 @@ class MembershipCoordinator:
                 self._processes[worker] = _Process(
                     incarnation, now, state, why=why, will_restart=will_restart, ended_at=now
                 )
+                self._note_ended(worker, self._processes[worker])
             case Stopped(why, uneven):
                 self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
 
@@ -822,8 +822,8 @@ class MembershipCoordinator:
         self._records.append(_ENCODER.encode(record))
 
     def _note(self, what: str, worker: int, incarnation: int, why: str, **more: object) -> None:
-        fields = {"what": what, "worker": worker, "incarnation": incarnation, "generation": self.generation, "why": why}
-        self.events.append({"event": "membership", **fields, **more})
+        fields = {"what": what, "incarnation": incarnation, "generation": self.generation, "why": why}
+        self.events.append({"event": "membership", **of_process(worker), **fields, **more})
 
     def _note_failed(self, worker: int, process: _Process, why: str, again: str, now: float) -> None:
         others = sum(other != worker for other in self.members)

@@ -105,6 +105,26 @@ class Leave(_Message, frozen=True):
     """Notice that the worker has finished."""
 
 
+# --- of a launcher --------------------------------------------------------------------------------------------------
+
+
+class ProcessExited(_Message, frozen=True):
+    """Report that a process has exited, and whether it is restarted."""
+
+    worker: int
+    incarnation: int
+    why: str
+    will_restart: bool
+
+
+class Save(_Message, frozen=True):
+    """Request for a checkpoint."""
+
+
+class WatchFailures(_Message, frozen=True):
+    """Request for Failures now and after each change; repeated, since a restarted coordinator does not know it."""
+
+
 # --- of the coordinator ---------------------------------------------------------------------------------------------
 
 
@@ -180,6 +200,27 @@ class Shutdown(_Message, frozen=True):
     uneven: bool = False
 
 
+class Failures(_Message, frozen=True):
+    """Failures that launchers are notified of: worker, incarnation, and the generation in which it failed."""
+
+    generation: int = 0
+    """Current generation."""
+    failed: list[tuple[int, int, int]] = []
+
+    def includes(self, worker: int, incarnation: int) -> bool:
+        """Return True if this incarnation has failed."""
+        return any(failed[:2] == (worker, incarnation) for failed in self.failed)
+
+    def is_recovered(self, worker: int, incarnation: int) -> bool:
+        """Return True if the others have formed a generation since this incarnation failed.
+
+        >>> [Failures(now, [(1, 0, 1)]).is_recovered(1, 0) for now in (1, 2)]
+        [False, True]
+        """
+        return any(failed[:2] == (worker, incarnation) and failed[2] < self.generation for failed in self.failed)
+
+
+LauncherMessage: TypeAlias = ProcessExited | Save | WatchFailures
 WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (
     Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown

@@ -17,9 +17,10 @@ import msgspec
 import zmq
 
 from stretto.errors import LogError
+from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
-from stretto.membership.coordinator import Event, MembershipCoordinator, Outgoing, ProcessExited, Save
-from stretto.membership.messages import WorkerMessage
+from stretto.membership.coordinator import MembershipCoordinator, Outgoing
+from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
 
@@ -30,10 +31,8 @@ _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
 _ENCODER = msgspec.msgpack.Encoder()
 _WORKER_MESSAGE = msgspec.msgpack.Decoder(WorkerMessage)
-_LAUNCHER_MESSAGE = msgspec.msgpack.Decoder(ProcessExited | Save)
+_LAUNCHER_MESSAGE = msgspec.msgpack.Decoder(LauncherMessage)
 _ARRIVAL = msgspec.msgpack.Decoder(Arrive)
-
-__all__ = ["MembershipServer", "ProcessExited", "Save"]
 
 
 class MembershipServer:
@@ -68,6 +67,8 @@ class MembershipServer:
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
         self._has_log_error = False
+        self._launchers: set[bytes] = set()
+        """Launchers that are notified of failures."""
         self.refused = 0
         """Number of refused messages."""
 
@@ -122,7 +123,9 @@ class MembershipServer:
                     worker, incarnation, _WORKER_MESSAGE.decode(frames[0]), time.monotonic()
                 )
             elif _LAUNCHER.fullmatch(name):
-                outgoing = self._report(_LAUNCHER_MESSAGE.decode(frames[0]))
+                outgoing = self._receive_of_launcher(_LAUNCHER_MESSAGE.decode(frames[0]))
+                self._launchers.add(name)
+                reply = _ENCODER.encode(self._coordinator.failures)
             else:
                 raise ValueError("unknown sender")
         except (ValueError, msgspec.MsgspecError) as error:
@@ -132,11 +135,14 @@ class MembershipServer:
         self._send_logged(outgoing)
         self._send(name, reply)
 
-    def _report(self, report: ProcessExited | Save) -> list[Outgoing]:
+    def _receive_of_launcher(self, message: LauncherMessage) -> list[Outgoing]:
         now = time.monotonic()
-        if isinstance(report, Save):
-            return self._coordinator.save(now)
-        return self._coordinator.process_exited(report.worker, report.incarnation, now, report.will_restart, report.why)
+        match message:
+            case Save():
+                return self._coordinator.save(now)
+            case ProcessExited(worker, incarnation, why, will_restart):
+                return self._coordinator.process_exited(worker, incarnation, now, will_restart, why)
+        return []
 
     def _send_logged(self, outgoing: Sequence[Outgoing]) -> None:
         """Write the log, then send, then publish. Messages whose records cannot be written are not sent; workers repeat
@@ -148,6 +154,8 @@ class MembershipServer:
                 self._send(b"worker %d.%d" % (message.worker, message.incarnation), _ENCODER.encode(message.message))
         notices, self._coordinator.notices = self._coordinator.notices, []
         events, self._coordinator.events = self._coordinator.events, []
+        for launcher in self._launchers if events else ():
+            self._send(launcher, _ENCODER.encode(self._coordinator.failures))
         if notices or events:
             self._publish(notices, events)
 

@@ -1,6 +1,7 @@
-"""A worker's position in its loop, in a memory page that outlives its process: the launcher reads it at the end.
+"""Record of a process for its launcher, in memory that outlives the process: position in the loop, membership, error.
 
-The launcher creates an unnamed file and passes it to the process, which maps it: a note costs one write to memory.
+The launcher creates an anonymous file and passes it to the process, which maps its beginning: a note costs one write to
+memory. The launcher reads it at any time. No disk is involved, so a full one changes nothing.
 """
 
 from __future__ import annotations
@@ -8,50 +9,99 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
+
+import msgspec
 
 from stretto.membership.loop_positions import LoopPosition
 
-_LAYOUT = struct.Struct("<?iii")
+_HEADER = struct.Struct("<iii???xI")
+"""Position, three flags, and the length of the error, which follows."""
+_POSITION, _LENGTH = struct.Struct("<iii"), struct.Struct("<I")
+_FINISHED, _JOINED, _LEFT, _LENGTH_AT = 12, 13, 14, 16
+SIZE = 1 << 18
+"""Bytes of a record; the memory is taken when it is written."""
+
+
+class ReportedError(msgspec.Struct, array_like=True, frozen=True):
+    """Error that ended a process. `consequence` is True if the failure of another worker caused it."""
+
+    kind: str
+    text: str
+    traceback: str
+    consequence: bool = False
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """State of a process as it has recorded it.
+
+    `finished` is True once its training has finished, `joined` once it has been a member, `left` if it left before the
+    end as it was asked to.
+    """
+
+    finished: bool = False
+    place: LoopPosition = LoopPosition()
+    joined: bool = False
+    left: bool = False
+    error: ReportedError | None = None
 
 
 class Status:
-    """A worker's side of the page. Without a launcher nothing is stored."""
+    """A process's side of its record. Without a launcher nothing is stored."""
 
     def __init__(self) -> None:
         self._page: mmap.mmap | None = None
-        self._place, self._is_finished = LoopPosition(), False
 
     def open(self, descriptor: int) -> None:
-        """Map the page of this descriptor, which the launcher has made, and close the descriptor."""
-        self._page = mmap.mmap(descriptor, _LAYOUT.size)
+        """Map the record of this descriptor, which the launcher has made, and close the descriptor."""
+        self._page = mmap.mmap(descriptor, SIZE)
         os.close(descriptor)
 
-    def note(self, place: LoopPosition, is_finished: bool = False) -> None:
-        """Store this worker's position, and whether its training has finished."""
+    def note(self, place: LoopPosition) -> None:
+        """Store this worker's position."""
         if self._page is not None:
-            _LAYOUT.pack_into(self._page, 0, is_finished, place.phase, place.epoch, place.step)
-        self._place = place
+            _POSITION.pack_into(self._page, 0, place.phase, place.epoch, place.step)
 
     def finish(self) -> None:
         """Note that the training has finished."""
-        self.note(self._place, is_finished=True)
+        self._set(_FINISHED)
+
+    def join(self) -> None:
+        """Note that this worker is a member."""
+        self._set(_JOINED)
+
+    def leave(self) -> None:
+        """Note that this worker leaves before the end, as it was asked to."""
+        self._set(_LEFT)
+
+    def fail(self, error: ReportedError) -> None:
+        """Store the error that ends this process; the beginnings of texts that are too long are left out."""
+        if self._page is not None:
+            text, traceback = error.text[-SIZE // 16 :], error.traceback[-SIZE // 16 :]
+            data = msgspec.msgpack.encode(msgspec.structs.replace(error, text=text, traceback=traceback))
+            self._page[_HEADER.size : _HEADER.size + len(data)] = data
+            _LENGTH.pack_into(self._page, _LENGTH_AT, len(data))  # last, so that the launcher reads a whole error
+
+    def _set(self, offset: int) -> None:
+        if self._page is not None:
+            self._page[offset] = 1
 
 
 status = Status()
-"""Status of this process, if it is a worker."""
+"""Record of this process."""
 
 
-def make_page() -> int:
-    """Return the descriptor of an empty page."""
-    with tempfile.TemporaryFile() as file:
-        place = LoopPosition()
-        file.write(_LAYOUT.pack(False, place.phase, place.epoch, place.step))
-        file.flush()
-        return os.dup(file.fileno())
+def make_record() -> int:
+    """Return the descriptor of an empty record."""
+    descriptor = os.memfd_create("stretto-status")
+    place = LoopPosition()
+    os.truncate(descriptor, SIZE)
+    os.pwrite(descriptor, _POSITION.pack(place.phase, place.epoch, place.step), 0)
+    return descriptor
 
 
-def read_page(descriptor: int) -> tuple[bool, LoopPosition]:
-    """Return True if the worker's training has finished, and its last position."""
-    is_finished, phase, epoch, step = _LAYOUT.unpack(os.pread(descriptor, _LAYOUT.size, 0))
-    return is_finished, LoopPosition(phase, epoch, step)
+def read_record(descriptor: int) -> ProcessRecord:
+    """Return what a process has recorded."""
+    *place, finished, joined, left, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    data = os.pread(descriptor, length, _HEADER.size)
+    error = msgspec.msgpack.decode(data, type=ReportedError) if data else None
+    return ProcessRecord(finished, LoopPosition(*place), joined, left, error)

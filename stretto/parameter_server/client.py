@@ -72,6 +72,8 @@ class ParameterServerClient:
         """Number of these barriers that the worker has passed."""
         self.doing: Callable[[str, int], None] = lambda _text, _hand: None
         """Receives a description of this worker's activity and its global step, for the heartbeats."""
+        self.clock_zero: Callable[[], tuple[bytes, float]] = lambda: (b"", 0.0)
+        """Returns the id of this boot and the zero of the run's clock on it, for joining workers."""
         self.operations_begun: Callable[[], int] = lambda: -1
         """Returns how many collective operations this worker has begun, for its heartbeats."""
         self.place: Callable[[], LoopPosition | None] = lambda: None
@@ -350,13 +352,16 @@ class ParameterServerClient:
     def store_order(self, number: int, order: bytes) -> None:
         """Send an order that was not broadcast to the dispatcher, for joining workers."""
         self.order = number, order
-        self._dispatcher.send(m.ReplayOrder(number), [as_bytes(order)])
+        self._dispatcher.send(*self._stored_order())
+
+    def _stored_order(self) -> tuple[m.ReplayOrder, list[Tensor]]:
+        return m.ReplayOrder(self.order[0], *self.clock_zero()), [as_bytes(self.order[1])]
 
     def _send_epoch(self) -> None:
         assert self._epoch is not None
         body, sizes = self._epoch
         if self.elastic:
-            self._dispatcher.send(m.ReplayOrder(self.order[0]), [as_bytes(self.order[1])])
+            self._dispatcher.send(*self._stored_order())
         self._dispatcher.wait(self._dispatcher.send(body, [sizes]))
 
     def request_lease(self, number: int) -> tuple[int, int]:
@@ -508,7 +513,7 @@ class ParameterServerClient:
         if self._group is not None:
             channel.send_oneway(self._group)
         if channel is self._dispatcher and self.order[0]:
-            channel.send_oneway(m.ReplayOrder(self.order[0]), [as_bytes(self.order[1])])
+            channel.send_oneway(*self._stored_order())
         if channel is self._dispatcher and self._epoch is not None:
             for start in range(0, len(self._settled), SETTLED_PER_MESSAGE):
                 batches = self._settled[start : start + SETTLED_PER_MESSAGE]

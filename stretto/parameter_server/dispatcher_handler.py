@@ -48,6 +48,8 @@ class DispatcherHandler:
         self._last_snapshot, self._last_call = -1, clock()
         self._was_over = False
         """True if the epoch was over at the last snapshot."""
+        self._clock_zeros: dict[bytes, float] = {}
+        """Zero of the run's clock, by the id of the boot whose clock it is."""
         self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
         """Number of an epoch, and its order as it was broadcast."""
         self._begun_epoch: tuple[int, list[int], int | None, bool] = 0, [], None, False
@@ -117,6 +119,7 @@ class DispatcherHandler:
             return []
         if isinstance(body, m.ReplayOrder):
             self._store_order(body.epoch_number, _flat(header, tensors, torch.uint8))
+            self._clock_zeros[body.boot] = body.clock_zero
             return []
         if isinstance(body, m.Group):
             self._collectives.group(body.generation, body.members)
@@ -296,6 +299,7 @@ class DispatcherHandler:
             barriers_passed,
             present,
             self.dispatcher.barriers_called[:barriers_passed],
+            self._clock_zeros,
         )
         return [OutgoingMessage(worker, request_id, joined, [order]) for worker, request_id in joining.items()]
 

@@ -206,9 +206,11 @@ class LeaveBarrier(_Message):
 
 
 class ReplayOrder(_Message):
-    """Order of an epoch, for a dispatcher that may have lost it."""
+    """Order of an epoch, for a dispatcher that may have lost it, and the zero of the run's clock on this boot."""
 
     epoch_number: int
+    boot: bytes = b""
+    clock_zero: float = 0.0
 
 
 class Group(_Message):
@@ -334,7 +336,8 @@ class EpochStatus(_Message):
 
 
 class Joined(_Message):
-    """The run's position for a joining worker. From the dispatcher: the epoch, the next operation, the barriers passed.
+    """The run's position for a joining worker. From the dispatcher: the epoch, the next operation, the barriers passed,
+    and the zeros of the run's clock.
 
     From a shard: the parameter set, and the rounds of the slowest worker.
     """
@@ -345,6 +348,7 @@ class Joined(_Message):
     barriers_passed: int = 0
     members: list[int] = []
     barriers_called: list[bool] = []
+    clock_zeros: dict[bytes, float] = {}
     parameter_set: int = 0
     clock: int = 0
 

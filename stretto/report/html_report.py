@@ -16,7 +16,7 @@ from stretto.report import formatting, incidents, plot_style, run_log, staleness
 from stretto.report.aggregation import grouped
 from stretto.report.incidents import Incident
 from stretto.report.plot_sections import LEARN, Album, Plot, pictures
-from stretto.report.run_log import History, process_name
+from stretto.report.run_log import History
 from stretto.report.run_record import Record, record
 from stretto.report.tables import Cell, Sheet, megabytes, sheets
 from stretto.report.target import Target
@@ -236,7 +236,7 @@ def _failures_and_recovery(history: History) -> list[Sheet]:
 
 
 def _incident(incident: Incident, counted: bool) -> tuple[Cell, ...]:
-    texts = (process_name(incident.worker), formatting.seconds(incident.t), incident.description, incident.consequence)
+    texts = (incident.process, formatting.seconds(incident.t), incident.description, incident.consequence)
     return tuple(map(Cell, (*texts, *((formatting.count(incident.samples_redone),) * counted))))
 
 

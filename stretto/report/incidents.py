@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.events import Event
 from stretto.report import formatting
-from stretto.report.run_log import History, process_name
+from stretto.report.run_log import History
 
 MOST_LINES = 5
 
@@ -22,7 +22,7 @@ class Incident:
     """
 
     t: float
-    worker: int
+    process: str
     incarnation: int
     description: str
     consequence: str
@@ -33,9 +33,7 @@ class Incident:
     def __str__(self) -> str:
         seconds = formatting.seconds(abs(self.t))
         when = f"at {seconds}" if self.t >= 0 else f"{seconds} before training started"
-        return f"{process_name(self.worker)}, {when}: {self.description}" + f"; {self.consequence}" * bool(
-            self.consequence
-        )
+        return f"{self.process}, {when}: {self.description}" + f"; {self.consequence}" * bool(self.consequence)
 
 
 def incidents(history: History) -> list[Incident]:
@@ -63,30 +61,30 @@ def _membership_incident(event: Event, history: History, kills: Sequence[Event])
     details = [why] * bool(why) + ["injected"] * (ends and _is_injected(event, history, kills))
     description = DESCRIPTIONS[what] + f" ({', '.join(details)})" * bool(details)
     downtime_s = _downtime_s(event, history) if ends else None
-    absent = "did not rejoin" if event["worker"] >= 0 else "not restarted"
+    absent = "did not rejoin" if "worker" in event else "not restarted"
     restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else absent
     texts = (_continuation(event, history) if what != "slow" else "", restart if ends else "")
     consequence = ", ".join(text for text in texts if text)
     redone = _samples_redone(event, history) if ends else None
     return Incident(
-        event["t"], event["worker"], _incarnation(event), description, consequence, ends, downtime_s, redone
+        event["t"], event["process"], _incarnation(event), description, consequence, ends, downtime_s, redone
     )
 
 
 def _is_injected(event: Event, history: History, kills: Sequence[Event]) -> bool:
     """Return True if an injected kill was the last event of a process before it failed."""
-    worker, t = event["worker"], event["t"]
-    earlier = [other["t"] for other in _membership_of(worker, history) if other["t"] < t and other is not event]
-    return any(kill["worker"] == worker and max(earlier, default=0.0) <= kill["t"] <= t for kill in kills)
+    process, t = event["process"], event["t"]
+    earlier = [other["t"] for other in _membership_of(process, history) if other["t"] < t and other is not event]
+    return any(kill["process"] == process and max(earlier, default=0.0) <= kill["t"] <= t for kill in kills)
 
 
-def _membership_of(worker: int, history: History) -> Iterator[Event]:
-    return (event for event in history.of("membership") if event["worker"] == worker and "what" in event)
+def _membership_of(process: str, history: History) -> Iterator[Event]:
+    return (event for event in history.of("membership") if event["process"] == process and "what" in event)
 
 
 def _downtime_s(event: Event, history: History) -> float | None:
     """Return the seconds until a later incarnation of the process joined, or None if none did."""
-    later = (one for one in _membership_of(event["worker"], history) if _incarnation(one) > _incarnation(event))
+    later = (one for one in _membership_of(event["process"], history) if _incarnation(one) > _incarnation(event))
     joins = (one["t"] for one in later if one["what"] == "joined")
     return next((t - event["t"] for t in joins if t >= event["t"]), None)
 
@@ -97,7 +95,7 @@ def _incarnation(event: Event) -> int:
 
 def _continuation(event: Event, history: History) -> str:
     """Return how many workers continued after an incident, and after how long; empty if none did."""
-    if event["worker"] < 0:
+    if "worker" not in event:
         return ""
     formations = (one for one in history.of("membership") if one.get("what") == "formed" and one["t"] >= event["t"])
     formed = next(formations, None)
@@ -111,7 +109,7 @@ def _continuation(event: Event, history: History) -> str:
 
 def _samples_redone(event: Event, history: History) -> int | None:
     """Return the number of samples of a failed worker that were reassigned, or None if the log has no record of it."""
-    failed = event["worker"], _incarnation(event)
+    failed = event.get("worker"), _incarnation(event)
     reassigned = history.of("samples_reassigned")
     counts = [one.get("samples") for one in reassigned if (one.get("failed_worker"), _incarnation(one)) == failed]
     return sum(int(count or 0) for count in counts) if counts else None
@@ -119,18 +117,18 @@ def _samples_redone(event: Event, history: History) -> int | None:
 
 def _pause_incident(event: Event, history: History) -> Incident:
     """Return the incident of an injected pause, with its end."""
-    later = (one for one in history.of("fault_injected") if one["worker"] == event["worker"] and one["t"] > event["t"])
-    end = next((one for one in later if one.get("verb") in ("resume", "kill")), None)
+    faults = (fault for fault in history.of("fault_injected") if fault["process"] == event["process"])
+    end = next((fault for fault in faults if fault["t"] > event["t"] and fault.get("verb") in ("resume", "kill")), None)
     after = formatting.seconds(end["t"] - event["t"]) if end else ""
     consequence = "" if end is None else f"{'continued' if end['verb'] == 'resume' else 'killed'} after {after}"
-    return Incident(event["t"], event["worker"], 0, "paused (injected)", consequence)
+    return Incident(event["t"], event["process"], 0, "paused (injected)", consequence)
 
 
 def failures(history: History) -> list[dict[str, Any]]:
     """Return the failures of processes as a run record has them."""
     return [
         {
-            "process": process_name(incident.worker),
+            "process": incident.process,
             "incarnation": incident.incarnation,
             "seconds": incident.t,
             "description": incident.description,
@@ -152,9 +150,9 @@ def in_lines(history: History) -> list[str]:
 def moments(history: History) -> list[tuple[float, str, bool]]:
     """Return (seconds, text, True) of each failure or pause, and (seconds, text, False) of each restarted process."""
     interrupting = [one for one in incidents(history) if one.ends or one.description.startswith("paused")]
-    lost = [(one.t, process_name(one.worker), True) for one in interrupting]
+    lost = [(one.t, one.process, True) for one in interrupting]
     restarted = [
-        (event["t"], f"{process_name(event['worker'])} joined", False)
+        (event["t"], f"{event['process']} joined", False)
         for event in history.of("membership")
         if event.get("what") == "joined" and _incarnation(event)
     ]

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError, explain
-from stretto.events import PHASES, Event, read_events
+from stretto.events import COORDINATOR, PHASES, Event, process_name, read_events
 
 Point = tuple[float, float]
-COORDINATOR = -1000
 PER_INCARNATION = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
 """Fields of progress and end that each incarnation of a worker counts from zero."""
 RUN_WIDE_KINDS = ("membership", "fault_injected", "error")
@@ -62,16 +61,15 @@ class History:
         """
         if self.of("section"):
             return True
-        ended = {event["worker"] for event in self.of("end") if event["worker"] >= 0}
+        ended = {event["worker"] for event in self.of("end")}
         return bool(ended) and len(ended | self._absent()) >= self.workers
 
     def _absent(self) -> set[int]:
         """Return the workers that failed or left and did not come back."""
         last = dict.fromkeys(self.run.get("absent", []), "failed")
-        last |= {
-            event["worker"]: event.get("what") for event in self.of("membership") if event.get("what") in MEMBER_STATES
-        }
-        return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
+        changes = (event for event in self.of("membership") if "worker" in event and event.get("what") in MEMBER_STATES)
+        last |= {event["worker"]: event["what"] for event in changes}
+        return {worker for worker, what in last.items() if what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
         """Return the progress and end events of one worker, totals over all its incarnations, oldest first."""
@@ -95,7 +93,7 @@ class History:
     @property
     def has_returned(self) -> bool:
         """True if a failed worker was restarted."""
-        return any(len(starts) > 1 for worker, starts in self._starts.items() if worker >= 0)
+        return any(len(starts) > 1 for starts in self._starts.values())
 
     def last_counts(self) -> list[Event]:
         """Return the last totals of every worker; an empty event for a worker that never wrote any."""
@@ -118,11 +116,12 @@ class History:
 
         An error of a coordinator that was restarted is not a failure of the run.
         """
-        relevant = [event for event in self.of("error") if not (event["worker"] == COORDINATOR and self.ended)]
+        harmless = process_name(COORDINATOR) if self.ended else None
+        relevant = [event for event in self.of("error") if event["process"] != harmless]
         errors = sorted(relevant, key=lambda event: (bool(event.get("consequence")), event["t"]))
         if errors:
             first = errors[0]
-            return f"{process_name(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
+            return f"{first['process']} failed: {first.get('kind')}: {first.get('text')}"
         return None if self.ended else "the run did not finish"
 
 
@@ -152,23 +151,12 @@ def _sum(a: Any, b: Any) -> Any:
     return a + b
 
 
-def process_name(worker: int) -> str:
-    """Return the name of a process by its number: r for worker r, -1-s for server s, -1000 for the coordinator.
-
-    >>> process_name(2), process_name(-1), process_name(-1000)
-    ('worker 2', 'server 0', 'the coordinator')
-    """
-    if worker == COORDINATOR:
-        return "the coordinator"
-    return f"worker {worker}" if worker >= 0 else f"server {-1 - worker}"
-
-
 def read(folder: Path) -> History:
     """Read a run directory. A missing log counts as empty: the run failed before it wrote any event."""
     events: dict[str, list[Event]] = defaultdict(list)
     path = folder / "events.jsonl"
     for event in read_events(path) if path.exists() else ():
-        if isinstance(event.get("event"), str) and isinstance(event.get("worker"), int):
+        if isinstance(event.get("event"), str) and _names_process(event):
             events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
     run = read_json(folder / "run.json")
     if isinstance(run.get("section"), int):
@@ -179,11 +167,17 @@ def read(folder: Path) -> History:
     return History(folder, run, dict(events))
 
 
+def _names_process(event: Event) -> bool:
+    """Return True if an event names its process, and the worker unless the kind may be of another process."""
+    is_of_worker = isinstance(event.get("worker"), int)
+    return isinstance(event.get("process"), str) and (is_of_worker or event["event"] in RUN_WIDE_KINDS)
+
+
 def _add_run_wide_events(events: dict[str, list[Event]], path: Path, section: int) -> None:
     """Add membership, fault and error events of a section from the log of the whole run."""
     run: dict[str, list[Event]] = defaultdict(list)
     for event in read_events(path) if path.exists() else ():
-        if event.get("event") in (*RUN_WIDE_KINDS, "section") and isinstance(event.get("worker"), int):
+        if event.get("event") in (*RUN_WIDE_KINDS, "section") and _names_process(event):
             run[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
     sections = run.pop("section", [])
     starts = {event.get("section"): number(event.get("at")) for event in sections}

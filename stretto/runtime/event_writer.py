@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import LogError, NotFiniteError
-from stretto.events import read_events
 from stretto.notices import say
 from stretto.run_dir import make_folder, write_run
 from stretto.runtime.runtime import Runtime
@@ -135,13 +134,6 @@ def common_zero(wire: Transport, clock: Callable[[], float]) -> float:
         offsets.append(mine - root)
     root_zero: float = struct.unpack("<d", readings[0][-8:])[0]
     return root_zero + statistics.median(offsets)
-
-
-def zero_of(folder: Path) -> float | None:
-    """Return the zero of a run on this machine, from the start event of one of its workers."""
-    starts = (one for one in read_events(folder / "events.jsonl") if one["event"] == "start" and "at" in one)
-    first = next(starts, None)
-    return None if first is None else first["at"] - first["t"]
 
 
 @functools.cache

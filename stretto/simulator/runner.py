@@ -23,14 +23,13 @@ from stretto.errors import (
     StaysOutError,
     UnevenLoopsError,
 )
-from stretto.events import Event
+from stretto.events import COORDINATOR, Event, of_process
 from stretto.faults import plan as faults
 from stretto.faults.plan import FaultEvent
 from stretto.launcher.script_watch import own_folders
 from stretto.launcher.seeding import seed_libraries
 from stretto.launcher.supervisor import Stopped
 from stretto.launcher.worker_main import failure
-from stretto.membership.coordinator import COORDINATOR
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RunOverError
@@ -230,7 +229,7 @@ class Simulator:
         if event.verb in PROCESS_FAULTS and not self._is_running(event):
             self._note(f"faults: {event.who()} is not there ({event})")
             return
-        self._publish({"event": "fault_injected", "worker": target, **event.words()})
+        self._publish({"event": "fault_injected", **of_process(target), **event.words()})
         if event.verb == "kill":
             self._limit.count_failure(time)
         if self._coordinator is not None and event.verb in ("resume", "heal"):
@@ -253,7 +252,7 @@ class Simulator:
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
 
     def _note(self, text: str, worker: int = 0) -> None:
-        self._publish({"event": "warning", "worker": worker, "text": text})
+        self._publish({"event": "warning", **of_process(worker), "text": text})
 
     def _resolve(self, time: float, event: FaultEvent) -> FaultEvent | None:
         """Resolve a fault of a server that was drawn before the script's recipe decided the number of servers.
@@ -469,4 +468,4 @@ def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:
 
 
 def _line(kind: str, worker: int, t: float, /, **carries: object) -> bytes:
-    return msgspec.json.encode({"event": kind, "t": round(t, 6), "worker": worker, **carries}) + b"\n"
+    return msgspec.json.encode({"event": kind, "t": round(t, 6), **of_process(worker), **carries}) + b"\n"

@@ -14,8 +14,9 @@ from stretto.data.assignment import BatchAssignment
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork, members_of, number_of
 from stretto.loader.epoch_order import EpochOrder, unpack
 from stretto.membership.epoch_numbers import epoch_of
+from stretto.membership.worker_status import status
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.runtime.event_writer import zero_of
+from stretto.runtime.event_writer import boot_id
 from stretto.strategies.model_sync import draw_from
 from stretto.training.checkpoint_manager import CheckpointManager
 from stretto.training.trainer_view import TrainerView
@@ -56,6 +57,7 @@ class ElasticAgent:
             trainer.transport.place = trainer.place
         if isinstance(trainer.transport, ParameterServerClient):
             trainer.transport.operations_begun = self.place
+            trainer.transport.clock_zero = lambda: (boot_id(), trainer.events.zero)
         if context.barrier is not None:
             context.barrier.begin(self.place)
 
@@ -78,8 +80,7 @@ class ElasticAgent:
         self._epochs_over = epoch_of(transport.join_position.epoch_number) - 1
         self._trainer.peeks = list(unpack(transport.order[1]).peeks)
         self._trainer.evaluator.restore([self._epochs_over - len(self._trainer.peeks), None])
-        if self._context.run is not None and (zero := zero_of(self._context.run)) is not None:
-            self._trainer.events.zero = zero
+        self._trainer.events.zero = transport.join_position.clock_zeros.get(boot_id(), self._trainer.events.zero)
         self._seed_incarnation()
 
     def _take(self, state: State) -> None:
@@ -241,6 +242,7 @@ class ElasticAgent:
         if self._asked and isinstance(transport, ParameterServerClient):
             self._trainer.push_all()
             transport.quit()
+            status.leave()
             self.left = True
             raise SystemExit(0)
         if isinstance(transport, ElasticTransport):

@@ -19,7 +19,6 @@ from stretto.checkpoint.state_transfer import state_dict_of
 from stretto.checkpoint.storage import KINDS
 from stretto.data.leases import audit
 from stretto.errors import EvaluateError, LogError, explain
-from stretto.events import read_events
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
@@ -86,8 +85,6 @@ class Evaluator:
         self._evaluate, self._every = evaluate, every
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
-        self.is_final_elsewhere = False
-        """True if the final model could not be saved in the run folder."""
         self._epoch = 0
         self._newest_at = self._newest_samples = 0
         """The steps at the last evaluation of a server's newest version, and the samples then, estimated."""
@@ -189,42 +186,30 @@ class Evaluator:
         )  # streams have no counts; the coordinator has those of leases
         counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(epoch_batches)) if is_countable else None
         summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, epoch_batches, counts, figures)
-        was_first = trainer.transport.worker == 0
-        with trainer.timer.on("waiting"):
-            trainer.transport.broadcast_bytes(lambda: self._write_epoch_once(summary, was_first))
+        with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
+            trainer.transport.broadcast_bytes(lambda: self._write_epoch(summary))
         trainer.events.flush()
-
-    def _write_epoch_once(self, summary: EpochSummary, was_first: bool) -> bytes:
-        """Write the epoch's event, once: if the first worker fails while the others wait, the next one writes it."""
-        run = self._context.run
-        if not was_first and run is not None:
-            written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
-            if any(one.get("epoch") == summary.epoch for one in written):
-                return b"written"
-        self._write_epoch(summary)
-        self._trainer.events.flush()
-        return b"written"
 
     def finish(self, has_worked: bool) -> None:
         """Evaluate and save the final model; evaluate only if any worker `has_worked`."""
         if has_worked:
             self.evaluate()
-        self.is_final_elsewhere = self._trainer.transport.broadcast_bytes(self._save_final) == b"elsewhere"
+        self._trainer.transport.broadcast_bytes(self._save_final)
 
     def _save_final(self) -> bytes:
         """Save the final model, before other files that may not fit on the disk."""
         folder, notice = self._context.run, self._trainer.events.notice
         if folder is None:
             return b"nowhere"
-        is_saved = save_final(folder, _saveable_tensors(self._trainer.model), notice)
+        save_final(folder, _saveable_tensors(self._trainer.model), notice)
         if self._predictions is not None:
             try:
                 np.save(folder / f"{NAME}.predictions.npy", self._predictions)
             except OSError as error:
                 notice(f"the predictions of the trained model could not be saved: {error.strerror}")
-        return b"kept" if is_saved else b"elsewhere"
+        return b"saved"
 
-    def _write_epoch(self, summary: EpochSummary) -> None:
+    def _write_epoch(self, summary: EpochSummary) -> bytes:
         counts, trained = summary.counts, {}
         if isinstance(summary.epoch_batches, LeasedEpoch):
             counted, by_worker = summary.epoch_batches.audited()
@@ -243,6 +228,8 @@ class Evaluator:
             **trained,
         )
         self._save_state(f"states/{summary.samples:08d}")
+        self._trainer.events.flush()
+        return b"written"
 
     def _save_state(self, name: str) -> None:
         """Save the current model if the run keeps states."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import Checkpoints, State
-from stretto.errors import LaunchError, LoaderError, ScriptError, StaysOutError, explain
+from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
 from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.epoch_numbers import section_of
@@ -284,12 +284,13 @@ class Sections:
         return section_folder(self._context.run, number) if self._context.run is not None else None
 
     def _write(self, kind: str, at: float, /, **carries: object) -> None:
-        """Write an event into the log of the whole run."""
+        """Write an event into the log of the whole run. An event that cannot be written is lost."""
         if self._context.run is None or self._transport is None:
             return
         log = self._context.runtime.log(self._context.run, number_of(self._transport))
         log.write(kind, at - self._zero, at=round(at, 6), **carries)
-        log.close()
+        with contextlib.suppress(LogError):
+            log.close()
 
     # --- a section that is skipped --------------------------------------------------------------------------------
 

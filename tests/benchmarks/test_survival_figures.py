@@ -10,16 +10,17 @@ from benchmarks.pace import Seconds
 from benchmarks.soak import Case, Sample
 from benchmarks.upkeep import Segment
 from stretto.checkpoint.storage import NAME
+from stretto.events import COORDINATOR, of_process
 from stretto.faults.plan import Every, check, parse
 from stretto.recipe.parser import parse as recipe
 
 
 def formed(at, *members):
-    return {"event": "membership", "what": "formed", "worker": -1000, "at": at, "members": list(members)}
+    return {"event": "membership", "what": "formed", **of_process(COORDINATOR), "at": at, "members": list(members)}
 
 
 def failed(worker):
-    return {"event": "membership", "what": "failed", "worker": worker, "at": 0.0}
+    return {"event": "membership", "what": "failed", **of_process(worker), "at": 0.0}
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ FACTS = [
     {"event": "evaluation", "t": 2.0, "worker": 0, "metrics": {"test_accuracy": 0.9}},
     {"event": "end", "t": 3.0, "worker": 0, "rounds": 17},
     {"event": "fault_injected", "t": 1.0, "worker": 1, "verb": "kill"},
-    *map(failed, (0, 1, -1, -1000)),
+    *map(failed, (0, 1, -1, COORDINATOR)),
 ]
 
 

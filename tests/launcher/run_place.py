@@ -65,13 +65,23 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     with open("coordinators", "a") as file:
         file.write(f"{os.getpid()} {json.dumps(config['settings'])}\\n")
     while True:
-        name, said = router.recv_multipart()
+        name, data = router.recv_multipart()
+        message = msgspec.msgpack.decode(data)
+        if message[0] == "WatchFailures":
+            continue
+        if message[0] == "Failures":
+            router.send_multipart([b"launcher 0", data])
+            router.send_multipart([name, b"sent"])
+            continue
         with open("heard", "a") as file:
-            file.write(json.dumps([os.getpid(), name.decode(), msgspec.msgpack.decode(said)]) + "\\n")
+            file.write(json.dumps([os.getpid(), name.decode(), message]) + "\\n")
         print("stretto: heard it", flush=True)
         print("and more", flush=True)
 """
-"""Replaces the coordinator: writes its pid and its settings to a file, and the messages it receives to another."""
+"""Replaces the coordinator: writes its pid and its settings to a file, and the messages it receives to another.
+
+A Failures message that a script sends is forwarded to the launcher.
+"""
 
 
 class Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from stretto.launcher.failure_cause import first_cause
 from stretto.launcher.processes import Exited
 from stretto.launcher.script_watch import Written
 from stretto.launcher.worker_main import _report_written
+from stretto.membership.loop_positions import LoopPosition
+from stretto.membership.worker_status import ProcessRecord, ReportedError, Status, make_record, read_record
 from stretto.process_config import WorkerConfig
 from stretto.report.summary import conclude
 
@@ -106,9 +109,9 @@ time.sleep(60)
 
 def test_error_of_unequal_loops_does_not_name_a_waiting_worker_as_the_cause() -> None:
     text = "worker 1 has ended its script in epoch 1 at step 8, worker 0 waits in epoch 2 at step 9"
-    ends = [Exited(1, 0), Exited(0, 1)]
-    error = {"event": "error", "worker": 0, "kind": "UnevenLoopsError", "text": text}
-    assert first_cause(ends, [error]).headline == f"UnevenLoopsError: {text}"
+    error = ReportedError("UnevenLoopsError", text, "")
+    ends = [Exited(1, 0), Exited(0, 1, record=ProcessRecord(error=error))]
+    assert first_cause(ends, {}).headline == f"UnevenLoopsError: {text}"
 
 
 def test_error_of_waiting_workers_names_the_worker_that_left_gracefully(place: Place) -> None:
@@ -195,7 +198,7 @@ def test_error_after_the_script_is_reported_like_any_other(place: Place) -> None
     assert message.startswith("worker 0 failed: OSError: in close")
 
 
-def test_end_of_the_output_is_shown_if_the_log_is_full(place: Place) -> None:
+def test_error_is_reported_if_the_log_is_full(place: Place) -> None:
     message = failure(
         place,
         """
@@ -207,9 +210,7 @@ time.sleep(60)
 """,
         workers=2,
     )
-    assert message.startswith("worker 1 failed, and its error could not be written to the event log")
-    assert "ValueError: boom" in message
-    assert "File too large" in message
+    assert message.startswith("worker 1 failed: ValueError: boom\n")
 
 
 def test_worker_continues_without_its_log_on_a_full_disk(
@@ -285,12 +286,30 @@ def test_list_of_written_files_on_a_full_disk_does_not_fail_the_run(full_disk: P
     _report_written(written, WorkerConfig(run=str(full_disk)))
 
 
-def test_error_that_does_not_fit_into_the_log_is_reported_as_unlogged(full_disk: Path) -> None:
-    program = f"from stretto.launcher.worker_main import fail; fail(ValueError('boom'), 0, {str(full_disk)!r})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+def test_error_that_does_not_fit_into_the_log_is_printed_and_recorded(full_disk: Path) -> None:
+    record = make_record()
+    begin = f"from stretto.launcher.worker_main import begin, fail; begin(WorkerConfig(status_fd={record}))"
+    program = (
+        f"from stretto.process_config import WorkerConfig; {begin}; fail(ValueError('boom'), 0, {str(full_disk)!r})"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[record])
+    assert done.returncode == 1
     assert "ValueError: boom" in done.stderr
-    cause = first_cause([Exited(0, done.returncode)], [])
-    assert cause.headline == "worker 0 failed, and its error could not be written to the event log"
+    cause = first_cause([Exited(0, done.returncode, record=read_record(record))], {})
+    assert cause.headline == "worker 0 failed: ValueError: boom"
+
+
+@pytest.mark.parametrize("text", ["boom " * 100_000, "\N{GRINNING FACE}" * 100_000])
+def test_record_of_a_long_error_is_cut(text: str) -> None:
+    record, status = make_record(), Status()
+    status.open(os.dup(record))
+    status.note(LoopPosition(2, 3, 4))
+    status.fail(ReportedError("ValueError", text, text))
+    found = read_record(record)
+    assert found.place == LoopPosition(2, 3, 4)
+    assert found.error is not None
+    assert text.endswith(found.error.text) and len(found.error.text) > 10_000
 
 
 def test_run_whose_folder_was_removed_ends_with_one_sentence(

@@ -184,9 +184,9 @@ while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.
     time.sleep(0.01)
 """
     folder = place.run(text, workers=2, recipe="async_sgd", faults="kill server at 1500ms; kill coordinator at 1500ms")
-    assert [(one["worker"], one["kind"], one["numbers"]) for one in faults_of(folder)] == [
-        (-1, "server", [0]),
-        (-1000, "coordinator", [0]),
+    assert [(one["process"], one["kind"], one["numbers"]) for one in faults_of(folder)] == [
+        ("server 0", "server", [0]),
+        ("coordinator", "coordinator", [0]),
     ]
 
 

@@ -261,7 +261,7 @@ def test_error_of_a_server_is_an_event_and_in_the_record(place: Place) -> None:
     assert event.pop("traceback").startswith("Traceback")
     assert event.pop("at") > 0
     said = {"event": "error", "t": 0.0, "kind": "ValueError", "text": "boom", "consequence": False}
-    assert event == {**said, "worker": -2}
+    assert event == {**said, "process": "server 1"}
     assert record(Path("here"))["failed"] == "server 1 failed: ValueError: boom"
     assert "ValueError: boom" in Path("here/server-1.log").read_text()
 
@@ -317,7 +317,7 @@ def test_paused_server_is_ended(place: Place) -> None:
 
 def test_ended_server_does_not_count_as_an_ended_worker(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 1}')
-    (tmp_path / "events.jsonl").write_text('{"event": "end", "t": 1.0, "worker": -1}\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "end", "t": 1.0, "process": "server 0"}\n')
     assert record(tmp_path)["failed"] == "the run did not finish"
 
 

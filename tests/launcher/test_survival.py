@@ -21,7 +21,7 @@ from stretto.process_config import WorkerConfig
 WITHIN_S = 3.0
 HEAD = """
 import os, pathlib, sys, time
-from stretto.membership.coordinator import ASKED
+from stretto.membership.worker_status import ReportedError, status
 rank, life = config.rank, config.incarnation
 def until(*names):
     limit = time.monotonic() + 10
@@ -31,11 +31,14 @@ def until(*names):
 def say(name, text=""):
     pathlib.Path(name + ".new").write_text(text)
     os.rename(name + ".new", name)
-def log(what, **carries):
-    import json
-    event = {"event": "membership", "t": 0.0, "what": what, "generation": 1} | carries
-    with open(config.run + "/events.jsonl", "a") as file:
-        file.write(json.dumps(event) + "\\n")
+def declare(generation, *failed):
+    import msgspec, zmq
+    from stretto.membership.messages import Failures
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = map(str.encode, config.keys)
+    socket.connect("tcp://" + config.coordinator)
+    socket.send(msgspec.msgpack.encode(Failures(generation, list(failed))))
+    assert socket.poll(10_000)
 """
 
 
@@ -179,8 +182,7 @@ if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 until("heard")
 if rank == 2:
-    log("failed", worker=1, incarnation=0)
-    log("formed", worker=-1000, incarnation=0)
+    declare(2, (1, 0, 1))
     raise TransportError("nobody came")
 time.sleep(60)
 """
@@ -191,10 +193,10 @@ def test_error_of_an_earlier_incarnation_is_not_the_cause_of_a_later_failure(pla
     text = """
 from stretto.errors import TransportError
 if rank == 1 and life == 0:
-    log("unused", event="error", worker=1, kind="ValueError", text="recovered", traceback="", consequence=False)
+    status.fail(ReportedError("ValueError", "recovered", ""))
     os.kill(os.getpid(), 9)
 if rank == 1:
-    log("joined", worker=1, incarnation=1)
+    status.join()
     say("back")
 until("back")
 if rank == 2:
@@ -288,7 +290,7 @@ until("restarted")
 def test_worker_that_was_asked_to_leave_has_not_finished(place_with_coordinator: Place) -> None:
     text = """
 if rank == 0:
-    log("left", worker=0, incarnation=0, why=ASKED)
+    status.leave()
     say("quit", str(os.getpid()))
     sys.exit()
 until("quit")
@@ -303,7 +305,7 @@ say("whole")
 
 
 def test_run_that_all_workers_left_early_is_not_complete(place_with_coordinator: Place) -> None:
-    message = failure(place_with_coordinator, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
+    message = failure(place_with_coordinator, "status.leave()", workers=2)
     assert message.startswith("all workers left before the end, as they were asked to")
 
 
@@ -314,7 +316,7 @@ if rank == 1:
     os.kill(os.getpid(), 19)
     time.sleep(60)
 until("stopped")
-log("failed", worker=1, incarnation=0)
+declare(1, (1, 0, 1))
 """
     began = time.monotonic()
     place_with_coordinator.run(HEAD + text, workers=2)
@@ -347,9 +349,9 @@ until("well-0", "well-1")
     ]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
-        (-1000, "failed", 0),
-        (-1000, "joined", 1),
+    assert [(one["process"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
+        ("coordinator", "failed", 0),
+        ("coordinator", "joined", 1),
     ]
 
 
@@ -360,7 +362,7 @@ def test_coordinator_that_fails_repeatedly_ends_the_run(place_with_coordinator: 
         "    os._exit(open('coordinators', 'a').write('.') + 2)"
     )
     message = failure(place_with_coordinator, "time.sleep(60)", workers=2, restarts=1)
-    assert message.startswith("the coordinator ended with exit code 3 and named no error")
+    assert message.startswith("coordinator ended with exit code 3 and named no error")
     assert Path("coordinators").read_text() == ".."
 
 
@@ -391,9 +393,9 @@ until("asked")
     folder = place.run(HEAD + text, workers=2, recipe="async_sgd")
     assert Path("servers").read_text() == "01"
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
-        (-1, "failed", 0),
-        (-1, "joined", 1),
+    assert [(one["process"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
+        ("server 0", "failed", 0),
+        ("server 0", "joined", 1),
     ]
 
 

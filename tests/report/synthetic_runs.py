@@ -8,11 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.events import PHASES
+from stretto.events import COORDINATOR, PHASES, Event, of_process
 from stretto.report.run_record import record
 
 Events = list[dict[str, Any]]
 MACHINE = {"system": "Linux 6.1", "processor": "Imaginary CPU", "cores": 4, "memory_gib": 16.0}
+
+
+def named(event: Event) -> Event:
+    """Return an event with the name of its process; `worker` may be the number of any process."""
+    if "process" in event or not isinstance(number := event.get("worker"), int):
+        return event
+    return {name: value for name, value in event.items() if name != "worker"} | of_process(number)
 
 
 def split(t: float, exchanging: float, evaluating: float) -> dict[str, float]:
@@ -131,7 +138,7 @@ def write_run(
     run |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
     (folder / "run.json").write_text(json.dumps(run))
     made = training(workers, step_s, bytes_a_round, every if recipe else 0, best) if events is None else events
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in made))
+    (folder / "events.jsonl").write_text("".join(json.dumps(named(event)) + "\n" for event in made))
     return folder
 
 
@@ -177,17 +184,17 @@ def with_deaths(events: Events) -> Events:
     kill = {"verb": "kill", "kind": "worker", "numbers": [1], "text": "killed: worker 1"}
     pause = {"verb": "pause", "kind": "worker", "numbers": [2], "text": "stopped: worker 2"}
     happened = [
-        member("formed", -1000, 0, -0.5, 1, members=[0, 1, 2], why="all are there"),
+        member("formed", COORDINATOR, 0, -0.5, 1, members=[0, 1, 2], why="all are there"),
         told("fault_injected", 1, 0.5, **kill),
         member("failed", 1, 0, 0.51, 1, why="killed by SIGKILL"),
-        member("formed", -1000, 0, 0.75, 2, members=[0, 2], why="worker 1 failed"),
+        member("formed", COORDINATOR, 0, 0.75, 2, members=[0, 2], why="worker 1 failed"),
         {"event": "samples_reassigned", "t": 0.8, "worker": 0, "failed_worker": 1, "incarnation": 0, "samples": 24},
         member("joined", 1, 1, 1.51, 3, why="started again"),
-        member("formed", -1000, 0, 1.51, 3, members=[0, 1, 2], why="worker 1 joined"),
+        member("formed", COORDINATOR, 0, 1.51, 3, members=[0, 1, 2], why="worker 1 joined"),
         told("fault_injected", 2, 2.0, **pause),
         member("slow", 2, 0, 2.3, 3, why="no heartbeat for 0.3 s"),
         member("failed", 2, 0, 2.5, 3, why="no heartbeat for 0.5 s"),
-        member("formed", -1000, 0, 2.6, 4, members=[0, 1], why="worker 2 failed"),
+        member("formed", COORDINATOR, 0, 2.6, 4, members=[0, 1], why="worker 2 failed"),
         member("left", 0, 0, 3.3, 4, why=LEFT),
     ]
     kept = [event for event in events if not (event["event"] == "end" and event["worker"] == 2)]

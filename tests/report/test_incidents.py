@@ -120,29 +120,29 @@ def test_failures_of_servers_are_reported(tmp_path: Path) -> None:
     gone = {
         "event": "membership",
         "t": 1.0,
-        "worker": -1,
+        "process": "server 0",
         "incarnation": 0,
         "what": "failed",
         "why": "killed by SIGKILL",
     }
     back = {**gone, "t": 1.4, "incarnation": 1, "what": "joined"}
-    other = [{**one, "worker": -1000, "t": one["t"] + 0.1} for one in (gone, back)]
+    other = [{**one, "process": "coordinator", "t": one["t"] + 0.1} for one in (gone, back)]
     events = [*training(2, 0.02, 1000, 1, 0.9), gone, back, *other]
     folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=events)
     assert in_lines(read(folder)) == [
         "server 0, at 1.00 s: failed (killed by SIGKILL); restarted after 0.400 s",
-        "the coordinator, at 1.10 s: failed (killed by SIGKILL); restarted after 0.400 s",
+        "coordinator, at 1.10 s: failed (killed by SIGKILL); restarted after 0.400 s",
     ]
     assert record(folder)["failed"] is None
 
 
 def test_an_error_of_a_restarted_coordinator_is_not_a_failure(tmp_path: Path) -> None:
-    error = {"event": "error", "t": 1.0, "worker": -1000, "kind": "OSError", "text": "no space"}
+    error = {"event": "error", "t": 1.0, "process": "coordinator", "kind": "OSError", "text": "no space"}
     events = [*training(2, 0.02, 1000, 1, 0.9), error]
     assert record(write_run(tmp_path / "whole", workers=2, recipe="a()", events=events))["failed"] is None
     torn = [one for one in events if one["event"] != "end"]
     failed = record(write_run(tmp_path / "torn", workers=2, recipe="a()", events=torn))["failed"]
-    assert failed == "the coordinator failed: OSError: no space"
+    assert failed == "coordinator failed: OSError: no space"
 
 
 def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:

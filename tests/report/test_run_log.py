@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from report.synthetic_runs import named
 
 from stretto.report import html_report
 from stretto.report.run_log import read
@@ -44,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
         counted(0, 4.0, 320, "end"),
     ]
     (tmp_path / "run.json").write_bytes(msgspec.json.encode({"workers": 2, "recipe": "allreduce"}))
-    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in events))
+    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(named(one)) + b"\n" for one in events))
     return tmp_path
 
 
@@ -69,7 +70,7 @@ def test_an_epoch_repeated_after_a_rollback_counts_once(folder: Path) -> None:
                 "samples": 420,
                 "sample_counts": {"once": once},
             }
-            file.write(msgspec.json.encode(end) + b"\n")
+            file.write(msgspec.json.encode(named(end)) + b"\n")
     assert record(folder)["sample_counts"] == [{"once": 8642}]
     shown = html_report.write(folder).read_text()
     assert "8,642" in shown

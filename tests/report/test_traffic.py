@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.synthetic_runs import Events, exchanging, training, write_comparison, write_run
+from report.synthetic_runs import Events, exchanging, named, training, write_comparison, write_run
 from rich.console import Console
 
 from stretto.report import run_log, time_series, traffic
@@ -190,7 +190,7 @@ def encoded(tmp_path: Path, seeds: int = 1) -> list[dict[str, Any]]:
             path = folder / f"recipe{place}-{seed}" / "events.jsonl"
             events = exchanging([json.loads(line) for line in path.read_text().splitlines()], purposes)
             events = sparse() if place else events
-            path.write_text("".join(json.dumps(event) + "\n" for event in events))
+            path.write_text("".join(json.dumps(named(event)) + "\n" for event in events))
     kept = json.loads((folder / "compare.json").read_text())
     for one in kept["runs"]:
         one |= {name: record(folder / one["folder"])[name] for name in traffic.nothing()}

@@ -100,6 +100,7 @@ def _faults(workers: int, servers: int) -> SearchStrategy[str]:
     return st.lists(st.one_of(kills, pauses, kills_for_good), min_size=1, max_size=4).map("; ".join)
 
 
-def told(ended: Ended, what: str) -> list[tuple[int, int]]:
-    """Return (worker, incarnation) of the membership events of one kind."""
-    return [(one["worker"], one["incarnation"]) for one in ended.of("membership") if one["what"] == what]
+def told(ended: Ended, what: str) -> list[tuple[int | str, int]]:
+    """Return (worker or other process, incarnation) of the membership events of one kind."""
+    events = (event for event in ended.of("membership") if event["what"] == what)
+    return [(event.get("worker", event["process"]), event["incarnation"]) for event in events]

@@ -15,6 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
+from stretto.events import of_process
+
 SAMPLES = 20_000
 STEP_S = 0.001
 ROUND_S = 0.0001
@@ -78,7 +80,9 @@ def main() -> None:
     run = {"workers": asked.workers, "recipe": asked.recipe, "seed": asked.seed, "args": words}
     (folder / "run.json").write_text(json.dumps(run))
     kept = [event for event in log if not (asked.mode == "torn" and event["event"] == "end")]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+    (folder / "events.jsonl").write_text(
+        "".join(json.dumps(event | of_process(event["worker"])) + "\n" for event in kept)
+    )
 
 
 if __name__ == "__main__":

@@ -143,26 +143,26 @@ def test_work_since_the_snapshot_is_redone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_log_and_report_show_the_rollback(tmp_path: Path) -> None:
     ended = lived("async_sgd(shards=2)", "kill server 1 at 95ms, back after 30ms", folder=tmp_path)
     assert [
-        (one["worker"], one["what"], one["incarnation"], one["t"])
+        (one["process"], one["what"], one["incarnation"], one["t"])
         for one in ended.of("membership")
-        if one["worker"] == -2
+        if one["process"] == "server 1"
     ] == [
-        (-2, "failed", 0, 0.095),
-        (-2, "joined", 1, 0.125),
+        ("server 1", "failed", 0, 0.095),
+        ("server 1", "joined", 1, 0.125),
     ]
-    assert [(one["worker"], one["verb"]) for one in ended.of("fault_injected")] == [(-2, "kill")]
+    assert [(one["process"], one["verb"]) for one in ended.of("fault_injected")] == [("server 1", "kill")]
     assert any("server 1" in line for line in incidents.in_lines(read(tmp_path / "run")))
 
 
 def test_repeatedly_killed_server_restarts_each_time() -> None:
     ended = lived("async_sgd", "kill server 0 every 100ms, back after 5ms", epochs=6)
-    assert len([one for one in told(ended, "joined") if one[0] == -1]) >= 2
+    assert len([one for one in told(ended, "joined") if one[0] == "server 0"]) >= 2
     is_whole(ended, "async_sgd", 6)
 
 
 def test_killed_server_restarts_without_back_after() -> None:
     ended = lived("async_sgd", "kill server 0 at 95ms")
-    ours = [(one["what"], one["t"]) for one in ended.of("membership") if one["worker"] == -1]
+    ours = [(one["what"], one["t"]) for one in ended.of("membership") if one["process"] == "server 0"]
     assert ours == [("failed", 0.095), ("joined", 0.295)]
     is_whole(ended, "async_sgd")
 
@@ -201,5 +201,5 @@ def test_server_drawn_before_the_recipe_is_known_is_remapped() -> None:
     for seed in range(4):
         fault = "pause server for 10ms at 60ms; pause server for 30ms at 61ms"
         ended = simulated(2, work, net=NET, fault=fault, seed=seed)
-        assert {one["worker"] for one in ended.of("fault_injected")} == {-1}
+        assert {one["process"] for one in ended.of("fault_injected")} == {"server 0"}
         is_whole(ended, "async_sgd")

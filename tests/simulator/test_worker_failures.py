@@ -371,7 +371,10 @@ def test_worker_killed_during_a_coordinator_pause_is_noticed_after_it(recipe: st
     assert (1, 1) in told(ended, "joined")
     is_whole(ended, recipe, 9)
     ended = lived(recipe, faults + "; kill coordinator at 100ms, back after 20ms", epochs=9)
-    assert min(one["t"] for one in ended.of("membership") if (one["what"], one["worker"]) == ("failed", 1)) == 0.12
+    assert (
+        min(one["t"] for one in ended.of("membership") if (one["what"], one["process"]) == ("failed", "worker 1"))
+        == 0.12
+    )
     is_whole(ended, recipe, 9)
 
 

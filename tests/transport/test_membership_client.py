@@ -22,8 +22,20 @@ import zmq
 from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
 from stretto.membership.client import MembershipClient
-from stretto.membership.coordinator import MembershipCoordinator, ProcessExited, Save
-from stretto.membership.messages import Continue, CoordinatorMessage, Evicted, GenerationView, ReadyReport, Shutdown
+from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.messages import (
+    Continue,
+    CoordinatorMessage,
+    Evicted,
+    Failures,
+    GenerationView,
+    Heartbeat,
+    ProcessExited,
+    ReadyReport,
+    Save,
+    Shutdown,
+    WatchFailures,
+)
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.process_config import CoordinatorConfig
@@ -153,6 +165,27 @@ def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
     assert there.notices[-1].endswith("continuing with 2 workers, worker 2 is restarted")
     with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
         crew[2].await_generation(ReadyReport(1))
+
+
+def test_launcher_is_notified_of_failures_and_of_the_next_generation(scene) -> None:
+    there = scene(2, failure_timeout_s=0.5)
+    crew, launcher = there.crew(2), there.launcher()
+
+    def received() -> Failures:
+        assert launcher.poll(int(LIMIT_S * 1000))
+        return msgspec.msgpack.decode(launcher.recv(), type=Failures)
+
+    launcher.send(msgspec.msgpack.encode(WatchFailures()))
+    assert received() == Failures(1)
+    there.dealer(b"worker 2.0").send(msgspec.msgpack.encode(Heartbeat(0, "starting", 0.0, 0)))
+    while not (failures := received()).includes(2, 0):
+        pass
+    assert not failures.includes(2, 1) and not failures.is_recovered(2, 0)
+    there.pool.submit(crew[0].await_generation, ReadyReport(1, 3))
+    there.pool.submit(crew[1].await_generation, ReadyReport(1, 3))
+    while not (failures := received()).is_recovered(2, 0):
+        pass
+    assert failures == Failures(2, [(2, 0, 1)])
 
 
 def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
+from stretto.events import COORDINATOR, Event, of_process
 from stretto.launcher.config import RunConfig, is_free
 from stretto.launcher.supervisor import pause_s
 from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
-from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator, Outgoing
+from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     Broken,
@@ -193,7 +194,7 @@ class SimCoordinator:
 
     def joined_finished_run(self, worker: Worker) -> None:
         """Record that a restarted worker has left, since the run was finished before it joined."""
-        about = {"event": "membership", "worker": worker.number, "generation": self._active_membership.generation}
+        about = {"event": "membership", **of_process(worker.number), "generation": self._active_membership.generation}
         self._publish({**about, "what": "left", "incarnation": worker.incarnation, "why": "the run is over"})
 
     def worker_finished(self) -> None:
@@ -268,7 +269,7 @@ class SimCoordinator:
         self, number: int, incarnation: int, back_after_s: float | None, callback: Callable[[], object]
     ) -> None:
         """Record that a service process was killed, and call a function when its next incarnation starts."""
-        about = {"event": "membership", "worker": number, "generation": 0}
+        about = {"event": "membership", **of_process(number), "generation": 0}
 
         def start() -> None:
             self._publish({**about, "what": "joined", "incarnation": incarnation + 1, "why": "started again"})
