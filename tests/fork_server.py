@@ -243,7 +243,7 @@ def _run(words: list[str], request: dict[str, Any]) -> None:
         text = rest[0] if kind == "-c" else Path(rest[0]).read_text()
         if kind == "file":
             main.__file__ = rest[0]
-        exec(compile(text, "<string>" if kind == "-c" else rest[0], "exec"), vars(main))
+        exec(compile(text, "<string>" if kind == "-c" else rest[0], "exec"), vars(main))  # noqa: S102
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ gradient scalers.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,6 @@ import msgspec
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.errors import ModelError, explain
 from stretto.loader.global_step import GlobalStep
@@ -26,6 +23,7 @@ from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import broadcast_from, follow
 from stretto.training.schedule import Schedules
+from stretto.training.schedulers import schedulers_of
 from stretto.transport import Transport
 
 EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
@@ -158,7 +156,7 @@ class Settings:
             scaler.load_state_dict(plain)
 
     def _kinds(self) -> list[list[Plain]]:
-        schedulers = [scheduler for optimizer in self._optimizers for scheduler in _schedulers(optimizer)]
+        schedulers = [vars(scheduler) for optimizer in self._optimizers for scheduler in schedulers_of(optimizer)]
         return [self._optimizers.param_groups, schedulers, self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:
@@ -167,24 +165,6 @@ class Settings:
         if not self._scalers and self._asked & (self._asked - 1) == 0:
             self._scalers = [scaler for scaler in self._find() if scaler.is_enabled()]
         return [scaler.state_dict() for scaler in self._scalers]
-
-
-def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the attributes of an optimizer's learning-rate schedulers, in a fixed order.
-
-    Only the garbage collector has a list of them. It is slow, so it is used only where a scheduler has marked the
-    optimizer.
-    """
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return []
-    referrers = gc.get_referrers(optimizer)
-    holders = [vars(holder) if isinstance(holder, LRScheduler) else holder for holder in referrers]
-    own = [
-        holder
-        for holder in holders
-        if isinstance(holder, dict) and holder.get("optimizer") is optimizer and "last_epoch" in holder
-    ]
-    return sorted(own, key=lambda holder: sorted(_plain(holder)))
 
 
 def _plain(settings: dict[str, Any]) -> Plain:

@@ -1,10 +1,42 @@
-"""Facts about torch's learning-rate schedulers: position, number of steps, and whether one is being made."""
+"""Facts about torch's learning-rate schedulers: all of an optimizer, position, number of steps, whether it is new."""
 
 from __future__ import annotations
 
+import functools
+import gc
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 TOTALS = ("total_steps", "T_max")
+_numbers: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+"""All schedulers of this process, numbered in the order of their creation."""
+_next = count()
+
+
+def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
+    """Return the schedulers of an optimizer in the order of their creation."""
+    _record_schedulers()
+    mine = [one for one in list(_numbers) if getattr(one, "optimizer", None) is optimizer]
+    return sorted(mine, key=_numbers.__getitem__)
+
+
+@functools.cache
+def _record_schedulers() -> None:
+    """Record new schedulers from now on, and the existing ones, which only the slow garbage collector lists."""
+
+    def create(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
+        scheduler = object.__new__(kind)
+        _numbers[scheduler] = next(_next)
+        return scheduler
+
+    LRScheduler.__new__ = create  # type: ignore[method-assign, assignment]
+    for one in gc.get_objects():
+        if issubclass(type(one), LRScheduler):
+            _numbers[one] = next(_next)
 
 
 def is_initial(scheduler: LRScheduler) -> bool:
