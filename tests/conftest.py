@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
-from fork_server import ForkingPopen, ForkServer
+from fork_server import FOLDER, ForkingPopen, ForkServer
 from hypothesis import HealthCheck, settings
 
 # A shell starts background jobs with SIGINT ignored, and processes of tests would inherit that.
@@ -27,7 +28,8 @@ def _seed_random_numbers() -> None:
 
 
 @pytest.fixture(scope="session")
-def _fork_server() -> Iterator[ForkServer]:
+def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("processes"))
     server = ForkServer().spawn()
     yield server
     server.ours.close()

@@ -3,7 +3,8 @@
 A plain start imports torch for more than a second of CPU time; a fork takes some milliseconds. `ForkingPopen` takes the
 place of `subprocess.Popen` in the tests, and in the commands that they start, for `python -m NAME`, `python -c CODE`
 and `python FILE`. A forked process is a child of the process that asked for it, so signals, waits and exit codes are
-those of a plain start; only /proc shows the environment and the command of the server.
+those of a plain start; only /proc shows the environment and the command of the server, so `environment_of` reads the
+environment from a file.
 
     test or launcher         fork server            go-between        process
           | -- request, fds --> |                       |                |
@@ -35,6 +36,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
@@ -52,13 +55,15 @@ WORKERS = ("stretto.launcher.worker_main", "stretto.launcher.shard_main", "stret
 """Modules whose processes start no others."""
 READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": None}
 """Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""
-PLAIN = "STRETTO_TEST_MARK"
-"""Environment variable of processes that tests find by their environment: they start plainly."""
+FOLDER = "STRETTO_TEST_PROCESSES"
+"""Environment variable that names a folder: each forked process writes its environment to a file of its pid there."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 HIGH_FD = 400
 """Descriptors from here on do not collide with those that a request passes."""
 LONGEST = 1 << 20
+CLOCK_S = 0.05
+"""Largest difference between the clocks of processes and files."""
 PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 BASE_PATH = [path for path in sys.path if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
@@ -142,7 +147,6 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
         words[0] != sys.executable
         or not rest
         or (rest[0].startswith("-") and rest[0] not in ("-m", "-c"))
-        or PLAIN in environment
         or any(environment.get(name, value) != value for name, value in READ_AT_START.items())
         or any(Path(path, "sitecustomize.py").exists() for path in paths)
         or not Path(cwd).is_dir()
@@ -156,7 +160,19 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
         "cwd": cwd,
         "session": values["start_new_session"],
         "group": values["process_group"],
+        "folder": os.environ[FOLDER],
     }
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return the environment that a process was started with; an empty one if it has just ended."""
+    file = Path(os.environ[FOLDER], str(process.pid))
+    try:
+        if file.exists() and file.stat().st_mtime >= process.create_time() - CLOCK_S:
+            return dict(json.loads(file.read_text() or "{}"))
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
 
 
 def main() -> None:
@@ -225,6 +241,7 @@ def _take_place(request: dict[str, Any], descriptors: list[int]) -> None:
     elif request["group"] >= 0:
         os.setpgid(0, request["group"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    Path(request["folder"], str(os.getpid())).write_text(json.dumps(request["environment"]))
     np.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
 

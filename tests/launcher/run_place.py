@@ -14,6 +14,7 @@ from textwrap import dedent, indent
 from typing import Any
 
 import psutil
+from fork_server import environment_of
 
 from stretto.launcher.local import RunConfig, run
 from stretto.launcher.progress_display import ProgressDisplay
@@ -164,7 +165,7 @@ class Place:
 
     def _ours(self, process: psutil.Process) -> bool:
         try:
-            return environment(process).get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            return environment_of(process).get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -179,18 +180,9 @@ class Place:
                     pipe.close()
 
 
-def environment(process: psutil.Process) -> dict[str, str]:
-    """Return the environment that a process was started with; an empty one if it has just ended."""
-    try:
-        variables: dict[str, str] = process.environ()
-    except psutil.Error:
-        return {}
-    return variables
-
-
 def config_of(process: psutil.Process) -> dict[str, Any]:
     """Return the configuration that a process was started with, or an empty one."""
-    return json.loads(environment(process).get(VARIABLE, "{}"))
+    return json.loads(environment_of(process).get(VARIABLE, "{}"))
 
 
 def staff(place: Place) -> int:
