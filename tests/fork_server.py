@@ -55,7 +55,7 @@ WORKERS = ("stretto.launcher.worker_main", "stretto.launcher.shard_main", "stret
 """Modules whose processes start no others."""
 READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": None}
 """Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""
-FOLDER = "STRETTO_TEST_PROCESSES"
+FOLDER = "TEST_PROCESSES"
 """Environment variable that names a folder: each forked process writes its environment to a file of its pid there."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""

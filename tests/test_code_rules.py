@@ -77,6 +77,7 @@ def test_public_names_exist() -> None:
         stretto.distribut  # noqa: B018
 
 
+@pytest.mark.plain_processes
 def test_recipes_are_parsed_without_torch() -> None:
     script = (
         "import sys, stretto.recipe.parser; stretto.recipe.parser.parse('power_sgd'); sys.exit('torch' in sys.modules)"

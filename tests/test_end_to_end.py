@@ -69,6 +69,7 @@ def stretto_run(folder: Path, path: Path, workers: int, recipe: str, out: str) -
     return load_file(folder / out / "final.safetensors")
 
 
+@pytest.mark.plain_processes
 def test_plain_python_run_computes_the_same_bits_as_without_stretto(tmp_path: Path) -> None:
     found = []
     for line in ("", LINE):
@@ -96,6 +97,7 @@ def test_worker_without_a_contribution_sends_no_bytes(tmp_path: Path) -> None:
         assert 2 * said < end["bytes_sent"] < 2.2 * said + 200_000
 
 
+@pytest.mark.plain_processes
 def test_run_with_one_worker_computes_the_same_bits_as_the_plain_script(tmp_path: Path) -> None:
     assert call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", "")))).returncode == 0
     plain = torch.load(tmp_path / "net.pt")
@@ -146,6 +148,7 @@ sys.exit(0 if apart < 1e-12 else 3)
 """
 
 
+@pytest.mark.plain_processes
 def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     path = script(tmp_path, AGAINST_DDP)
     line = ["-n", "2", "--out", "run", str(path), str(tmp_path / "store")]
@@ -154,6 +157,7 @@ def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     assert "apart" in done.stdout
 
 
+@pytest.mark.plain_processes
 def test_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The recipe comes from the environment; the run folder is made by worker 0."""
     path = script(tmp_path, PLAIN.replace("LINE", LINE))
@@ -343,6 +347,7 @@ def check_staleness(found: dict[str, Any], updates: int) -> None:
     assert staleness["mean"] == pytest.approx(mean, abs=0.01)
 
 
+@pytest.mark.plain_processes
 def test_asynchronous_sgd_counts_every_sample_once_and_evaluates_in_time(place: Place) -> None:
     """With batch-norm, three workers and two shards; all evaluate after every 4 batches of each worker, 96 samples."""
     more = "evaluate=lambda net: {'loss': ((net(x) - y) ** 2).mean()}, evaluate_every=4"

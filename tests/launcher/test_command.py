@@ -230,6 +230,7 @@ def test_help_starts_no_other_process(place: Place) -> None:
     assert wait_for_end(place, place.stretto("--version"))[1].startswith("stretto ")
 
 
+@pytest.mark.plain_processes
 def test_interrupt_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), PATH])}

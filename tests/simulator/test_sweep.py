@@ -292,6 +292,7 @@ def test_ctrl_c_reaches_points_only_through_the_sweep() -> None:
     assert process == group
 
 
+@pytest.mark.plain_processes
 def test_sweep_runs_without_torch() -> None:
     script = (
         "import sys, stretto.simulator.sweep.runner; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
