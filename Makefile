@@ -10,10 +10,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo test check bench docs clean
+.PHONY: help install demo test test-long check bench docs clean
 
 help:               ## this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
 
 $(READY): pyproject.toml constraints.txt $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("stretto needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -29,6 +29,9 @@ demo: $(READY)      ## compare three recipes with one machine on the digits
 
 test: $(READY)      ## the test suite
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-long: $(READY) ## the test suite with forty times the examples of property tests, and its slow tests
+	$(BIN)/python -m pytest -n $(WORKERS) -m "" --hypothesis-profile=long
 
 check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, settings
 # A shell starts background jobs with SIGINT ignored, and processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# a slow machine is not a failure
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+# Deadlines would make a slow machine a failure. The number of examples is a share of what each test names.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", PATIENT, max_examples=25, derandomize=True)
+settings.register_profile("long", PATIENT, max_examples=1000)
+settings.load_profile("short")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,7 +225,7 @@ def test_when_it_pays_has_the_properties_of_every_codec() -> None:
 
 
 @given(st.floats(1e-4, 10), st.floats(1e-4, 10), st.integers(4, 9), st.integers(1, 7))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_faster_way_is_taken_then_measured_again(encoded: float, exactly: float, rounds: int, again: int) -> None:
     codec, hands = when_it_pays(sign(), rounds, again), [Hands(encoded, exactly)]
     found, _ = rounds_of(codec, hands, 2 * (rounds + again))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def test_low_rank_has_the_properties_of_every_codec(codec: low_rank) -> None:
     more=st.integers(0, 2),
     size=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_mean_of_a_matrix_of_that_rank_is_exact(rank, rows, columns, workers, more, size) -> None:
     codec, context = low_rank(rank + more), CodecContext(blocks=blocks_of((rows, columns)))
     left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
@@ -114,7 +115,7 @@ def test_a_block_that_is_a_piece_of_its_parameter_is_sent_exactly() -> None:
 
 
 @given(numbers=st.integers(0, 5000))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_without_parameters_nearly_all_is_one_matrix_that_is_nearly_square(numbers: int) -> None:
     codec, x = low_rank(1), drawn(numbers)
     state = codec.init_state(x)
@@ -215,7 +216,7 @@ def test_a_zero_direction_contributes_nothing_and_is_drawn_again() -> None:
     size=st.sampled_from([1e-40, 1e-20, 1.0, 1e37]),
     same=st.booleans(),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_rows_become_orthonormal_and_span_what_they_spanned(rank: int, length: int, size: float, same: bool) -> None:
     factor = drawn(rank, length, seed=rank)
     if same:

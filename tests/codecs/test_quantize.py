@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def test_quantizers_have_the_properties_of_every_codec(codec: SingleRound, toler
 
 @pytest.mark.parametrize("codec", QUANTISERS, ids=str)
 @given(x=NUMBERS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_number_is_off_by_less_than_a_level(codec: quantise, x: torch.Tensor) -> None:
     for a, found in zip(rows(x, codec.bucket), rows(carried(codec, x), codec.bucket), strict=True):
         norm = float(a.abs().max() if codec.norm == "max" else a.norm())
@@ -86,7 +87,7 @@ def test_carried_numbers_and_residual_sum_to_the_input(codec: SingleRound, dtype
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(x=NUMBERS, residual=NUMBERS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_fused_pass_does_what_two_passes_do(codec: SingleRound, x: torch.Tensor, residual: torch.Tensor) -> None:
     length = min(len(x), len(residual))
     x, residual = x[:length], residual[:length]
@@ -151,7 +152,7 @@ def test_signs_stand_for_the_means_of_their_sides() -> None:
 
 @pytest.mark.parametrize("codec", [sign(bucket=6), sign("one", bucket=6), quantise(2, 6, stochastic=False)], ids=str)
 @given(x=NUMBERS)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_contraction_leaves_less_than_its_input(codec: SingleRound, x: torch.Tensor) -> None:
     for a, found in zip(rows(x, 6), rows(carried(codec, x), 6), strict=True):
         if float(a.abs().max()) > 1e-36:
@@ -191,7 +192,7 @@ def test_a_message_of_another_length_is_refused_and_an_empty_one_is_zero(codec: 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_any_bytes_of_the_right_length_decode(codec: SingleRound, data: st.DataObject) -> None:
     like = torch.ones(40)
     length = codec.bytes_of(like)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -51,7 +52,7 @@ SELECTORS: list[Codec] = [
 NUMBERS = st.lists(
     st.one_of(st.floats(-8, 8, width=32), st.sampled_from([0.0, -0.0, 1.0, 1e-42, 1e30, -1e30])), max_size=60
 )
-few = settings(max_examples=60)
+few = settings(max_examples=examples(60))
 
 
 def state_of(codec: Codec, n: int, theta: Tensor | None = None, workers: int = 1):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -256,7 +257,7 @@ def are_places(found: Tensor, n: int) -> bool:
     return inside and bool((found.diff() > 0).all())
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     GARBAGE,
     st.sampled_from([0, 1, 7, 8, 64, 300, 10**5]),
@@ -274,7 +275,7 @@ def test_invalid_messages_are_refused_as_by_the_reference(garbage: bytes, n: int
     assert are_places(found, n)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(GARBAGE)
 def test_invalid_messages_about_many_indices_are_refused_immediately(garbage: bytes) -> None:
     n = 2**31 - 1

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +20,7 @@ ORDINARY = st.floats(-8, 8, width=32)
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 1e38, -1e38, 2.5])
 TIES = st.integers(-2, 2).map(float)
 NUMBERS = st.one_of(st.lists(st.one_of(ORDINARY, SPECIAL), max_size=70), st.lists(TIES, max_size=70))
-few = settings(max_examples=80)
+few = settings(max_examples=examples(80))
 
 
 def pairs(x: list[float], seed: int) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def test_a_message_that_is_cut_off_is_refused(places: tuple[list[int], int]) -> 
 KINDS = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 2, 253, 254]))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(KINDS, st.lists(st.sampled_from([0, 1, 5, 255, 128]) | st.integers(0, 255), max_size=30), st.integers(0, 300))
 def test_garbage_is_refused_or_decodes_to_indices(kind: int, rest: list[int], n: int) -> None:
     message = torch.tensor([kind, *rest], dtype=torch.uint8)

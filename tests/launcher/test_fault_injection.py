@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_place import Place
@@ -64,7 +65,7 @@ def test_same_seed_makes_the_same_plan(seed: int) -> None:
     assert planned_until(300, seed) != planned_until(300, seed + 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_kills_never_end_in_a_supervised_run(seed: int, workers: int) -> None:
     """Every worker returns and is killed again, and at times all of them are away."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -306,7 +307,7 @@ class Crew(RuleBasedStateMachine):
 @pytest.mark.parametrize("how", RULES)
 def test_all_workers_agree_and_every_sample_counts_once_after_any_changes(how: Rule) -> None:
     machine = type("Machine", (Crew,), {"how": how})
-    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=20))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(50), stateful_step_count=20))
 
 
 @pytest.mark.parametrize("how", RULES)
@@ -388,7 +389,7 @@ def test_a_state_is_small() -> None:
 
 
 @given(SIZES, st.sets(st.integers(0, 23)), st.integers(1, 4))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_an_epoch_of_leased_batches_continues_as_an_assignment(sizes: list[int], some: set[int], members: int) -> None:
     """Settled batches are not assigned again, all others once; the number of remaining ones is known before."""
     settled = {batch for batch in some if batch < len(sizes)}

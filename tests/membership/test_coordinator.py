@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -499,7 +500,7 @@ class FaultMachine(RuleBasedStateMachine):
 
 
 def test_running_workers_form_one_generation_after_any_faults() -> None:
-    run_state_machine_as_test(FaultMachine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(FaultMachine, settings=settings(max_examples=examples(150), stateful_step_count=40))
 
 
 @given(
@@ -512,7 +513,7 @@ def test_running_workers_form_one_generation_after_any_faults() -> None:
 @example(
     seed=11790963, workers=4, least=1, bad=0.3, faults=0.2
 )  # the furthest worker leaves after a Continue; an old ReadyReport arrives
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_running_workers_form_one_generation_after_random_faults_and_losses(
     seed: int, workers: int, least: int, bad: float, faults: float
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -124,11 +125,11 @@ class Passes(RuleBasedStateMachine):
 
 
 def test_every_sample_counts_once_in_any_order() -> None:
-    run_state_machine_as_test(Passes, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Passes, settings=settings(max_examples=examples(60), stateful_step_count=40))
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_no_worker_gets_a_batch_after_a_barrier_it_was_not_called_to(workers: int, batches: int, meet: int) -> None:
     dispatcher = BatchDispatcher(workers)
     dispatcher.begin(1, [1] * batches, meet)
@@ -176,7 +177,7 @@ def test_beginning_an_epoch_again_or_late_changes_nothing() -> None:
 
 
 @given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
     """Only unsettled batches are leased; a rollback to before the epoch leads to the state in which it was begun."""
     done = sorted(batch for batch in some if batch < len(sizes))
@@ -196,7 +197,7 @@ def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], worke
 
 
 @given(SIZES, st.integers(1, 4), st.randoms())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_assigned_batches_go_to_the_workers_in_turn_in_any_order_of_requests(
     sizes: list[int], workers: int, shuffle: random.Random
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -110,4 +111,4 @@ class Lives(RuleBasedStateMachine):
 @pytest.mark.parametrize("plan", [RoundRobin(3), FirstCome()], ids=str)
 def test_every_sample_counts_once_in_any_order(plan: RoundRobin | FirstCome) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=30))

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def written(path: Path, records: list[bytes]) -> list[int]:
 
 
 @given(batches=st.lists(st.lists(st.binary(max_size=200), max_size=4), max_size=5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_appended_records_are_read_back_after_any_number_of_openings(tmp_path_factory, batches) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
     for batch in batches:

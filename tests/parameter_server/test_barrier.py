@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def contributions(workers: int, seed: int) -> tuple[list[torch.Tensor], torch.Te
 
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.randoms())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_the_weighted_mean_is_bitwise_equal_in_any_order(workers: int, seed: int, shuffle: random.Random) -> None:
     given_, mean = contributions(workers, seed)
     found: list[torch.Tensor] = []
@@ -49,7 +50,7 @@ def test_the_weighted_mean_is_bitwise_equal_in_any_order(workers: int, seed: int
 
 
 @given(st.integers(1, 5), st.permutations(range(5)))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_gathered_messages_are_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
     meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
@@ -61,7 +62,7 @@ def test_gathered_messages_are_in_the_order_of_the_workers(workers: int, order: 
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=60), st.integers(0, 60), st.integers(0, 3))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_each_operation_is_replied_to_once_per_worker_in_any_order(
     laid: list[tuple[int, int]], dies: int, victim: int
 ) -> None:

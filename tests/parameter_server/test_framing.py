@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -91,7 +92,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("body", BODIES)
 def test_every_message_decodes_to_itself(body: type) -> None:
     @given(INTEGERS, messages_of(body), TENSORS)
-    @settings(max_examples=25)
+    @settings(max_examples=examples(25))
     def check(number: int, said: m.Body, tensors: list[Tensor]) -> None:
         assembly = Assembly()
         assert receive(assembly, frames(number, said, tensors))
@@ -146,7 +147,7 @@ def test_sending_copies_nothing() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.lists(st.integers(0, 60), max_size=6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_byte_is_drained_once(lengths: list[int], drains: list[int]) -> None:
     """Pieces may be drained at any time; the remaining ones come with the whole message."""
     tensors = [torch.arange(length, dtype=torch.int16) + 100 * at for at, length in enumerate(lengths)]
@@ -210,14 +211,14 @@ def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
 
 
 @given(st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=4), max_size=8))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_random_bytes_raise_only_framing_errors(messages: list[list[bytes]]) -> None:
     octets, _ = accepted(messages)
     assert octets <= sum(len(one) for message in messages for one in message)
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), TENSORS, st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_damaged_messages_raise_only_framing_errors(said: m.Body, tensors: list[Tensor], data: Any) -> None:
     """Messages are truncated, have flipped bits, or swapped, duplicated or missing frames."""
     parcel = [[bytes(frame) for frame in message] for message in frames(7, said, tensors)]
@@ -253,7 +254,7 @@ def test_a_message_may_name_many_batches_of_an_epoch() -> None:
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), st.integers(0, 10_000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_truncated_header_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
     with pytest.raises(FramingError, match="no head"):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import zmq
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameter_servers import ADDING_RECIPE, Servers, push, receive
@@ -260,7 +261,7 @@ FRAMES = st.one_of(
     st.just([bytes(HEADER_BYTES + 1)]),
 )
 SENDINGS = st.lists(parcels() | FRAMES.map(lambda one: [one]), min_size=1, max_size=4)
-SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+SETTINGS = settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -438,7 +439,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 def test_invariants_hold_in_any_order() -> None:
-    run_state_machine_as_test(Crowd, settings=settings(max_examples=80, stateful_step_count=50))
+    run_state_machine_as_test(Crowd, settings=settings(max_examples=examples(80), stateful_step_count=50))
 
 
 # --- sums of updates ------------------------------------------------------------------------------------------------
@@ -447,7 +448,7 @@ INTEGERS = st.lists(st.integers(-(2**40), 2**40), min_size=4, max_size=4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), INTEGERS, st.integers(0, 4)), max_size=30), st.randoms())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_the_sum_of_applied_updates_is_the_sum_of_sent_updates(
     sent: list[tuple[int, list[int], int]], shuffle: random.Random
 ) -> None:
@@ -464,7 +465,7 @@ def test_the_sum_of_applied_updates_is_the_sum_of_sent_updates(
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 9))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_collected_updates_are_weighted_by_their_share(s: int, pushes: int, samples: int) -> None:
     shard = shard_of(numbers(0, 0), add(), workers=3, when=on_arrival(collect=s))
     sent = [numbers(60 * (at + 1), -(at**2) * 60) for at in range(pushes)]

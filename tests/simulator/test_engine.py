@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +98,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(STEPS, min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
 def test_time_is_monotonic_and_messages_arrive_once_in_order_and_not_early(
     lives: list[list[tuple[str, int, float]]], chance: random.Random, is_paused: bool
@@ -414,7 +415,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=2, max_size=4))
 def test_random_numbers_of_a_worker_do_not_depend_on_others(draws: list[list[str]]) -> None:
     """Each worker draws the same numbers as alone, with a switch of workers after every draw."""

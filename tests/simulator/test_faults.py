@@ -8,6 +8,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -251,7 +252,7 @@ def lived(played: Iterable[tuple[float, FaultEvent]]) -> None:
             assert links[link] >= 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(close, st.integers(0, 2**70))
 def test_schedule_is_ordered_and_consistent(faults: Sequence[Fault], seed: int) -> None:
     played = list(islice(schedule(faults, WORKERS, SHARDS, seed), 300))

@@ -8,6 +8,7 @@ from math import inf, isclose
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def begun(capacity: Sequence[float], asked: list[Asked]) -> FluidModel:
 
 
 @given(capacities, flows)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_rates_equal_progressive_filling(capacity: list[float], asked: list[Asked]) -> None:
     fluid = begun(capacity, asked)
     at_once = fluid.ended()
@@ -92,7 +93,7 @@ def test_rates_equal_progressive_filling(capacity: list[float], asked: list[Aske
 
 
 @given(capacities, flows)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_resource_exceeds_its_capacity_and_each_flow_has_a_bottleneck(
     capacity: list[float], asked: list[Asked]
 ) -> None:
@@ -113,7 +114,7 @@ def test_no_resource_exceeds_its_capacity_and_each_flow_has_a_bottleneck(
 
 
 @given(capacities, st.lists(st.tuples(st.integers(0, 20).map(lambda one: one / 4), flows.map(lambda all_: all_[0]))))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_ends_equal_a_reference_computation(capacity: list[float], asked: list[tuple[float, Asked]]) -> None:
     fluid, ends = FluidModel(capacity), {}
     for flow, (begin, (amount, path, weight)) in sorted(enumerate(asked), key=lambda one: one[1][0]):
@@ -124,7 +125,7 @@ def test_ends_equal_a_reference_computation(capacity: list[float], asked: list[t
 
 
 @given(capacities, flows)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_all_bytes_are_delivered(capacity: list[float], asked: list[Asked]) -> None:
     fluid = begun(capacity, asked)
     delivered = dict.fromkeys(range(len(asked)), 0.0)
@@ -188,7 +189,7 @@ def test_processors_are_shared_by_single_threaded_tasks() -> None:
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=1000), st.floats(1, 1000))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_star_of_unequal_links_is_water_filled(links: list[float], server: float) -> None:
     fluid = begun([*links, server], [(1, [worker, len(links)], 1) for worker in range(len(links))])
     rates = np.array(list(fluid.rates().values()))

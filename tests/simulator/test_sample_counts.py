@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from example_counts import EXAMPLES_FACTOR
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulator.failures import FREE, SAMPLES, faults, lived
@@ -25,7 +25,7 @@ def trained(folder: Path, recipe: str, fault: str, workers: int) -> list[int]:
     return list(found["samples_by_worker"])
 
 
-@settings(max_examples=4 * EXAMPLES_FACTOR)
+@settings(max_examples=examples(4))
 @given(st.sampled_from(FREE), faults())
 @example("async_sgd", (2, "kill worker 1 at 0.2s"))
 def test_samples_of_all_workers_sum_to_those_that_were_trained(recipe: str, drawn: tuple[int, str]) -> None:

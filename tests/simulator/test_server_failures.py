@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_counts import EXAMPLES_FACTOR
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulator.failures import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
@@ -56,7 +56,7 @@ WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
 """Worker 0 receives a broadcast within a backward pass, worker 1 outside of one; the reply is lost."""
 
 
-@settings(max_examples=25 * EXAMPLES_FACTOR)
+@settings(max_examples=examples(25))
 @given(
     st.sampled_from(sorted(SHARDS)).flatmap(lambda recipe: st.tuples(st.just(recipe), faults(SHARDS[recipe]))),
     st.booleans(),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -221,7 +222,7 @@ def test_message_processing_precedes_computing() -> None:
     assert max(ends.values()) == pytest.approx(7.0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 3_000_000), min_size=2, max_size=12))
 def test_messages_of_all_lengths_arrive_in_order(lengths: list[int]) -> None:
     came = []

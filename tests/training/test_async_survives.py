@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from async_exchange import open_exchange
-from example_counts import EXAMPLES_FACTOR
+from example_counts import examples
 from faulty_servers import FaultyCluster, Worker
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -208,7 +208,7 @@ CONFIGURATION = {
     "recipe": st.sampled_from(RECIPES),
     "barrier_every": st.sampled_from([None, 5]),
 }
-SETTINGS = settings(max_examples=15 * EXAMPLES_FACTOR, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 

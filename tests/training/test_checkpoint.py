@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -126,7 +127,7 @@ tensors = drawn.map(some_tensors)
 own_of_workers = st.dictionaries(st.integers(0, 10**6), st.tuples(facts, tensors), max_size=2)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(facts, tensors, own_of_workers, st.integers(0, 10**12))
 def test_states_are_read_back_bit_for_bit(
     facts: dict[str, Any], tensors: dict[str, Tensor], own: dict[int, Any], number: int
@@ -305,7 +306,7 @@ def test_folders_of_other_names_are_not_pruned(second_checkpoint: Path) -> None:
 # --- retention -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.integers(1, 3), st.booleans())
 def test_the_newest_complete_checkpoints_are_kept(made: list[tuple[int, bool]], keep: int, known: bool) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -471,7 +472,7 @@ def test_a_newer_state_replaces_the_state_that_waits_to_be_written(tmp_path: Pat
 FAILURES = {"no room": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"), "a bug": TypeError("no such thing")}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.sampled_from([None, *FAILURES])), st.integers(1, 3))
 def test_failures_are_reported_once_and_so_is_their_end(plan: list[str | None], keep: int) -> None:
     notices: list[str] = []
@@ -578,7 +579,7 @@ class Copies(RuleBasedStateMachine):
 
 
 TestCopies = Copies.TestCase
-TestCopies.settings = settings(max_examples=60)
+TestCopies.settings = settings(max_examples=examples(60))
 
 
 def test_free_memory_is_reused() -> None:

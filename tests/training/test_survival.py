@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import pairwise
 from elastic_workers import KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
 from thread_workers import flat, regression, small_net
 from torch import nn
@@ -79,9 +80,7 @@ def all_equal(found: list[Any]) -> bool:
     return bool(running) and all(torch.equal(one, running[0]) for one in running)
 
 
-@pytest.mark.parametrize("moment", [0, 7, 16, 18])
-@pytest.mark.parametrize("killed", [0, 2])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "killed", "moment"), pairwise(RECIPES, [0, 2], [0, 7, 16, 18]))
 def test_the_remaining_workers_continue(recipe: str, killed: int, moment: int, tmp_path: Path) -> None:
     found, coordinator = run_elastic_workers(3, training(disturb=killing((killed, moment))), recipe, tmp_path)
     assert found[killed] is None
