@@ -85,7 +85,7 @@ class ForkServer:
             server = subprocess.Popen(
                 command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet
             )
-        server.returncode = 0  # it ends when the connection does; nobody waits for it
+        server.returncode = 0  # ends with the connection, without a wait for it
         return self
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
