@@ -47,7 +47,7 @@ def distribute(
     schedule: schedules.Mode = "per-sample",
     deal: Assignment | None = None,
 ) -> Any:
-    """Let the loop that follows train together with other workers, when there are any.
+    """Train the loop that follows together with the other workers of the run, if there are any.
 
     Returns the loader to iterate: one iteration is one epoch of all workers together, with each sample
     once. Neither model nor optimizer is wrapped. Started plainly, the loop computes bit for bit what it would without
@@ -60,9 +60,9 @@ def distribute(
         model: any nn.Module whose parameters the optimizer holds; or a list of several, such as [encoder, head].
         optimizer: any torch optimizer; or a list of several, each with steps (and rounds) of its own.
         loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches.
-        recipe: how to learn together; a recipe given on the command line or in STRETTO_RECIPE wins. allreduce()
-            when there is neither.
-        evaluate: called by worker 0 with the agreed model; returns a dict of numbers. Its time is not training time.
+        recipe: how the workers synchronise; a recipe on the command line or in STRETTO_RECIPE takes precedence.
+            Default: allreduce().
+        evaluate: called by worker 0 with the averaged model; returns a dict of numbers. Its time is not training time.
         evaluate_every: number of steps between two evaluations; without it, evaluate at the end of each epoch.
         schedule: "per-sample" advances a learning-rate scheduler that is stepped once a batch by the batches of all
             workers, so that one written for one process reaches its end; "per-step" once a call.
@@ -113,7 +113,7 @@ def distribute(
 
 
 def _sections_of(context: WorkerContext) -> Sections:
-    """Return the sections of this process; the first call makes them."""
+    """Return the sections of this process; the first call creates them."""
     sections = _sections.get()
     if sections is None:
         sections = Sections(context)
@@ -185,7 +185,7 @@ def _accumulating(trainer: Trainer) -> Iterator[None]:
 
 
 def finish() -> None:
-    """End the run of the last `distribute` by hand: the last evaluation, its books, its final state.
+    """End the run of the last `distribute`: write the last evaluation, the sample counts and the final state.
 
     All workers call it, and continue with the same random numbers. Without a run, and a second time, it does nothing.
 
@@ -199,7 +199,7 @@ def finish() -> None:
 
 
 def close() -> None:
-    """End the last run and leave the others: called by the launcher when the script is over, and at exit elsewhere."""
+    """End the last run and disconnect: called by the launcher when the script has ended, elsewhere at exit."""
     if _current.get() is None:
         raise other_libraries.never_distributed()
     _current.set(None)
@@ -208,7 +208,7 @@ def close() -> None:
 
 
 def abandon() -> float:
-    """The script has failed: bring the log to the disk, leave a server; the seconds since the start of training."""
+    """Flush the log and leave a server after the script has failed; return the seconds since the start of training."""
     if (sections := _sections.get()) is None:
         return 0.0
     with suppress(StrettoError):
@@ -217,7 +217,7 @@ def abandon() -> float:
 
 
 class SharedLoader:
-    """The script's loader, shared among workers: iterating it gives this worker's batches of a common pass."""
+    """The script's loader, shared among workers: iterating it gives this worker's batches of an epoch."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
         self._trainer, self._loader = trainer, loader
@@ -236,7 +236,7 @@ class SharedLoader:
 
 
 class OverLoader:
-    """The loader of a section that was over before this worker came: it has a length, and no batches."""
+    """Loader of a section that ended before this worker joined: it has a length, and no batches."""
 
     def __init__(self, loader: Any, share: int) -> None:
         self._loader, self._share = loader, share
@@ -252,7 +252,7 @@ class OverLoader:
 
 
 class PlainLoader:
-    """The script's loader, unchanged, for a single worker; calls `evaluate` after each epoch or number of batches."""
+    """Loader of the script, unchanged, for a single worker; calls `evaluate` after each epoch or number of batches."""
 
     def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
         self._model, self._loader, self._evaluate, self._every = model, loader, evaluate, every

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class ScaledRate:
-    """An optimizer's learning rate times a factor, during each step alone.
+    """Scaling of an optimizer's learning rate by a factor, during each step only.
 
-    Before and after a step each parameter group holds the script's own value, the very object, so that a scheduler
-    computes what it would without a factor. Make it after all other hooks on the optimizer's step that read the rate.
+    Before and after a step each parameter group holds the script's own object, so that a scheduler computes what it
+    would without a factor. Create this object after all other hooks on the optimizer's step that read the rate.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
@@ -23,13 +23,13 @@ class ScaledRate:
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     def release(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the scaled rate in place, within a step or outside of one."""
+        """Set the scaled rate in a `with` block, within a step or outside of one."""
         if self._own:
             yield
             return
@@ -52,19 +52,19 @@ class ScaledRate:
 
 def batch_of(loader: Any) -> int | None:
     """Return the number of samples in a batch of the script's loader, where the loader knows it."""
-    for one in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(one, "batch_size", None)
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(source, "batch_size", None)
         if isinstance(size, int) and not isinstance(size, Tensor):
             return size
     return None
 
 
-def said(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float, added: float = 1.0) -> str:
+def describe(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float, added: float = 1.0) -> str:
     """Return one line on the samples of a step and the learning rate; `added` is the recipe's `step_of_all`.
 
-    >>> said(4, 32, split=False, waits=True, factor=1.0)
+    >>> describe(4, 32, split=False, waits=True, factor=1.0)
     '4 workers x 32 = 128 samples a step; learning rate as in the script'
-    >>> said(4, 32, split=True, waits=True, factor=2.0)
+    >>> describe(4, 32, split=True, waits=True, factor=2.0)
     "4 workers share each batch of 32 samples; learning rate 2 x the script's"
     """
     rate = "learning rate as in the script" if factor == 1 else f"learning rate {factor:.4g} x the script's"
