@@ -7,6 +7,7 @@ configuration in the environment.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -27,7 +28,7 @@ from stretto.errors import BrokenTransportError, LogError, MemberOutError, Stret
 from stretto.events import Event, LogFile, of_process
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
-from stretto.launcher.seeding import seed_libraries
+from stretto.launcher.seeding import after_import, seed_libraries
 from stretto.membership.worker_status import ReportedError, status
 from stretto.process_config import Config, WorkerConfig, worker_config
 
@@ -49,6 +50,7 @@ def main() -> None:
     assert config is not None
     begin(config)
     seed_libraries(config.seed or 0)
+    after_import("torch", _record_schedulers)
     written = _watch(config)
     sys.argv = [script, *args]
     try:
@@ -59,6 +61,11 @@ def main() -> None:
     except BaseException as error:
         _report_written(written, config)
         fail(error, config.rank, config.run)
+
+
+def _record_schedulers(_torch: ModuleType) -> None:
+    """Record the script's learning-rate schedulers in the order of their creation."""
+    importlib.import_module("stretto.training.schedulers")
 
 
 def _watch(config: WorkerConfig) -> Written:

@@ -173,7 +173,8 @@ class Schedules:
         now = self._at_call if self._is_called else self._now()
         is_last = self._is_called and self._is_called_last
         self._done = self._position(now, is_last)
-        self._pending, self._base = (0.0, 0.0), now
+        self._pending = 0.0, 0.0
+        self._base = max(now[0], self._base[0]), max(now[1], self._base[1])  # a rollback assigns batches again
         self._was_called = self._was_called or self._is_called
         self._is_called = self._is_called_last = False
         self._windows += 1

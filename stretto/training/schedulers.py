@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from itertools import count
 from typing import Any
@@ -13,30 +12,31 @@ from torch.optim.lr_scheduler import LRScheduler
 
 TOTALS = ("total_steps", "T_max")
 _numbers: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-"""All schedulers of this process, numbered in the order of their creation."""
+"""All schedulers of this process, numbered in an order that is the same at all workers: that of their creation."""
 _next = count()
 
 
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
-    """Return the schedulers of an optimizer in the order of their creation."""
-    _record_schedulers()
+    """Return the schedulers of an optimizer, in the same order at all workers."""
     mine = [one for one in list(_numbers) if getattr(one, "optimizer", None) is optimizer]
     return sorted(mine, key=_numbers.__getitem__)
 
 
-@functools.cache
-def _record_schedulers() -> None:
-    """Record new schedulers from now on, and the existing ones, which only the slow garbage collector lists."""
+def _create(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
+    scheduler = object.__new__(kind)
+    _numbers[scheduler] = next(_next)
+    return scheduler
 
-    def create(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
-        scheduler = object.__new__(kind)
-        _numbers[scheduler] = next(_next)
-        return scheduler
 
-    LRScheduler.__new__ = create  # type: ignore[method-assign, assignment]
-    for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler):
-            _numbers[one] = next(_next)
+def _description(scheduler: LRScheduler) -> tuple[str, str]:
+    settings = {name: value for name, value in vars(scheduler).items() if isinstance(value, int | float | str)}
+    return type(scheduler).__qualname__, str(settings)
+
+
+# Schedulers from before this import are listed by the garbage collector alone, in an order that depends on when it ran.
+LRScheduler.__new__ = _create  # type: ignore[method-assign, assignment]
+for _found in sorted((one for one in gc.get_objects() if issubclass(type(one), LRScheduler)), key=_description):
+    _numbers[_found] = next(_next)
 
 
 def is_initial(scheduler: LRScheduler) -> bool:

@@ -46,6 +46,26 @@ def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> No
         assert (config.listen_fd is not None) == (rank == 0)
 
 
+def test_worker_records_schedulers_in_the_order_of_their_creation(place: Place) -> None:
+    place.run(
+        """
+        import gc
+        import torch
+        from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        linear = LinearLR(optimizer)
+        gc.collect()
+        cosine = CosineAnnealingLR(optimizer, 5)
+        from stretto.training.schedulers import schedulers_of
+        assert schedulers_of(optimizer) == [linear, cosine]
+        """
+    )
+
+
+test_worker_records_schedulers_in_the_order_of_their_creation.limit_s = 120  # type: ignore[attr-defined]
+
+
 def test_variables_of_another_run_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (VARIABLE, RECIPE, *OF_TORCHRUN):
         monkeypatch.setenv(name, "1")
