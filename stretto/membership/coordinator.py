@@ -363,9 +363,9 @@ class MembershipCoordinator:
         is_news = process.state == "in" and message.generation == self.generation
         if is_news and self._phase in ("running", "pausing") and not self._started.asynchronous:
             self.notices.append(
-                f"worker {worker} failed in a collective operation ({message.why}); re-forming the group"
+                f"a collective operation of worker {worker} broke off ({message.why}); re-forming the group"
             )
-            self._abort(f"worker {worker} failed in a collective operation: {message.why}", now)
+            self._abort(f"a collective operation of worker {worker} broke off: {message.why}", now)
             self._is_exchange_broken = not message.forming
 
     def _on_ready(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:

@@ -195,7 +195,7 @@ def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
     until(lambda: set(there.aborts) == {(0, 1), (1, 1)})
     forms = there.all_stand(crew, ReadyReport(1, commits=1))
     assert [form.generation for form in forms] == [2, 2]
-    assert forms[0].why == "worker 0 failed in a collective operation: the other end closed"
+    assert forms[0].why == "a collective operation of worker 0 broke off: the other end closed"
 
 
 def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -> None:
