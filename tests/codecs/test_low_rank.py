@@ -15,6 +15,7 @@ from stretto.codecs.conformance import check_codec, hold
 from stretto.codecs.low_rank import orthonormal
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import NotFiniteError, RecipeError
+from stretto.state import Members
 
 
 def blocks_of(*shapes: tuple[int, ...], gap: int = 0) -> list[Block]:
@@ -174,6 +175,16 @@ def test_the_state_is_equal_at_all_workers_and_depends_on_the_run() -> None:
     other = codec.init_state(torch.zeros(length), CodecContext(seed=6, blocks=context))
     fresh = codec.init_state(torch.zeros(length), CodecContext(seed=5, blocks=context))
     assert not torch.equal(other.bases()[0], fresh.bases()[0])
+
+
+def test_all_workers_have_equal_bases_after_one_has_joined() -> None:
+    codec, context, zeros = low_rank(2), CodecContext(blocks=blocks_of((20, 30))), torch.zeros(600)
+    old, new = codec.init_state(zeros, context), codec.init_state(zeros, context)
+    exchange(codec, [drawn(600)], [old])
+    old.reset(Members(2))
+    assert not torch.equal(old.bases()[0], new.bases()[0])
+    old.reset(Members(2, joined=True))
+    assert torch.equal(old.bases()[0], new.bases()[0])
 
 
 def test_the_bits_do_not_depend_on_the_threads() -> None:

@@ -307,7 +307,7 @@ class Crew(RuleBasedStateMachine):
 @pytest.mark.parametrize("how", RULES)
 def test_all_workers_agree_and_every_sample_counts_once_after_any_changes(how: Rule) -> None:
     machine = type("Machine", (Crew,), {"how": how})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples(50), stateful_step_count=20))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(200), stateful_step_count=20))
 
 
 @pytest.mark.parametrize("how", RULES)
@@ -340,6 +340,21 @@ def test_a_global_batch_is_split_evenly_among_the_remaining_workers() -> None:
         assert deal.counts_of_departed().nonzero()[0].tolist() == list(range(10, 20))
         assert deal.uncommitted_samples(1) == 0
         assert deal.uncommitted_samples(3) == 10 + 10 + 13 + 13
+
+
+def test_committed_steps_of_a_removed_worker_are_not_returned() -> None:
+    """The change is known before the last committed step is assigned."""
+    deal = BatchAssignment([1] * 5, range(2))
+    deal.next(0)
+    deal.change([0], after=2, committed=2)
+    assert [portion.ranges for portion in hands(deal, 0)] == [((2, 3),), ((4, 5),)]
+
+
+def test_a_restarted_worker_does_not_repeat_committed_steps_of_its_earlier_incarnation() -> None:
+    deal = BatchAssignment.restored(BatchAssignment([1] * 4, range(2)).state(), range(2))
+    for members in ([0], [0, 1]):
+        deal.change(members, after=1, committed=1)
+    assert [portion.ranges for portion in hands(deal, 1)] == [(), ((3, 4),)]
 
 
 def test_inconsistent_states_are_refused() -> None:

@@ -513,6 +513,9 @@ def test_running_workers_form_one_generation_after_any_faults() -> None:
 @example(
     seed=11790963, workers=4, least=1, bad=0.3, faults=0.2
 )  # the furthest worker leaves after a Continue; an old ReadyReport arrives
+@example(
+    seed=12764344, workers=4, least=2, bad=0.0, faults=0.2
+)  # a generation is aborted after a member has paused between two steps
 @settings(max_examples=examples(400))
 def test_running_workers_form_one_generation_after_random_faults_and_losses(
     seed: int, workers: int, least: int, bad: float, faults: float
@@ -549,6 +552,17 @@ def test_a_report_of_an_earlier_pause_does_not_count_for_a_later_one() -> None:
     assert kinds(coordinator.receive(0, 0, early, 2.0)) == [(0, "Continue")]
     assert kinds(coordinator.receive(0, 0, late, 2.0)) == [(0, "GenerationView")], "the same reply, in case it was lost"
     assert coordinator.generation == 1
+
+
+def test_a_heartbeat_of_an_earlier_generation_does_not_count() -> None:
+    coordinator = formed(3)
+    coordinator.process_exited(2, 0, 1.0)
+    for worker in range(2):
+        coordinator.receive(worker, 0, ReadyReport(1, 5, 5), 1.0)
+    assert coordinator.receive(0, 0, Heartbeat(1, "computing", 0.1, 9), 2.0) == []
+    coordinator.save(2.0)
+    posts = [post for one in range(2) for post in coordinator.receive(one, 0, ReadyReport(2, 6, 6, True), 2.0)]
+    assert kinds(posts) == [(0, "GenerationView"), (1, "GenerationView")]
 
 
 def test_a_pause_of_the_coordinator_does_not_fail_workers() -> None:

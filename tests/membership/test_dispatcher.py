@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from stretto.data.dispatcher import BatchDispatcher, DispatchReply
-from stretto.data.leases import Audit, audit
+from stretto.data.leases import Audit, Lease, audit
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
 
@@ -242,6 +242,14 @@ def test_a_worker_that_joins_a_finished_epoch_gets_the_returned_batches() -> Non
     dispatcher.roll_back(before)
     dispatcher.leave(0)
     assert dispatcher.lease(1, 1).lease is not None
+
+
+def test_a_batch_of_a_worker_that_left_the_epoch_is_leased_and_counted_again() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, [2, 3])
+    assert [dispatcher.lease(worker, 1).samples for worker in range(2)] == [2, 5]
+    dispatcher.wait(0, 1, left=True)
+    assert dispatcher.lease(1, 1) == DispatchReply(Lease(0, 1, 0, 2), 5)
 
 
 def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:

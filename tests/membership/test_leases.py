@@ -53,6 +53,18 @@ def test_the_audit_counts_samples_trained_once_twice_and_never() -> None:
     assert audit(counts) == Audit(once=2, twice=1, never=1)
 
 
+def test_a_returned_lease_does_not_count_while_another_worker_holds_its_batch() -> None:
+    ledger = Ledger([2], FirstCome())
+    returned = ledger.lease(0)
+    ledger.give_back(0)
+    held = ledger.lease(1)
+    assert returned is not None
+    assert held is not None
+    assert not ledger.settle(returned)
+    assert ledger.settle(held)
+    assert ledger.trained_by == [1]
+
+
 class Lives(RuleBasedStateMachine):
     """Workers lease, settle, settle again and fail, in any order."""
 
@@ -111,4 +123,4 @@ class Lives(RuleBasedStateMachine):
 @pytest.mark.parametrize("plan", [RoundRobin(3), FirstCome()], ids=str)
 def test_every_sample_counts_once_in_any_order(plan: RoundRobin | FirstCome) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=30))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(240), stateful_step_count=30))

@@ -726,6 +726,15 @@ def test_outer_is_delayed_nesterov(workers: int, nesterov: bool) -> None:
         assert whole(shard.current).item() == pytest.approx(theta, rel=1e-9)
 
 
+def test_a_restored_shard_refreshes_its_momentum_with_the_same_update() -> None:
+    shard, restored = (shard_of(numbers(one), outer(lr=0.7, momentum=0.9), 2) for one in (1, 0))
+    say(shard, update(0, 1, 0, numbers(0.5)))
+    restored.restore(*shard.state())
+    for one in (shard, restored):
+        say(one, update(1, 1, 1, numbers(-0.25)))
+    assert torch.equal(whole(restored.current), whole(shard.current))
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_outer_refreshed_with_every_application_equals_the_synchronous_rule(nesterov: bool) -> None:
     rng = np.random.default_rng(1)

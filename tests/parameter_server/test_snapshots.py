@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.parameter_server.snapshots import DiskStore
+from stretto.parameter_server.snapshots import DiskStore, InMemoryStore
 
 
 def test_a_full_disk_loses_only_the_new_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,3 +30,11 @@ def test_a_full_disk_loses_only_the_new_snapshot(tmp_path: Path, capsys: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["shard0-1.cut"]
     folder.put(4, {"version": 4}, theta)
     assert folder.snapshots() == [1, 4]
+
+
+def test_a_rollback_removes_only_the_snapshots_after_it(tmp_path: Path) -> None:
+    for store in (DiskStore(tmp_path, "shard0"), InMemoryStore()):
+        for number in range(1, 4):
+            store.put(number, {}, [torch.ones(1)])
+        store.discard_after(2)
+        assert store.snapshots() == [1, 2]

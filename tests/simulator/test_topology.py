@@ -92,6 +92,11 @@ SLOW = Link(100e6, 100e6, 0.02)
             Network(SLOW, server=Link(1e9, 1e9)),
             "100Mbit/s 20ms, server 1Gbit/s 0us",
         ),
+        (
+            "hosts of 8 on 10Gbit/s 50us, 1Gbit/s 1ms between, server 2Gbit/s",
+            Network(Link(10e9, 10e9, 50e-6), 8, Link(1e9, 1e9, 1e-3), Link(2e9, 2e9, 1e-3)),
+            "hosts of 8 on 10Gbit/s 50us, 1Gbit/s 1ms between, server 2Gbit/s",
+        ),
         ("servers with workers", Network(with_workers=True), "instant, servers with workers"),
         ("servers in worker 0", Network(in_worker=True), "instant, servers in worker 0"),
         ("loss 1%", Network(loss=0.01), "instant, loss 1%"),

@@ -262,6 +262,11 @@ def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float
     return came
 
 
+@pytest.mark.parametrize("nbytes", [1000, 100_000])
+def test_slowest_link_of_a_path_sets_the_time_of_a_packet_and_of_a_long_message(nbytes: float) -> None:
+    assert arrivals("8Mbit/s up 80Mbit/s down", [(0.0, 0, 1, nbytes)]) == pytest.approx([nbytes / 1e6])
+
+
 @pytest.mark.parametrize(("nbytes", "seconds"), [(1_000_000, 0.9), (100_000, 0.0), (100_500, 0.0005), (50_000, 0.0)])
 def test_idle_link_carries_a_burst_immediately(nbytes: float, seconds: float) -> None:
     assert arrivals("8Mbit/s, burst 100kB", [(0.0, 0, 1, nbytes)]) == pytest.approx([seconds])

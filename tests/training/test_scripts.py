@@ -198,6 +198,23 @@ def test_buffers_are_synchronised_with_the_exchange(recipe: str) -> None:
         assert not torch.equal(one["norm.running_mean"], state["norm.running_mean"])
 
 
+def test_a_buffer_that_only_one_worker_changes_is_averaged() -> None:
+    def work(worker: int) -> Tensor:
+        torch.manual_seed(1)
+        net = Normed()
+
+        def count(*_: object) -> None:
+            net.table += float(worker == 1)
+
+        net.register_forward_pre_hook(count)
+        loop(net, sgd(net.parameters()), regression(96))
+        return net.table.clone()
+
+    found = run_workers(3, work, "local_sgd(every=2)")
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert (found[0] > 1).all()
+
+
 def test_averaged_statistics_are_the_mean_of_the_workers() -> None:
     """With a learning rate of zero the statistics of every worker are known."""
     torch.manual_seed(1)

@@ -252,3 +252,17 @@ def test_frozen_parameters_that_one_worker_changed_are_named() -> None:
     for recipe in ("local_sgd(every=4)", "diloco(every=8)", "allreduce"):
         with pytest.raises(stretto.errors.ReplicasDifferError, match=r"0\.weight of worker 2"):
             run_workers(3, work, recipe)
+
+
+def test_a_gradient_that_the_script_drops_moves_no_parameter_of_an_idle_worker() -> None:
+    def work(worker: int) -> Any:
+        net, optimizer = start(DOUBLE, None)
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(20, DOUBLE), batch_size=4)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            net[2].bias.grad = None
+            optimizer.step()
+        return flat(net)
+
+    found = run_workers(3, work, "allreduce")
+    assert all(torch.equal(one, found[0]) for one in found)
