@@ -500,7 +500,7 @@ class FaultMachine(RuleBasedStateMachine):
 
 
 def test_running_workers_form_one_generation_after_any_faults() -> None:
-    run_state_machine_as_test(FaultMachine, settings=settings(max_examples=examples(150), stateful_step_count=40))
+    run_state_machine_as_test(FaultMachine, settings=settings(max_examples=examples(600), stateful_step_count=40))
 
 
 @given(
@@ -516,7 +516,7 @@ def test_running_workers_form_one_generation_after_any_faults() -> None:
 @example(
     seed=12764344, workers=4, least=2, bad=0.0, faults=0.2
 )  # a generation is aborted after a member has paused between two steps
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(1600))
 def test_running_workers_form_one_generation_after_random_faults_and_losses(
     seed: int, workers: int, least: int, bad: float, faults: float
 ) -> None:

@@ -125,7 +125,7 @@ class Passes(RuleBasedStateMachine):
 
 
 def test_every_sample_counts_once_in_any_order() -> None:
-    run_state_machine_as_test(Passes, settings=settings(max_examples=examples(60), stateful_step_count=40))
+    run_state_machine_as_test(Passes, settings=settings(max_examples=examples(240), stateful_step_count=40))
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))

@@ -167,7 +167,7 @@ def test_checkpoint_queries_delay_no_worker(workers: int, evaluate_every: int) -
     counts_once(Asked(recipe, workers, epochs=2, evaluate_every=evaluate_every, checkpoint="3r", speed=speed))
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from(RECIPES).flatmap(lambda one: st.tuples(st.just(one), faults(parse(one).shards))),
     st.integers(1, 2),

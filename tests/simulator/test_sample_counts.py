@@ -25,7 +25,7 @@ def trained(folder: Path, recipe: str, fault: str, workers: int) -> list[int]:
     return list(found["samples_by_worker"])
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(16))
 @given(st.sampled_from(FREE), faults())
 @example("async_sgd", (2, "kill worker 1 at 0.2s"))
 def test_samples_of_all_workers_sum_to_those_that_were_trained(recipe: str, drawn: tuple[int, str]) -> None:

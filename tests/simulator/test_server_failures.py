@@ -56,7 +56,7 @@ WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
 """Worker 0 receives a broadcast within a backward pass, worker 1 outside of one; the reply is lost."""
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from(sorted(SHARDS)).flatmap(lambda recipe: st.tuples(st.just(recipe), faults(SHARDS[recipe]))),
     st.booleans(),

@@ -69,7 +69,7 @@ GIVER_DIES = (2, "kill worker 1 at 0.047918s, back after 0.036509s; kill worker 
 """Worker 1 joins, and worker 0 fails before its state is sent: no worker has the state any more."""
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(100))
 @given(st.sampled_from(TOGETHER), faults())
 @example("allreduce", GIVER_DIES)
 def test_every_sample_counts_once_whichever_worker_is_killed(recipe: str, drawn: tuple[int, str]) -> None:

@@ -208,7 +208,7 @@ CONFIGURATION = {
     "recipe": st.sampled_from(RECIPES),
     "barrier_every": st.sampled_from([None, 5]),
 }
-SETTINGS = settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 
