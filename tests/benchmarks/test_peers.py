@@ -15,6 +15,7 @@ from benchmarks.pace import ROOT
 from benchmarks.peers import Outcome, Rate, ray_server, rpc, sockets, total, update_of
 from benchmarks.peers.processes import Child
 
+pytestmark = pytest.mark.plain_processes
 LIMIT_S = 20.0
 PARAMETERS = 1003
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from stretto.report import html_report
 
@@ -21,6 +22,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.plain_processes
 def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-c", "from stretto.cli.main import main; main()", "compare", "-n", "2"]
