@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
-from fork_server import FOLDER, ForkingPopen, ForkServer
+from fork_server import ForkingPopen, ForkServer
 from hypothesis import HealthCheck, settings
 
 # A shell starts background jobs with SIGINT ignored, and processes of tests would inherit that.
@@ -31,8 +30,7 @@ def _seed_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def _fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    os.environ[FOLDER] = str(tmp_path_factory.mktemp("processes"))
-    server = ForkServer().spawn()
+    server = ForkServer(str(tmp_path_factory.mktemp("processes"))).spawn()
     yield server
     server.ours.close()
 

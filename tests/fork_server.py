@@ -55,8 +55,6 @@ WORKERS = ("stretto.launcher.worker_main", "stretto.launcher.shard_main", "stret
 """Modules whose processes start no others."""
 READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": None}
 """Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""
-FOLDER = "TEST_PROCESSES"
-"""Environment variable that names a folder: each forked process writes its environment to a file of its pid there."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 HIGH_FD = 400
@@ -69,9 +67,10 @@ BASE_PATH = [path for path in sys.path if path not in os.environ.get("PYTHONPATH
 
 
 class ForkServer:
-    """Connection to a fork server."""
+    """Connection to a fork server. Each forked process writes its environment to a file of its pid in `folder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours, self.theirs = _high(ours), _high(theirs)
         self._lock = threading.Lock()
@@ -125,7 +124,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         pipes = [values["p2cread"], values["c2pwrite"], values["errwrite"]]
         standard = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
         passed = sorted(values["pass_fds"])
-        request["targets"] = [0, 1, 2, *passed]
+        request |= {"targets": [0, 1, 2, *passed], "folder": self.server.folder}
         try:
             self.pid = self.server.start(request, [*standard, *passed])
             self._child_created = True
@@ -160,15 +159,14 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
         "cwd": cwd,
         "session": values["start_new_session"],
         "group": values["process_group"],
-        "folder": os.environ[FOLDER],
     }
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
     """Return the environment that a process was started with; an empty one if it has just ended."""
-    file = Path(os.environ[FOLDER], str(process.pid))
+    file = Path(ForkingPopen.server.folder, str(process.pid)) if ForkingPopen.server is not None else None
     try:
-        if file.exists() and file.stat().st_mtime >= process.create_time() - CLOCK_S:
+        if file is not None and file.exists() and file.stat().st_mtime >= process.create_time() - CLOCK_S:
             return dict(json.loads(file.read_text() or "{}"))
         return dict(process.environ())
     except psutil.Error:
@@ -182,7 +180,7 @@ def main() -> None:
     gc.freeze()  # the collections of forked processes leave these objects, and their pages, alone
     request, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request["words"][:1] != ["-m"] or request["words"][1] not in WORKERS:
-        server = ForkServer()
+        server = ForkServer(request["folder"])
         if os.fork():
             server.theirs.close()
             ForkingPopen.server = server
