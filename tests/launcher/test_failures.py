@@ -118,9 +118,17 @@ def test_error_of_waiting_workers_names_the_worker_that_left_gracefully(place: P
     message = failure(
         place,
         """
+import os, pathlib, time
 from stretto.errors import TransportError
-if rank == 1:
-    time.sleep(0.3)
+pid = pathlib.Path("pid")
+if rank == 0:
+    pathlib.Path("writing").write_text(str(os.getpid()))
+    os.rename("writing", "pid")
+else:
+    limit = time.monotonic() + 60
+    while not pid.exists() or os.path.exists(f"/proc/{pid.read_text()}"):  # the launcher has seen that it ended
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     raise TransportError("worker 0 is gone")
 """,
         workers=2,

@@ -191,8 +191,8 @@ def test_lines_are_shown_when_they_end(place: Place) -> None:
         import os, pathlib, time
         print("seen")
         log = pathlib.Path(config.run, "worker-0.log")
-        limit = time.monotonic() + 5
-        while log.read_text() != "seen\\n":
+        limit = time.monotonic() + 60
+        while not log.exists() or log.read_text() != "seen\\n":
             assert time.monotonic() < limit
             time.sleep(0.01)
         """
@@ -224,9 +224,9 @@ def test_lines_are_shown_when_they_end(place: Place) -> None:
         ({"workers": 2, "min_workers": 0}, LaunchError, ("minimum number of workers", "got: 0")),
         ({"workers": 2, "max_workers": 1}, LaunchError, ("largest number of workers", "got: 1", "--max-workers 2")),
         ({"restarts": -1}, LaunchError, ("number of restarts", "got: -1", "try: --restarts 3")),
-        ({"checkpoint_every": "often"}, LaunchError, ("every 'often'", "20 rounds", "try: --checkpoint-every 5m")),
-        ({"checkpoint_every": "0s"}, LaunchError, ("every '0s'",)),
-        ({"checkpoint_every": "0 rounds"}, LaunchError, ("every '0 rounds'",)),
+        ({"checkpoint_every": "often"}, LaunchError, ("got: often", "20 rounds", 'try: --checkpoint-every "5m"')),
+        ({"checkpoint_every": "0s"}, LaunchError, ("got: 0s",)),
+        ({"checkpoint_every": "0 rounds"}, LaunchError, ("got: 0 rounds",)),
         ({"keep": 2}, LaunchError, ("--keep changes nothing", "--checkpoint-every 5m --keep 2")),
         ({"keep": 0, "checkpoint_every": "5m"}, LaunchError, ("number of checkpoints", "got: 0")),
         ({"resume": Path("none")}, LaunchError, ("there is no run none", "try: --resume")),
