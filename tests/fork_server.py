@@ -58,7 +58,7 @@ READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": No
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 HIGH_FD = 400
-"""Descriptors from here on do not collide with those that a request passes."""
+"""Descriptors from here on do not collide with the descriptors that a request passes."""
 LONGEST = 1 << 20
 CLOCK_S = 0.05
 """Largest difference between the clocks of processes and files."""

@@ -33,8 +33,8 @@ FINISHED = ProcessRecord(finished=True)
 class Exited:
     """Exit of a process. Servers and the coordinator have numbers below 0; `code` is negative for a signal.
 
-    `injected` is True if this launcher sent a signal to inject a fault. `record` is the last record of the process: a
-    worker that did not finish its training, such as one that called os._exit, has not recorded that.
+    `injected` is True if this launcher sent a signal to inject a fault. `record` is the last record of the process;
+    `record.finished` is False for a worker that called os._exit in the middle of its training.
     """
 
     worker: int

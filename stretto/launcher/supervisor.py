@@ -29,7 +29,7 @@ CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
 POLL_S = 0.2
 """Interval at which failed workers are looked for once a worker has finished."""
-STOPPED_POLL_S = 0.5
+POLL_S = 0.5
 """Interval at which stopped workers are looked for that have not registered."""
 FIRST_S, LONGEST_S = 0.2, 10.0
 """First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
@@ -109,7 +109,7 @@ class Supervisor:
             self._processes[part.number] = _Process(part.number, time.perf_counter())
         self._schedule_fault()
         if self._config.elastic:
-            self._kill_stopped()
+            self._poll()
 
     def wait(self) -> Cause | None:
         """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped."""
@@ -230,14 +230,18 @@ class Supervisor:
         while self._due and self._due[0][0] <= time.perf_counter():
             heapq.heappop(self._due)[2]()
 
-    def _kill_stopped(self) -> None:
-        """Kill, after the failure timeout, a worker that was stopped before it registered."""
-        self._later(time.perf_counter() + STOPPED_POLL_S, self._kill_stopped)
+    def _poll(self) -> None:
+        """Ask the coordinator, which may have been restarted, for failures again, and look for stopped workers."""
+        self._later(time.perf_counter() + POLL_S, self._poll)
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
+        self._kill_stopped()
+
+    def _kill_stopped(self) -> None:
+        """Kill, after the failure timeout, a worker that was stopped before it registered."""
         for one in self._in("running"):
             is_unregistered = self._table.is_stopped(one.number) and not self._has_joined(one)
-            one.stopped_s = one.stopped_s + STOPPED_POLL_S if is_unregistered else 0.0
+            one.stopped_s = one.stopped_s + POLL_S if is_unregistered else 0.0
             if one.stopped_s > self._config.failure_timeout_s:
                 self._table.kill(one.number)
 

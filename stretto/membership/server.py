@@ -154,8 +154,10 @@ class MembershipServer:
                 self._send(b"worker %d.%d" % (message.worker, message.incarnation), _ENCODER.encode(message.message))
         notices, self._coordinator.notices = self._coordinator.notices, []
         events, self._coordinator.events = self._coordinator.events, []
-        for launcher in self._launchers if events else ():
-            self._send(launcher, _ENCODER.encode(self._coordinator.failures))
+        if events and self._launchers:
+            failures = _ENCODER.encode(self._coordinator.failures)
+            for launcher in self._launchers:
+                self._send(launcher, failures)
         if notices or events:
             self._publish(notices, events)
 

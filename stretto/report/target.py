@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from stretto.call_syntax import nearest
 from stretto.errors import LaunchError, explain
 from stretto.events import Event
 from stretto.report.run_log import number
@@ -69,13 +69,13 @@ class Target:
             return
         if not names:
             raise LaunchError(_no_metrics(self))
-        near = difflib.get_close_matches(self.metric, names, n=1, cutoff=0.5) or names[:1]
+        near = nearest(self.metric, names) or names[0]
         raise LaunchError(
             explain(
                 f"`evaluate` does not return {self.metric!r}, the metric of the target",
                 got=self,
                 expected="one of " + ", ".join(names),
-                to_type=f'--target "{near[0]}{self.comparison}{self.number:g}"',
+                to_type=f'--target "{near}{self.comparison}{self.number:g}"',
             )
         )
 

@@ -92,7 +92,7 @@ class GradientBuffers:
 
 
 class GradientAllReduce:
-    """All-reduces the gradients of a set of parameters, laid flat.
+    """All-reduces the gradients of a set of parameters in flat buffers.
 
     `on_changed` is called at all workers when any worker trains other parameters, with True at an idle worker.
 

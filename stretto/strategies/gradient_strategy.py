@@ -30,7 +30,7 @@ class GradientStrategy(RecipeStrategy):
         self._hooks = watch_forward(self._model, self._follow)
 
     def begin_epoch(self, together: bool) -> None:
-        """Agree on the trained parameters if `together`, and hook those that require gradients now."""
+        """Agree on the trained parameters if `together`, and hook all that require gradients now."""
         if together:
             self._agree_on_changes(at_start=True)
         parameter_set = self.sets[0]

@@ -41,13 +41,12 @@ class ParameterSet:
         """Ids of parameters that an optimizer still holds, and that the script has replaced in the model."""
         self._seen: list[int] = []
         self._before: dict[int, Tensor] = {}
-        """Values of parameters outside the arena before their first step, by the parameter's id."""
+        """Values of parameters outside the flat buffers before their first step, by the parameter's id."""
 
-    def lay(self, named: Named, spare: bool) -> FlatParameters:
-        """Lay these parameters flat."""
+    def flatten(self, named: Named, spare: bool) -> None:
+        """Make these parameters views of flat buffers."""
         self.flat_parameters, self._before = FlatParameters(named, spare), {}
         self.see()
-        return self.flat_parameters
 
     def see(self) -> None:
         """Note that the workers have agreed on the parameters that are trained now."""
@@ -55,13 +54,13 @@ class ParameterSet:
 
     @property
     def laid(self) -> set[int]:
-        """Ids of the parameters that lie in the arena."""
+        """Ids of the parameters in the flat buffers."""
         return (
             {id(slot.parameter) for slot in self.flat_parameters.slots} if self.flat_parameters is not None else set()
         )
 
     def is_laid(self) -> bool:
-        """True if all parameters still lie in the arena: a script may have moved its model."""
+        """True if all parameters are still views of the flat buffers: a script may have moved its model."""
         return self.flat_parameters is None or all(part.in_place() for part in self.flat_parameters.parts)
 
     def has_changed(self) -> bool:

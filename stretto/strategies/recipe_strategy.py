@@ -26,7 +26,7 @@ from stretto.transport.elastic import attempted, has_others
 
 
 class RecipeStrategy(Strategy):
-    """A strategy that exchanges sets of parameters, which it lays flat, as a recipe says."""
+    """A strategy that exchanges sets of parameters, held in flat buffers, by a recipe."""
 
     recipe: Recipe
     _frozen: FrozenVariance | None = None
@@ -127,7 +127,7 @@ class RecipeStrategy(Strategy):
             parameter_set.see()
             return
         ranges = [*self._ranges_of(parameter_set), *late]
-        parameter_set.lay(by_name, spare=self.in_rounds)
+        parameter_set.flatten(by_name, spare=self.in_rounds)
         self._count_and_create(parameter_set)
         carry_over(ranges, self._ranges_of(parameter_set))
         add_residuals(self.recipe.how, before, self._pieces(parameter_set))

@@ -49,7 +49,7 @@ class Strategy:
         each = [[optimizer] for optimizer in optimizers] if self.in_rounds else [list(optimizers)]
         self.sets = [ParameterSet(model, own, self._transport) for own in each]
         self.parameter_sets = parameter_sets
-        """Number of parameter sets laid out so far, in all sections: a server knows a set by this number."""
+        """Number of parameter sets created so far, in all sections: a server knows a set by this number."""
         self._averaged: AveragedModel | None = None
         self.state = StrategyState(self, model)
 

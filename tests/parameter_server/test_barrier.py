@@ -161,7 +161,7 @@ def test_finished_operations_take_no_memory() -> None:
 
 
 def test_an_operation_that_one_worker_has_completed_is_over() -> None:
-    """The waiting workers are named once, except those that were already notified of its failure."""
+    """The waiting workers are named once, without workers that were already notified of the failure."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), lambda laid: sum(laid.values()))
     assert [meeting.contribute(worker, 1, 10) for worker in (0, 2)] == [[], []]
     assert meeting.note_result(1) == [0, 2]

@@ -67,7 +67,7 @@ TENSORS = st.lists(st.builds(flat, st.sampled_from(sorted(DTYPES)), st.binary(ma
 
 
 def frames(number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[list[bytearray]]:
-    """Return the frames of a message as they are received."""
+    """Return the frames of a message in the form in which a server receives them."""
     return [[bytearray(frame) for frame in message] for message in encode(number, body, tensors)]
 
 
@@ -247,7 +247,7 @@ def test_damaged_messages_raise_only_framing_errors(said: m.Body, tensors: list[
 
 
 def test_a_message_may_name_many_batches_of_an_epoch() -> None:
-    """A restarted dispatcher receives all of them, and those that a failed worker has left."""
+    """A restarted dispatcher receives all batches of the epoch, and the batches that a failed worker has left."""
     batches = list(range(0, 600_000, 6))
     for said in (m.Settle(1, batches), m.IncarnationEnded(0, 0, 1, batches), m.CountedWork(1, batches)):
         assert decode_header(frames(1, said)[0][0]).body == said
