@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -150,8 +149,7 @@ class Place:
         if arguments[:1] == ("run",) and not self.recovers:
             command.insert(command.index("run") + 1, "--no-recovery")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | popen
-        restore_sigint = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-        process = subprocess.Popen(command, preexec_fn=restore_sigint, **pipes)
+        process = subprocess.Popen(command, **pipes)
         self._started.append(process)
         return process
 

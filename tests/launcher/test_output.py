@@ -74,6 +74,7 @@ def test_line_that_a_worker_prints_for_stretto_begins_a_line_on_a_terminal(place
     assert "##stretto" not in text
 
 
+@pytest.mark.plain_processes
 def test_first_line_names_the_run_before_torch_is_imported(place: Place) -> None:
     script = place.script("print('from the script')")
     before = "import sys; from stretto.launcher.progress_display import ProgressDisplay as W; was = W.starting; "
