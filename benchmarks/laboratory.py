@@ -25,6 +25,7 @@ from types import FrameType
 from typing import IO, NoReturn, Self
 
 from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
 
 PREFIX = "stretto-lab-"
 LINK = "uplink"
@@ -112,9 +113,9 @@ class Laboratory:
 
         With `run` it also contains a configuration of Stretto: this run directory, and a recipe.
         """
-        config = WorkerConfig(
-            rank=host, world_size=hosts, store=f"{address(0)}:{PORT}", run=str(run), recipe=recipe
-        ).environment()
+        options = RunConfig(Path(), workers=hosts, recipe=recipe)
+        store = f"{address(0)}:{PORT}"
+        config = WorkerConfig(rank=host, options=options, store=store, run=str(run)).environment()
         return {
             **(config if run is not None else {}),
             "RANK": str(host),

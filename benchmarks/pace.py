@@ -25,6 +25,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
@@ -92,7 +93,9 @@ class WorkerGroup:
         port = str(free_port())
         common = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        base = WorkerConfig(world_size=workers, store=f"127.0.0.1:{port}", run=self._folder.name)
+        base = WorkerConfig(
+            options=RunConfig(Path(), workers=workers), store=f"127.0.0.1:{port}", run=self._folder.name
+        )
         places = [
             {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **replace(base, rank=rank).environment()}
             for rank in range(workers)

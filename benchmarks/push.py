@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from stretto.parameter_server.client_types import Update, split_among_shards
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import listening, serve
 from stretto.process_config import ShardConfig
+from stretto.run_config import RunConfig
 from stretto.security import WorkerKeys, new_keys
 
 RECIPE = "async_sgd"
@@ -152,11 +154,10 @@ def shard() -> None:
         ShardConfig(
             shard=number,
             shards=shards,
-            workers=workers,
+            options=RunConfig(Path(), workers=workers),
             listen_fd=shard_socket.detach(),
             dispatcher_fd=fd,
             keys=keys,  # type: ignore[arg-type]
-            timeout_s=LIMIT_S,
         )
     )
 

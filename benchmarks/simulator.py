@@ -29,7 +29,7 @@ from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
 from benchmarks.peers.processes import Child, send_result, wait_until_closed
 from stretto.faults import plan
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.config import Simulation, check
 from stretto.simulator.isolation.memory_estimate import memory_bytes

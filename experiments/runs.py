@@ -16,9 +16,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import RunConfig
 from stretto.report import run_log, run_record
 from stretto.report.target import Target
+from stretto.run_config import RunConfig
 from stretto.run_dir import write_run
 from stretto.simulator.compute import cost_model
 from stretto.simulator.compute import speed as speeds
@@ -78,7 +78,7 @@ class Point:
 
     def _run(self, folder: Path) -> Found:
         simulation = self.simulation()
-        write_run(folder, simulation.asked(), BEGAN)
+        write_run(folder, simulation.record(), BEGAN)
         try:
             simulate(simulation, folder, DiscardedOutput(), lambda: None)
         except LaunchError as error:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import builtins
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from stretto.membership.barrier_client import Barrier
 from stretto.membership.barriers import EVERYBODY, Position
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext, find_context
+from stretto.whole_files import written_whole
 
 
 def rank() -> int:
@@ -122,6 +122,7 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
 
     Raises OSError when the file cannot be written; the one before it is still there.
 
+    >>> import tempfile
     >>> save({"accuracy": 0.9}, Path(tempfile.mkdtemp()) / "models/best.pt")
     """
     if not is_main():
@@ -131,39 +132,11 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         return
     position = _position(f"save {os.fspath(path)}")
     try:
-        _write(obj, Path(path))
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(Path(path), synced=True) as part:
+            torch.save(obj, part)
     finally:
         _announce(position)
-
-
-def _write(obj: object, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, _mode(path))
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _mode(path: Path) -> int:
-    """Return the permissions of an existing file, or those of a new one."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 # --- positions in the script ------------------------------------------------------------------------------------------

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from stretto.errors import LaunchError, explain
+from stretto.faults.stragglers import factors
+from stretto.run_config import RunConfig, decode_path
 
 VARIABLE = "STRETTO_CONFIG"
 RECIPE = "STRETTO_RECIPE"
@@ -47,6 +51,8 @@ workers' public."""
 class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Configuration of a process; `environment` is the part of its environment that carries it."""
 
+    options: RunConfig = RunConfig(Path(sys.argv[0]))
+    """Options of the run; the defaults where no launcher of Stretto's has started it."""
     run: str | None = None
     """Run directory, absolute; None where the process has to make one."""
     listen_fd: int | None = None
@@ -56,15 +62,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def environment(self) -> dict[str, str]:
         """Return the environment variable that carries this configuration."""
-        return {VARIABLE: msgspec.json.encode(self).decode()}
+        return {VARIABLE: msgspec.json.encode(self, enc_hook=str).decode()}
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Configuration of a worker process."""
 
     rank: int = 0
-    world_size: int = 1
-    """Number of workers that were started."""
     incarnation: int = 0
     """Number of earlier starts of this worker."""
     store: str | None = None
@@ -78,29 +82,16 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
     keys: KeyTexts | None = None
     """None where traffic is not encrypted."""
-    recipe: str | None = None
-    seed: int | None = None
-    single_process: bool = False
-    """True if every exchange is switched off."""
-    global_batch_of: int = 1
-    """Number of batches of the script that a single process joins to one."""
-    split_batch: bool = False
-    """True if all workers share each batch of the script."""
-    lr_factor: float = 1.0
-    slowdown: float = 1.0
-    """Factor by which the compute time is prolonged (`--stragglers`)."""
-    keep_states: bool = False
-    on_nan: Literal["stop", "skip"] = "stop"
-    on_resize: Literal["per-worker-batch", "global-batch"] = "per-worker-batch"
-    timeout_s: float = 600.0
-    """Limit of every wait for another worker."""
-    failure_timeout_s: float = 10.0
-    """Time without a heartbeat after which a process is declared failed."""
-    checkpoint_every: str | None = None
-    keep: int = 3
-    """Number of checkpoints that are kept."""
-    resume: str | None = None
-    """Run directory whose newest checkpoint training continues from."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that were started."""
+        return self.options.workers
+
+    @property
+    def slowdown(self) -> float:
+        """Factor by which the compute time is prolonged (`--stragglers`)."""
+        return factors(self.options.stragglers, self.options.workers).get(self.rank, 1.0)
 
     @property
     def store_address(self) -> tuple[str, int] | None:
@@ -114,19 +105,18 @@ class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
 
     shard: int
     shards: int
-    workers: int
-    """Largest number of workers."""
     dispatcher_fd: int | None = None
     """Descriptor of the listening socket of the batch dispatcher, which the process of shard 0 runs too."""
     keys: KeyTexts | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
-    timeout_s: float = 600.0
     snapshots: str | None = None
     """Directory of snapshots; None where a failed server is not restarted."""
-    recipe: str | None = None
-    """Recipe of the command line, whose codecs are imported; messages of workers import nothing."""
     snapshot_interval_s: float | None = None
     restarted: bool = False
+
+    @property
+    def max_workers(self) -> int:
+        """Largest number of workers."""
+        return max(self.options.workers, self.options.max_workers or 0)
 
 
 class CoordinatorConfig(Config, frozen=True, kw_only=True, tag="coordinator"):
@@ -152,7 +142,7 @@ def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig |
 
 @functools.lru_cache(maxsize=4)
 def _decoded(text: str) -> WorkerConfig | None:
-    config = msgspec.json.decode(text, type=WorkerConfig | ShardConfig | CoordinatorConfig)
+    config = msgspec.json.decode(text, type=WorkerConfig | ShardConfig | CoordinatorConfig, dec_hook=decode_path)
     return config if isinstance(config, WorkerConfig) else None
 
 
@@ -162,11 +152,14 @@ def _of_torchrun(environment: Mapping[str, str]) -> WorkerConfig:
         store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     return WorkerConfig(
         rank=_number(environment, "RANK", 0),
-        world_size=_number(environment, "WORLD_SIZE", 1),
         store=store,
         store_prefix=f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        recipe=environment.get(RECIPE) or None,
+        options=RunConfig(
+            Path(sys.argv[0]),
+            workers=_number(environment, "WORLD_SIZE", 1),
+            recipe=environment.get(RECIPE) or None,
+        ),
     )
 
 

@@ -74,10 +74,8 @@ class ServerProcesses:
             run=str(self.folder),
             shard=0,
             shards=1,
-            workers=1,
             dispatcher_fd=descriptors[0],
             listen_fd=descriptors[1],
-            timeout_s=30.0,
             snapshots=str(self.snapshots),
         )
         command = [sys.executable, "-m", "stretto.launcher.shard_main"]

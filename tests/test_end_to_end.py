@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from stretto.events import read_events
 from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
 
 LIMIT_S = 120
 
@@ -213,7 +214,7 @@ def test_gradient_scalers_are_equal_on_idle_workers_too(tmp_path: Path) -> None:
     path = script(tmp_path, SCALED)
     several = stretto_run(tmp_path, path, 4, "allreduce", "several")
     (tmp_path / "joined").mkdir()
-    joined = WorkerConfig(run="joined", single_process=True, global_batch_of=4).environment()
+    joined = WorkerConfig(run="joined", options=RunConfig(path, single_process=True, global_batch_of=4)).environment()
     done = call(tmp_path, sys.executable, str(path), **joined)
     assert done.returncode == 0, done.stderr
     one = load_file(tmp_path / "joined" / "final.safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.run_dir import describe, make_folder
 
 NOW = datetime(2026, 11, 21, 10, 45)
@@ -34,8 +34,8 @@ def test_run_never_overwrites_another(tmp_path: Path) -> None:
 
 def test_run_configuration_is_stored() -> None:
     order = RunConfig(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
-    asked = describe(order.asked(), NOW)
-    assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")
+    asked = describe(order.record(), NOW)
+    assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ("--lr", "1"), "diloco()")
     assert (asked["workers"], asked["seed"], asked["threads"]) == (2, 3, 5)
     assert (asked["single_process"], asked["global_batch_of"]) == (False, 1)
     assert asked["started"].startswith("2026-11-21T10:45:00")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import tempfile
@@ -14,6 +13,7 @@ from torch import Tensor
 from stretto.checkpoint.storage import Checkpoints, write_tensors
 from stretto.errors import LogError
 from stretto.run_dir import CHECKPOINTS
+from stretto.whole_files import written_whole
 
 NAME = "final"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,15 +56,11 @@ def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool
 
 def _try_write(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
     """Write a file atomically; return the error that prevented it."""
-    part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        write_tensors(part, tensors)
-        part.rename(target)
+        with written_whole(target) as part:
+            write_tensors(part, tensors)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         return error
     return None
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stretto.errors import LogError
 from stretto.transport.tensor_bytes import octets
+from stretto.whole_files import sync
 
 Notice = Callable[[str], object]
 FORMAT = 3
@@ -116,8 +117,8 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        _sync(self.folder)
-        _sync(self.folder.parent)
+        sync(self.folder)
+        sync(self.folder.parent)
         self._complete.add(written)
         return written
 
@@ -257,7 +258,7 @@ def _fill(folder: Path, state: State, number: int) -> None:
     with (folder / MANIFEST).open("xb", buffering=0) as file:
         _write_all(file, memoryview(_sealed(body)))
         os.fsync(file.fileno())
-    _sync(folder)
+    sync(folder)
 
 
 def _worker_file(worker: int) -> str:
@@ -276,15 +277,6 @@ def _check_plain(fact: object, where: str) -> None:
         raise TypeError(
             f"{where} of a checkpoint cannot be {fact!r}: a {type(fact).__name__} cannot be read back as such"
         )
-
-
-def _sync(folder: Path) -> None:
-    """Sync the entries of a directory to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest() -> hashlib.blake2b:

@@ -10,37 +10,27 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stretto.cli.script_arguments import (
-    FAILURES,
-    OUTPUT,
-    SERVER,
-    WORKERS,
-    Arguments,
-    Module,
-    RateScale,
-    Script,
-    SplitBatch,
-    recipe_names,
-)
+from stretto.cli.options import configured
+from stretto.cli.script_arguments import recipe_names
 from stretto.compare.progress import Progress
 from stretto.compare.runner import Comparison
 from stretto.compare.trials import Question, ask, trials
-from stretto.launcher.entry import title
 from stretto.launcher.local import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.tables import show
 from stretto.report.verdict import verdict
+from stretto.run_config import OUTPUT, WORKERS, RunConfig
 from stretto.run_dir import make_folder
 
 DEFAULT_WORKERS = "4"
 FAILED = 1
 
 
+@configured("module", "threads", "stragglers", "global_batch", "lr_scale", "servers", "timeout_s", file=False)
 def compare(
-    script: Script,
-    args: Arguments = None,
+    context: typer.Context,  # noqa: ARG001
+    config: RunConfig,
     *,
-    module: Module = False,
     workers: Annotated[
         str,
         typer.Option(
@@ -64,36 +54,6 @@ def compare(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Number of repetitions, each with another seed.", rich_help_panel=WORKERS)
     ] = 1,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", show_default="the cores, shared out", help="Threads per worker.", rich_help_panel=WORKERS
-        ),
-    ] = None,
-    stragglers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKER:FACTOR,...",
-            show_default="none",
-            help='Slow workers down by a factor: "1:2.0,3:5.0".',
-            rich_help_panel=WORKERS,
-        ),
-    ] = None,
-    servers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            show_default="the recipe's",
-            help="Shards of the parameter server, for recipes that have one.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
-        ),
-    ] = 600.0,
     target: Annotated[
         str | None,
         typer.Option(
@@ -118,30 +78,14 @@ def compare(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    split_batch: SplitBatch = "keep",
-    lr_scale: RateScale = "none",
 ) -> None:
     """Run SCRIPT in a single process and under each recipe, and compare model, metrics, speed and traffic.
 
     Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """
     check_target(json_to, "compare.json")
-    question = ask(
-        script,
-        args or (),
-        workers=workers,
-        recipes=recipe or (),
-        seeds=seeds,
-        target=target,
-        threads=threads,
-        timeout_s=timeout,
-        servers=servers,
-        stragglers=stragglers,
-        module=module,
-        global_batch=split_batch,
-        lr_scale=lr_scale,
-    )
-    folder = make_folder(f"compare-{title(script, module)}", out, datetime.now())
+    question = ask(config, workers=workers, recipes=recipe or (), seeds=seeds, target=target)
+    folder = make_folder(f"compare-{config.name}", out, datetime.now())
     comparison = _run(question, folder, quiet)
     _conclude(comparison, json_to)
     if comparison.failed():

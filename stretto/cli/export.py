@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from stretto.errors import LaunchError, LogError, explain
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.run_dir import CHECKPOINTS
+from stretto.whole_files import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,9 +132,5 @@ def _write(out: Path, tensors: dict[str, Tensor]) -> None:
     """Write under a temporary name first, so that `out` is complete or absent."""
     from stretto.checkpoint.storage import write_tensors
 
-    temporary = out.with_name(f".{out.name}.{os.urandom(4).hex()}")
-    try:
-        write_tensors(temporary, tensors)
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(out) as part:
+        write_tensors(part, tensors)

@@ -10,50 +10,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import structs
 from typer.exceptions import TyperException
 
 from stretto.cli.compare import compare
 from stretto.cli.export import command as export
-from stretto.cli.options import (
-    FailureTimeout,
-    JsonTo,
-    OnNan,
-    OnResize,
-    Out,
-    Output,
-    Quiet,
-    Timeout,
-    duration,
-    max_workers_option,
-    min_workers_option,
-    servers_option,
-    whole_number,
-    workers_option,
-)
-from stretto.cli.script_arguments import (
-    CHECKPOINTS,
-    FAILURES,
-    RETYPED,
-    SERVER,
-    WORKERS,
-    Arguments,
-    Module,
-    RateScale,
-    Recipe,
-    Script,
-    ScriptCommand,
-    SplitBatch,
-    examples,
-    nearest,
-)
+from stretto.cli.options import JsonTo, Quiet, configured, with_options
+from stretto.cli.script_arguments import RETYPED, ScriptCommand, examples, nearest
 from stretto.cli.simulate import command as simulate
 from stretto.errors import StrettoError, explain
-from stretto.launcher.local import JoinRequest, RunConfig, Stopped
+from stretto.launcher.local import JoinRequest, Stopped
 from stretto.launcher.local import join as join_run
-from stretto.launcher.local import run as run_order
+from stretto.launcher.local import run as run_locally
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
+from stretto.run_config import Output, RunConfig
 from stretto.run_dir import version
 
 app = typer.Typer(
@@ -137,197 +109,59 @@ def options(
         "stretto run -n 4 --checkpoint-every 5m -m package.train",
     ),
 )
-def run(
-    context: typer.Context,
-    script: Script,
-    args: Arguments = None,
-    *,
-    module: Module = False,
-    workers: Annotated[int, workers_option(parser=whole_number)] = 1,
-    recipe: Recipe = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            help="Added to every seed that the script sets.",
-            rich_help_panel=WORKERS,
-        ),
-    ] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            show_default="the cores, shared out",
-            help="Threads per worker.",
-            rich_help_panel=WORKERS,
-        ),
-    ] = None,
-    stragglers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKER:FACTOR,...",
-            show_default="none",
-            help='Slow workers down by a factor: "1:2.0,3:5.0".',
-            rich_help_panel=WORKERS,
-        ),
-    ] = None,
-    servers: Annotated[int | None, servers_option(parser=whole_number)] = None,
-    on_nan: OnNan = "stop",
-    plain: Annotated[
-        bool,
-        typer.Option(
-            "--no-encryption",
-            help="Do not encrypt the traffic with the parameter server and the coordinator.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
-    failure_timeout: FailureTimeout = "10s",
-    timeout: Timeout = 600.0,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            help="Number of times that a failed process is restarted.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = 3,
-    no_recovery: Annotated[
-        bool,
-        typer.Option(
-            "--no-recovery",
-            help="End the run at the first failure; no coordinator is started.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = False,
-    min_workers: Annotated[int, min_workers_option(parser=whole_number)] = 1,
-    max_workers: Annotated[int | None, max_workers_option(parser=whole_number)] = None,
-    split_batch: SplitBatch = "keep",
-    lr_scale: RateScale = "none",
-    on_resize: OnResize = "per-worker-batch",
-    host: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            show_default="this machine alone",
-            help="Address of this machine at which `stretto join` on other machines reaches the run.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            show_default="a free one",
-            help="Rendezvous port.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = None,
-    faults: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FAULTS",
-            show_default="none",
-            help='Faults to inject: "kill worker every 20s".',
-            rich_help_panel=FAILURES,
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME|ROUNDS",
-            show_default="no checkpoints",
-            help='Interval between checkpoints: 5m, "20 rounds".',
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = None,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            show_default="the newest 3",
-            help="Number of checkpoints kept.",
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            show_default="a new run",
-            help="Continue from the newest complete checkpoint of this run.",
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = None,
-    out: Out = None,
-    output: Output = "rank0",
-    quiet: Quiet = False,
-    json_to: JsonTo = None,
-) -> None:
+@configured(
+    "module",
+    "workers",
+    "recipe",
+    "seed",
+    "threads",
+    "stragglers",
+    "global_batch",
+    "lr_scale",
+    "servers",
+    "on_nan",
+    "plain",
+    "failure_timeout_s",
+    "timeout_s",
+    "restarts",
+    "recovery",
+    "min_workers",
+    "max_workers",
+    "on_resize",
+    "host",
+    "port",
+    "faults",
+    "checkpoint_every",
+    "keep",
+    "resume",
+    "out",
+    "output",
+)
+def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json_to: JsonTo = None) -> None:
     """Run SCRIPT on workers of this machine.
 
     Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """
-    config = RunConfig(
-        script=script,
-        args=tuple(args or ()),
-        module=module,
-        workers=workers,
-        recipe=recipe,
-        seed=seed,
-        out=out,
-        threads=threads,
-        port=port,
-        timeout_s=timeout,
-        output=output,
-        servers=servers,
-        stragglers=stragglers,
-        on_nan=on_nan,
-        plain=plain,
-        failure_timeout_s=duration(failure_timeout),
-        min_workers=min_workers,
-        max_workers=max_workers,
-        restarts=restarts,
-        recovery=not no_recovery,
-        batch=on_resize,
-        global_batch=split_batch,
-        lr_scale=lr_scale,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        resume=resume,
-        host=host,
-        faults=faults,
-        retyped=context.meta[RETYPED],
-    )
+    config = structs.replace(config, retyped=context.meta[RETYPED])
     check_target(json_to, "run.json")
     to_standard_output = str(json_to) == STANDARD_OUTPUT
-    folder = run_order(config, ProgressDisplay(quiet=quiet, out=2 if to_standard_output else 1))
+    folder = run_locally(config, ProgressDisplay(quiet=quiet, out=2 if to_standard_output else 1))
     from stretto.report.summary import conclude  # only here: matplotlib is slow to import
 
     conclude(folder, json_to, silent=quiet)
 
 
 @app.command(epilog=examples("stretto join runs/RUN -n 2", "stretto join /shared/run -n 4 --threads 2"))
+@with_options
 def join(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="The folder of the run, on a disk that both machines see.")
     ],
     *,
-    workers: Annotated[int, workers_option(parser=whole_number)] = 1,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number, metavar="N", show_default="the cores, shared out", help="Threads per worker."
-        ),
-    ] = None,
+    workers: int = 1,
+    threads: int | None = None,
     output: Output = "none",
-    restarts: Annotated[
-        int, typer.Option(parser=whole_number, metavar="N", help="Number of times that a failed process is restarted.")
-    ] = 3,
+    restarts: int = 3,
     quiet: Quiet = False,
 ) -> None:
     """Join a run that was started with --host: add workers of this machine to it."""

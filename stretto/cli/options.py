@@ -1,22 +1,33 @@
-"""Options that several commands share, each declared once with its help text."""
+"""Options of the commands, made from the fields of `RunConfig`, and the file for `--config`."""
 
 from __future__ import annotations
 
+import inspect
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
+import msgspec
 import typer
 
-from stretto.cli.script_arguments import FAILURES, OUTPUT, SERVER, WORKERS
-from stretto.errors import explain
-from stretto.launcher import config
+from stretto.cli.script_arguments import SCRIPT_TYPED, Arguments, Script, nearest, recipe_names
+from stretto.errors import LaunchError, explain
+from stretto.run_config import OUTPUT, WORKERS, Option, RunConfig, options
 from stretto.units import seconds
 
+Command = Callable[..., None]
+VERSION = "stretto"
+"""Key of `run.json` that no other file has; keys there that are no options describe the run."""
+FROM_FILE = "stretto.from_file"
+"""Key in a command's context: fields of the configuration that the file for `--config` sets and that have no option."""
 
-def whole_number(text: str | int) -> int:
+
+def whole_number(text: str | float) -> int:
     """Return the number that was typed. Raises BadParameter."""
     try:
-        return int(text)
+        return int(str(text))
     except ValueError:
         expected = "a whole number"
         problem = f"{text} is not a whole number"
@@ -25,65 +36,39 @@ def whole_number(text: str | int) -> int:
 
 def duration(text: str | float) -> float:
     """Return the seconds of a time that was typed. Raises BadParameter."""
-    found = text if isinstance(text, float) else seconds(text)
+    found = seconds(text) if isinstance(text, str) else float(text)
     if found is None:
         expected = "a time such as 500ms, 10s, 2m"
         raise typer.BadParameter(explain(f"{text} is not a time", got=text, expected=expected, to_type="10s"))
     return found
 
 
-def workers_option(**more: Any) -> Any:
-    """Return the option -n, of a number or a text."""
-    text = "Number of workers."
-    return typer.Option("-n", "--workers", metavar="N", help=text, rich_help_panel=WORKERS, **more)
+def option(name: str, **changes: Any) -> Any:
+    """Return the type of a command's parameter: that of a field of `RunConfig`, with its option.
+
+    `changes` replace parts of the option, as its help text.
+    """
+    kind, declared, _ = options()[name]
+    declared = replace(declared, **changes)
+    more: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
+    more |= {"parser": duration} if declared.metavar == "TIME" else {}
+    more |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
+    return Annotated[kind, _typer_option(declared, name, more)]
 
 
-def servers_option(**more: Any) -> Any:
-    """Return the option --servers, of a number or a text."""
-    text = "Run the recipe over a parameter server of N shards."
-    return typer.Option(metavar="N", show_default="the recipe's", help=text, rich_help_panel=SERVER, **more)
+def _typer_option(declared: Option, name: str, more: Mapping[str, Any]) -> Any:
+    names = declared.names or (f"--{name.replace('_', '-')}",)
+    return typer.Option(
+        *names,
+        metavar=declared.metavar,
+        show_default=declared.default or True,
+        help=declared.help,
+        rich_help_panel=declared.heading,
+        envvar=declared.variable,
+        **more,
+    )
 
 
-def min_workers_option(**more: Any) -> Any:
-    """Return the option --min-workers, of a number or a text."""
-    text = "End the run when fewer workers are left."
-    return typer.Option(metavar="N", help=text, rich_help_panel=FAILURES, **more)
-
-
-def max_workers_option(**more: Any) -> Any:
-    """Return the option --max-workers, of a number or a text."""
-    text = "Admit no more workers than this."
-    return typer.Option(metavar="N", show_default="no limit", help=text, rich_help_panel=FAILURES, **more)
-
-
-OnNan = Annotated[
-    config.OnNan,
-    typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
-]
-FailureTimeout = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME",
-        help="Declare a process failed after this long without a heartbeat.",
-        rich_help_panel=FAILURES,
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES),
-]
-OnResize = Annotated[
-    config.Batch,
-    typer.Option(
-        help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
-        rich_help_panel=FAILURES,
-    ),
-]
-Out = Annotated[Path | None, typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT)]
-Output = Annotated[
-    config.Output,
-    typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)]
 JsonTo = Annotated[
     Path | None,
@@ -93,5 +78,128 @@ JsonTo = Annotated[
         show_default="none",
         help="File for the run record; - for the standard output.",
         rich_help_panel=OUTPUT,
+    ),
+]
+
+
+def configured(*names: str, file: bool = True, **defaults: Any) -> Callable[[Command], Command]:
+    """Add the script, its arguments and the options of these fields of `RunConfig` to a command.
+
+    The command is called with its context and the configuration. `defaults` differ for this command. With `file` it
+    takes `--config`.
+    """
+
+    def decorate(command: Command) -> Command:
+        def call(context: typer.Context, **values: Any) -> None:
+            values.pop("file", None)  # read before the others: see _read_file
+            fields = {name: values.pop(name) for name in ("script", *names)}
+            args = tuple(values.pop("args") or ())
+            command(context, RunConfig(args=args, **fields, **context.meta.get(FROM_FILE, {})), **values)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        added = [
+            _parameter("script", annotation=Script),
+            _parameter("args", None, Arguments),
+            *(_parameter(name, defaults.get(name, options()[name][2])) for name in names),
+            *([_parameter("file", None, ConfigFile)] if file else []),
+        ]
+        return _signed(call, command, [own[0], *added, *own[2:]])
+
+    return decorate
+
+
+def with_options(command: Command) -> Command:
+    """Make options of those parameters of a command that have the name of a field of `RunConfig`."""
+
+    def call(**values: Any) -> None:
+        command(**values)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    known = [_parameter(one.name, one.default) if _is_field(one) else one for one in own]
+    return _signed(call, command, known)
+
+
+def _is_field(parameter: inspect.Parameter) -> bool:
+    return parameter.name in options() and get_origin(parameter.annotation) is not Annotated
+
+
+def _parameter(name: str, default: Any = inspect.Parameter.empty, annotation: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation or option(name)
+    )
+
+
+def _signed(call: Command, command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
+    """Give a function the name and the help text of a command, and these parameters."""
+    call.__doc__, call.__name__, call.__annotations__ = command.__doc__, command.__name__, {}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    call.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in parameters])  # type: ignore[attr-defined]
+    return call
+
+
+def _read_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Take the values of a file as defaults of the options. Raises LaunchError for a file that is no configuration."""
+    if path is None:
+        return None
+    values = _content(path)
+    known = {name: parameter.name for parameter in context.command.params for name in _keys(parameter)}
+    if VERSION in values:
+        hidden = (set(RunConfig.__struct_fields__) - set(options()) - {"script", "args"}) & values.keys()
+        context.meta[FROM_FILE] = {name: values[name] for name in hidden}
+        values = {name: value for name, value in values.items() if name in known}
+    defaults = {known.get(name) or _refuse(path, name, known): value for name, value in values.items()}
+    if context.meta.get(SCRIPT_TYPED):
+        defaults = {name: value for name, value in defaults.items() if name not in ("script", "args", "module")}
+    context.default_map = defaults
+    return path
+
+
+def _keys(parameter: Any) -> Iterator[str]:
+    """Yield the keys of an option in a file: the name of its field, and its long name on the command line."""
+    yield parameter.name
+    yield from (name.removeprefix("--").replace("-", "_") for name in parameter.opts if name.startswith("--"))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Return what a file holds, without what is empty."""
+    try:
+        text = path.read_bytes()
+        values = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())
+    except OSError as error:
+        _refuse_file(path, error.strerror or str(error))
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        _refuse_file(path, str(error))
+    if not isinstance(values, dict):
+        _refuse_file(path, "it holds no names")
+    flat = values | (values.get("simulated") or {})
+    return {name.replace("-", "_"): value for name, value in flat.items() if value is not None}
+
+
+def _refuse_file(path: Path, why: str) -> Any:
+    expected, to_type = (
+        "a TOML file of options, or run.json of a run",
+        "--config run.toml, with lines such as: workers = 4",
+    )
+    problem = f"{path} cannot be read: {why}"
+    raise LaunchError(explain(problem, got=f"--config {path}", expected=expected, to_type=to_type))
+
+
+def _refuse(path: Path, name: str, known: Mapping[str, Any]) -> Any:
+    near = nearest(name, known)
+    expected = f"names of options (the nearest are {', '.join(near)})"
+    problem = f"{path} sets {name}, which is no option here"
+    raise LaunchError(explain(problem, got=name, expected=expected, to_type=f"{near[0]} = ..."))
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        show_default="none",
+        help="TOML file of options, or run.json of a run to do again; options that are typed take precedence.",
+        rich_help_panel=WORKERS,
+        callback=_read_file,
+        is_eager=True,
     ),
 ]

@@ -19,11 +19,6 @@ from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from stretto.errors import explain
-from stretto.launcher.config import GlobalBatch, LrScale
-
-WORKERS, SERVER, FAILURES = "Workers and recipe", "Parameter server", "Failures and membership"
-CHECKPOINTS, OUTPUT, CLUSTER, GRID = "Checkpoints", "Output", "Simulated cluster", "Sweep"
-"""Panels of the help texts."""
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -46,39 +41,10 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="ARGS", help="Arguments of the script: every word after SCRIPT."),
 ]
-Module = Annotated[
-    bool,
-    typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for python -m.", rich_help_panel=WORKERS),
-]
-
-SplitBatch = Annotated[
-    GlobalBatch,
-    typer.Option(
-        "--batch",
-        help="The script's batch is each worker's (keep), or is split among all workers (split).",
-        rich_help_panel=WORKERS,
-    ),
-]
-RateScale = Annotated[
-    LrScale,
-    typer.Option(
-        "--lr-scale",
-        help="Multiply the script's learning rate by the number of workers, or by its square root.",
-        rich_help_panel=WORKERS,
-    ),
-]
 RETYPED = "stretto.retyped"
 """Key in a command's context: the words of the command line that repeat it, without the options for folders."""
-Recipe = Annotated[
-    str | None,
-    typer.Option(
-        envvar="STRETTO_RECIPE",
-        autocompletion=recipe_names,
-        show_default="the script's",
-        help="Recipe; overrides the one in the script.",
-        rich_help_panel=WORKERS,
-    ),
-]
+SCRIPT_TYPED = "stretto.script_typed"
+"""Key in a command's context: True if the command line names the script."""
 HELP = "--help"
 SHOWN = 3
 """Number of names suggested for an unknown one."""
@@ -198,6 +164,7 @@ class ScriptCommand(TyperCommand):
             return list(super().parse_args(ctx, args))
         parts = split(args, options)
         ended = ["--"] * parts.ended
+        ctx.meta[SCRIPT_TYPED] = bool(parts.script)
         ctx.meta[RETYPED] = (*without(parts.ours, ("--out", "--resume")), *ended, *parts.script)
         read: list[str] = super().parse_args(ctx, [*parts.ours, *["--"] * bool(parts.script), *parts.script])
         if (notice := hint(ctx.command_path, parts, options)) is not None:

@@ -11,40 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import structs
 
-from stretto.cli.options import (
-    FailureTimeout,
-    JsonTo,
-    OnNan,
-    OnResize,
-    Out,
-    Output,
-    Quiet,
-    Timeout,
-    max_workers_option,
-    min_workers_option,
-    servers_option,
-    workers_option,
-)
-from stretto.cli.script_arguments import (
-    CLUSTER,
-    GRID,
-    SERVER,
-    WORKERS,
-    Arguments,
-    Module,
-    RateScale,
-    Recipe,
-    Script,
-    SplitBatch,
-)
+from stretto.cli.options import JsonTo, Quiet, configured
 from stretto.errors import mistyped
-from stretto.launcher.config import RunConfig, server_notice
+from stretto.launcher.config import server_notice
 from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
+from stretto.run_config import WORKERS, RunConfig
 from stretto.simulator.compute import contention
 from stretto.simulator.compute.cost_model import AUTO, CostModel
 from stretto.simulator.compute.cost_model import parse as parse_cost_model
@@ -54,27 +31,37 @@ from stretto.simulator.sweep.grid import SweepConfig, points
 from stretto.simulator.sweep.results import NAME as SWEEP
 from stretto.simulator.sweep.results import read as read_sweep
 from stretto.simulator.sweep.runner import run as run_sweep
-from stretto.units import seconds as typed_seconds
 
 if TYPE_CHECKING:
     from stretto.simulator.config import Simulation
 
+CLUSTER, GRID = "Simulated cluster", "Sweep"
+"""Headings of the help texts."""
 
+
+@configured(
+    "module",
+    "workers",
+    "recipe",
+    "seed",
+    "global_batch",
+    "lr_scale",
+    "servers",
+    "on_nan",
+    "plain",
+    "failure_timeout_s",
+    "timeout_s",
+    "min_workers",
+    "max_workers",
+    "on_resize",
+    "out",
+    "output",
+    workers=8,
+)
 def command(
-    script: Script,
-    args: Arguments = None,
+    context: typer.Context,  # noqa: ARG001
+    config: RunConfig,
     *,
-    module: Module = False,
-    workers: Annotated[str, workers_option()] = "8",
-    recipe: Recipe = None,
-    seed: Annotated[
-        str,
-        typer.Option(
-            metavar="N",
-            help="Seed of the simulation, added to every seed that the script sets.",
-            rich_help_panel=WORKERS,
-        ),
-    ] = "0",
     until: Annotated[
         str | None,
         typer.Option(
@@ -126,18 +113,6 @@ def command(
             rich_help_panel=CLUSTER,
         ),
     ] = "",
-    servers: Annotated[str | None, servers_option()] = None,
-    on_nan: OnNan = "stop",
-    plain: Annotated[
-        bool, typer.Option("--no-encryption", help="Count bytes without encryption.", rich_help_panel=SERVER)
-    ] = False,
-    failure_timeout: FailureTimeout = "10s",
-    timeout: Timeout = 600.0,
-    min_workers: Annotated[str, min_workers_option()] = "1",
-    max_workers: Annotated[str | None, max_workers_option()] = None,
-    split_batch: SplitBatch = "keep",
-    lr_scale: RateScale = "none",
-    on_resize: OnResize = "per-worker-batch",
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,8 +140,6 @@ def command(
             rich_help_panel=GRID,
         ),
     ] = None,
-    out: Out = None,
-    output: Output = "rank0",
     quiet: Quiet = False,
     json_to: JsonTo = None,
 ) -> None:
@@ -177,50 +150,37 @@ def command(
     """
     check_target(json_to, "run.json")
     options = {
-        "workers": workers,
-        "recipe": recipe,
+        "workers": str(config.workers),
+        "recipe": config.recipe,
         "network": network,
         "speeds": speeds,
         "step_time": step_time,
         "faults": faults,
         "processors": None if processors is None else f"{processors:g}",
         "until": until,
-        "servers": servers,
-        "seed": seed,
+        "servers": None if config.servers is None else str(config.servers),
+        "seed": str(config.seed),
     }
     if not sweep and (target is not None or jobs is not None):
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
     display = ProgressDisplay(quiet=quiet, out=2 if _to_stdout(json_to) else 1)
     if not sweep:
-        program = shlex.join(typed(script, module, args or ()))
-        display.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
-    from stretto.simulator.options import simulation, whole  # and with it torch
+        program = shlex.join(typed(config.script, config.module, config.args))
+        recipe = f"recipe {config.recipe}" if config.recipe else "its own recipe"
+        display.note(f"simulating {config.workers} workers of {program}, {recipe}")
+    from stretto.simulator.options import simulation  # and with it torch
 
-    config = RunConfig(
-        script=script,
-        args=tuple(args or ()),
-        module=module,
-        output=output,
-        on_nan=on_nan,
-        plain=plain,
-        failure_timeout_s=_time(failure_timeout, "the failure timeout", "--failure-timeout 10s"),
-        timeout_s=timeout,
-        min_workers=whole("min_workers", min_workers),
-        max_workers=None if max_workers is None else whole("max_workers", max_workers),
-        batch=on_resize,
-        global_batch=split_batch,
-        lr_scale=lr_scale,
-    )
     given_options = {name: value for name, value in options.items() if value is not None}
     if not sweep:
         simulated_config = simulation(config, given_options)
-        typed_config = replace(config, recipe=recipe, servers=simulated_config.config.servers if servers else None)
-        _run(simulated_config, step_time, out, display, server_notice(typed_config), quiet, json_to)
+        servers = simulated_config.config.servers if config.servers else None
+        notice = server_notice(structs.replace(config, servers=servers))
+        _run(simulated_config, step_time, config.out, display, notice, quiet, json_to)
         return
-    grid = SweepConfig(config, tuple(sweep), given_options, target, jobs, out, json_to, quiet)
+    grid = SweepConfig(config, tuple(sweep), given_options, target, jobs, config.out, json_to, quiet)
     say = functools.partial(print, file=sys.stderr if _to_stdout(json_to) else sys.stdout)
     if step_time.startswith(AUTO):
-        grid = replace(grid, step_times=_previous_step_times(out) or _measure_points(grid, step_time, say))
+        grid = replace(grid, step_times=_previous_step_times(config.out) or _measure_points(grid, step_time, say))
     run_sweep(grid, say)
 
 
@@ -236,7 +196,7 @@ def _measure_points(grid: SweepConfig, step_time: str, say: Callable[[str], None
     step_times: dict[str, str] = {}
     for point in points(grid):
         if point.cost_group not in step_times and "step_time" not in point.values:
-            simulated = simulation(replace(grid.config, args=point.args), point.options)
+            simulated = simulation(structs.replace(grid.config, args=point.args), point.options)
             cost_model = _measure(simulated, step_time)
             first = steps.setdefault(simulated.contending_processes, cost_model)
             step_times[point.cost_group] = str(replace(cost_model, step_s=first.step_s, epoch_s=first.epoch_s))
@@ -318,12 +278,6 @@ def _measure_transports(simulation: Simulation) -> dict[str, float]:
     from stretto.simulator.compute.transport_costs import measure_transports
 
     return asdict(measure_transports(simulation.config.plain)) if simulation.has_network else {}
-
-
-def _time(text: str, name: str, example: str) -> float:
-    if (seconds := typed_seconds(text)) is None:
-        raise mistyped(f"{name} cannot be {text}", text, "a time such as 500ms, 10s, 2m", example)
-    return seconds
 
 
 def _to_stdout(json_to: Path | None) -> bool:

@@ -106,7 +106,7 @@ class Codec(Answer):
         """Return the coroutine that computes the mean of all workers' `x`, as closely as the encoding permits.
 
         `x` is this worker's contribution (see AllReduceMean) and may be overwritten. With a `residual`, the sum of both
-        is encoded, and the residual becomes the part that was not carried: `residual += x - carried`.
+        is encoded, and the residual becomes the part that was not decoded: `residual += x - decoded`.
         """
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class Codec(Answer):
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         """Return the message for `residual + x`, and set `residual` to the part it leaves out. `x` may be overwritten.
 
-        If a message carries some of the numbers exactly, nothing is lost: carried + residual is the input to the bit.
+        If a message carries some of the numbers exactly, nothing is lost: decoded + residual is the input to the bit.
         """
         refuse_not_finite(x, self)
         residual.add_(x)

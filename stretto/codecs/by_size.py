@@ -136,7 +136,7 @@ class PartState(State):
 
 
 def conserves(codec: Codec) -> bool:
-    """Return True if a codec drops nothing on purpose: carried + residual is the input."""
+    """Return True if a codec drops nothing on purpose: decoded + residual is the input."""
     return bool(getattr(codec, "conserves", not codec.keeps_residual))
 
 

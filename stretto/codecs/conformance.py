@@ -7,7 +7,7 @@ Properties of every codec, which `check_codec` tests on many lengths, dtypes, nu
 - NaN and infinity raise NotFiniteError and leave the state unchanged (except in `elementwise` codecs)
 - a state can be saved, restored in the same object and in another process, and reset to other members
 - zeros stay zeros; denormal and huge numbers, ties, and no numbers at all give finite results
-- with `residual`: carried + residual == residual before + x, also over rounds and workers: no loss beyond rounding
+- with `residual`: decoded + residual == residual before + x, also over rounds and workers: no loss beyond rounding
 - pairs: decode reads what encode wrote, add_to adds what decode returns, a message contains at most n numbers, and
   other bytes raise TransportError or ValueError, or decode to a tensor of the right shape
 
@@ -15,7 +15,7 @@ Further properties, tested if the codec has the attribute:
 
 - `fixed_size`: exactly `bytes_of` bytes are sent
 - `linear`: messages may be added before they are decoded
-- `exact_split: bool` (False): each number is carried exactly or left whole in the residual: their sum is the input
+- `exact_split: bool` (False): each number is decoded exactly or left whole in the residual: their sum is the input
 - `conserves: bool` (True): nothing is dropped on purpose; False for clipped residuals, decay, momentum
 - `keeps_residual`: `residual(state)` returns its residual, and `add_residual` adds to that
 - `unbiased: bool` (False): the expectation of decode(encode(x)) is x
@@ -375,7 +375,7 @@ def _saved(crew: _Crew) -> list[Any]:
 
 
 def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
-    """Check that carried numbers and residuals sum to the inputs."""
+    """Check that decoded numbers and residuals sum to the inputs."""
     if not getattr(codec, "conserves", not codec.keeps_residual):
         return
     for in_blocks in (False, True):
@@ -393,7 +393,7 @@ def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int,
             size += _largest(given) + _largest(before) + _largest(results[:1])
             if workers == 1 and getattr(codec, "exact_split", False):
                 kept = torch.equal(results[0] + crew.residuals()[0], before[0] + given[0])
-                assert kept, f"{crew}: carried numbers and residual do not sum to the input, to the bit"
+                assert kept, f"{crew}: decoded numbers and residual do not sum to the input, to the bit"
         lost = given_all - carried_all - sum(one.double() for one in crew.residuals())
         allowed = size * (8 * torch.finfo(dtype).eps + (tolerance if codec.linear else 0.0))
         apart = float(lost.abs().amax()) if length else 0.0
@@ -461,18 +461,18 @@ def _up_to(most: int, source: torch.Generator) -> int:
 def _draws(codec: Codec, x: Tensor) -> Tensor:
     """Return the decoded x of many rounds: (rounds, n); of a few if it is always the same."""
     crew = _Crew(codec, x.dtype, x.numel(), 1)
-    carried = [crew.round([x])[0][0].clone() for _ in range(ROUNDS)]
-    if any(not torch.equal(one, carried[0]) for one in carried):
-        carried += [crew.round([x])[0][0].clone() for _ in range(DRAWS - ROUNDS)]
-    return torch.stack(carried).double()
+    decoded = [crew.round([x])[0][0].clone() for _ in range(ROUNDS)]
+    if any(not torch.equal(one, decoded[0]) for one in decoded):
+        decoded += [crew.round([x])[0][0].clone() for _ in range(DRAWS - ROUNDS)]
+    return torch.stack(decoded).double()
 
 
 def _check_unbiased(codec: Codec) -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(5))
-    carried = _draws(codec, x)
-    apart, spread = (carried.mean(0) - x).abs(), carried.std(0)
+    decoded = _draws(codec, x)
+    apart, spread = (decoded.mean(0) - x).abs(), decoded.std(0)
     spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # some may not have been drawn yet
-    allowed = SIGMAS * spread / len(carried) ** 0.5 + 1e-5 * x.abs().max()
+    allowed = SIGMAS * spread / len(decoded) ** 0.5 + 1e-5 * x.abs().max()
     assert bool((apart <= allowed).all()), f"{codec}: biased by {float((apart - allowed).max()):.2e} beyond chance"
 
 

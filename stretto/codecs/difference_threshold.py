@@ -73,5 +73,5 @@ class difference_threshold(Sparsifier):
         return parameter_moves(self, context)
 
     def select(self, x: Tensor, residual: Tensor | None, state: ParameterMoves) -> tuple[Tensor, Tensor]:
-        indices, values = kernels.on(x).take_moved(x, residual, state.moved(x), self.xi / state.workers)
+        indices, values = kernels.on(x).take_larger_than_change(x, residual, state.moved(x), self.xi / state.workers)
         return indices, values

@@ -30,7 +30,7 @@ class ResidualState(State):
 class error_feedback(WrappingCodec):
     """Add the part that was not sent to the next input: a = decay * e + x;  send C(a);  e = a - C(a).
 
-    With decay = 1 nothing is lost: over any number of rounds, carried numbers and residual sum to the inputs, exactly
+    With decay = 1 nothing is lost: over any number of rounds, decoded numbers and residual sum to the inputs, exactly
     for sparsifiers, up to rounding for quantizers. A `decay` below 1 shrinks the residual in each round (SparseLoCo:
     0.95). For every contraction C, the asymptotic rate of convergence is that of exact exchanges.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stretto import kernels
 from stretto.codecs.base import SingleRound, refuse_not_finite
-from stretto.codecs.quantise import joined, parted
+from stretto.codecs.bucket_messages import concatenate_message, split_message
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -39,15 +39,15 @@ class sign(SingleRound):
         return 1 / max(1, min(n, self.bucket))
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
-        return self._message(x, None)
+        return self._encode(x, None)
 
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
-        return self._message(x, residual)
+        return self._encode(x, residual)
 
-    def _message(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _encode(self, x: Tensor, residual: Tensor | None) -> Tensor:
         refuse_not_finite(x, self)
         packed, scales = kernels.on(x).sign_pack(x, residual, self.bucket, self.means == "two")
-        return joined(scales if self.means == "two" else scales.amax(1), packed)
+        return concatenate_message(scales if self.means == "two" else scales.amax(1), packed)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         self.add_to(like.zero_(), message)
@@ -56,7 +56,7 @@ class sign(SingleRound):
     def add_to(self, total: Tensor, message: Tensor) -> None:
         if message.numel() == 0:
             return
-        scales, packed = parted(message, *self._lengths(total.numel()), self)
+        scales, packed = split_message(message, *self._message_sizes(total.numel()), self)
         both = scales.view(-1, 2) if self.means == "two" else torch.stack([-scales, scales], 1)
         kernels.on(total).add_sign(total, packed, both, self.bucket)
 
@@ -64,10 +64,10 @@ class sign(SingleRound):
         return like.numel() if message.numel() else 0
 
     def bytes_of(self, x: Tensor) -> int:
-        scales, packed = self._lengths(x.numel())
+        scales, packed = self._message_sizes(x.numel())
         return 4 * scales + packed
 
-    def _lengths(self, numbers: int) -> tuple[int, int]:
+    def _message_sizes(self, numbers: int) -> tuple[int, int]:
         """Return the number of means and of bytes of signs in a message about this count of numbers."""
         buckets = -(-numbers // self.bucket)
         return 2 * buckets if self.means == "two" else buckets, -(-numbers // 8)

@@ -37,7 +37,7 @@ class Sparsifier(SingleRound):
 
     @property
     def exact_split(self) -> bool:
-        """True if each number is carried exactly or left whole in the residual, so that both sum to the input."""
+        """True if each number is decoded exactly or left whole in the residual, so that both sum to the input."""
         return self.values_exact
 
     @property

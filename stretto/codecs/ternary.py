@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
 from stretto.codecs.base import SINGLE_WORKER, CodecContext, SingleRound, refuse_not_finite
-from stretto.codecs.quantise import RoundSeeds, joined, parted, quantise
+from stretto.codecs.bucket_messages import RoundSeeds, bucket_message_sizes, concatenate_message, split_message
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -37,22 +37,18 @@ class ternary(SingleRound):
         """True if the expectation of the decoded message is the input."""
         return self.clip is None
 
-    @property
-    def _packing(self) -> quantise:
-        return quantise(bits=2, bucket=self.bucket)
-
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> RoundSeeds:
         return RoundSeeds(context)
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
-        return joined(*self._drawn(self._clipped(x), state))
+        return concatenate_message(*self._drawn(self._clipped(x), state))
 
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
         scales, packed = self._drawn(self._clipped(x.copy_(residual.add_(x))), state)
         kernels.on(residual).add_quantised(residual, packed, -scales, 1, self.bucket)
-        return joined(scales, packed)
+        return concatenate_message(scales, packed)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         self.add_to(like.zero_(), message)
@@ -60,14 +56,15 @@ class ternary(SingleRound):
 
     def add_to(self, total: Tensor, message: Tensor) -> None:
         if message.numel():
-            scales, packed = parted(message, *self._packing.lengths(total.numel()), self)
+            scales, packed = split_message(message, *bucket_message_sizes(total.numel(), self.bucket, 1), self)
             kernels.on(total).add_quantised(total, packed, scales, 1, self.bucket)
 
     def values_sent(self, message: Tensor, like: Tensor) -> int:
-        return self._packing.values_sent(message, like)
+        return like.numel() if message.numel() else 0
 
     def bytes_of(self, x: Tensor) -> int:
-        return self._packing.bytes_of(x)
+        scales, packed = bucket_message_sizes(x.numel(), self.bucket, 1)
+        return 4 * scales + packed
 
     def _drawn(self, x: Tensor, state: RoundSeeds) -> tuple[Tensor, Tensor]:
         packed, scales = kernels.on(x).quantise(x, None, 1, self.bucket, "max", state.seed())

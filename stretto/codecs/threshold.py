@@ -67,7 +67,7 @@ class threshold(Sparsifier):
 
     @property
     def conserves(self) -> bool:
-        """True if carried numbers and residual sum to the input."""
+        """True if decoded numbers and residual sum to the input."""
         return self.clip is None
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ThresholdState:

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from stretto.compare.trials import Question, Trial, trials
 from stretto.errors import LogError, StrettoError
-from stretto.launcher.local import RunConfig
 from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import run_log
 from stretto.report.run_record import Record, record, replace_json, unstarted
+from stretto.run_config import RunConfig
 
 NAME = "compare.json"
 
@@ -90,7 +90,7 @@ class Comparison:
             workers=trial.workers,
             global_batch_of=trial.global_batch_of,
             seed=trial.seed,
-            script=str(self.question.script),
+            script=str(self.question.config.script),
             folder=Path(trial.name),
             failed=failed,
         )

@@ -8,31 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from stretto.errors import LaunchError, explain
-from stretto.launcher.config import GlobalBatch, LrScale, RunConfig, check
+from stretto.launcher.config import check
 from stretto.launcher.entry import typed
 from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
 from stretto.report.target import Target
+from stretto.run_config import RunConfig, typed_options
 
 LONGEST_NAME = 80
 
 
 @dataclass(frozen=True)
 class Question:
-    """Script with its arguments, the recipes and numbers of workers to run it with, and the number of seeds."""
+    """Configuration of every run, the recipes and numbers of workers to run it with, and the number of seeds."""
 
-    script: Path
-    args: tuple[str, ...]
+    config: RunConfig
     workers: tuple[int, ...]
     recipes: tuple[str, ...]
     seeds: int = 1
     target: Target | None = None
-    threads: int | None = None
-    timeout_s: float = 600.0
-    stragglers: str | None = None
-    module: bool = False
-    global_batch: GlobalBatch = "keep"
-    lr_scale: LrScale = "none"
 
     def command(self) -> list[str]:
         """Return the command line that repeats the comparison."""
@@ -41,27 +37,24 @@ class Question:
         words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        words += ["--threads", str(self.threads)] if self.threads else []
-        words += ["--stragglers", self.stragglers] if self.stragglers else []
-        words += ["--batch", self.global_batch] if self.global_batch != "keep" else []
-        words += ["--lr-scale", self.lr_scale] if self.lr_scale != "none" else []
-        return [*words, *typed(self.script, self.module, self.args)]
+        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "lr_scale"))
+        return [*words, *typed(self.config.script, self.config.module, self.config.args)]
 
     def describe(self) -> dict[str, Any]:
         """Return the question as saved in compare.json."""
         return {
-            "script": str(self.script),
-            "module": self.module,
-            "args": list(self.args),
+            "script": str(self.config.script),
+            "module": self.config.module,
+            "args": list(self.config.args),
             "workers": list(self.workers),
             "recipes": list(self.recipes),
             "seeds": self.seeds,
             "target": str(self.target) if self.target else None,
-            "threads": self.threads,
-            "timeout_s": self.timeout_s,
-            "stragglers": self.stragglers,
-            "global_batch": self.global_batch,
-            "lr_scale": self.lr_scale,
+            "threads": self.config.threads,
+            "timeout_s": self.config.timeout_s,
+            "stragglers": self.config.stragglers,
+            "global_batch": self.config.global_batch,
+            "lr_scale": self.config.lr_scale,
             "command": self.command(),
         }
 
@@ -84,45 +77,24 @@ class Trial:
 
     def config(self, question: Question, folder: Path) -> RunConfig:
         """Return the run configuration. A baseline runs without stragglers."""
-        return RunConfig(
-            script=question.script,
-            module=question.module,
-            args=question.args,
+        return replace(
+            question.config,
             workers=self.workers,
             recipe=self.recipe,
             seed=self.seed,
             single_process=self.recipe is None,
             global_batch_of=self.global_batch_of,
             out=folder / self.name,
-            threads=question.threads,
-            timeout_s=question.timeout_s,
             keep_states=True,
-            stragglers=None if self.recipe is None else question.stragglers,
+            stragglers=None if self.recipe is None else question.config.stragglers,
             output="none",
-            global_batch=question.global_batch,
-            lr_scale=question.lr_scale,
         )
 
 
-def ask(
-    script: Path,
-    args: Sequence[str],
-    *,
-    workers: str,
-    recipes: Sequence[str],
-    seeds: int,
-    target: str | None,
-    threads: int | None,
-    timeout_s: float,
-    servers: int | None = None,
-    stragglers: str | None = None,
-    module: bool = False,
-    global_batch: GlobalBatch = "keep",
-    lr_scale: LrScale = "none",
-) -> Question:
+def ask(config: RunConfig, *, workers: str, recipes: Sequence[str], seeds: int, target: str | None) -> Question:
     """Return a question from command-line values. Raises LaunchError or RecipeError before any run starts.
 
-    `servers` becomes an argument of the recipes with a parameter server, so that their names show it.
+    `config.servers` becomes an argument of the recipes with a parameter server, so that their names show it.
     """
     if not recipes:
         raise LaunchError(
@@ -134,18 +106,11 @@ def ask(
             )
         )
     question = Question(
-        script=script,
-        args=tuple(args),
+        config=replace(config, servers=None),
         workers=worker_counts(workers),
-        recipes=_read(recipes, servers),
+        recipes=_read(recipes, config.servers),
         seeds=_at_least_one(seeds),
         target=Target.parse(target) if target is not None else None,
-        threads=threads,
-        timeout_s=timeout_s,
-        stragglers=stragglers,
-        module=module,
-        global_batch=global_batch,
-        lr_scale=lr_scale,
     )
     for trial in trials(question):
         check(trial.config(question, Path()))
@@ -203,7 +168,7 @@ def trials(question: Question) -> list[Trial]:
 
 
 def _of_seed(question: Question, seed: int) -> list[Trial]:
-    splits = question.global_batch == "split"  # then the single process is the reference
+    splits = question.config.global_batch == "split"  # then the single process is the reference
     counts = [count for count in question.workers if count > 1 and not splits]
     single = f"single-process-seed{seed}"
     with_global_batch = {count: f"single-process-global-batch-{count}-seed{seed}" for count in counts}

@@ -2,8 +2,10 @@
 
 The first worker that begins an epoch starts it; each free worker leases the next batch. All workers meet at a barrier
 at the end of the epoch and, if asked for, after a fixed number of batches: each worker gets one reply per barrier that
-says so, before it gets a later batch. An epoch is over when no worker holds a batch any more, so a worker without a
-batch waits until then, or until a batch is returned.
+says so, before it gets a later batch. An epoch is over when all batches are settled or void and none is left to lease:
+a worker without a batch waits until then, or until a batch is returned.
+
+To settle a batch is to count it: its update is in the parameters. A section is what one call of `distribute` trains.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from stretto.membership.epoch_numbers import section_of
 class DispatchReply:
     """Reply to a worker that asks for a batch: a lease, a call to a barrier, or neither if no batch is left.
 
-    `samples` is the number of samples leased in the epoch so far. `snapshot_only` is True if the barrier is only for a
-    snapshot.
+    `samples` is the number of samples leased so far in the current epoch, whichever epoch was asked for.
+    `snapshot_only` is True if the barrier is only for a snapshot.
     """
 
     lease: Lease | None
@@ -41,15 +43,19 @@ class BatchDispatcher:
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
         self._leases: dict[int, Lease] = {}
+        """Leases granted in this epoch, by batch, settled or not."""
         self._barrier_every: int | None = None
-        self._batches_leased = self._samples = 0
-        self.barriers_called: list[bool] = []
-        """Barriers called so far, over all epochs: True where only for a snapshot."""
-        self.may_call_barrier = True
-        """True if further barriers may be called: False while a worker waits at the end of the epoch."""
-        self._notified: dict[int, int] = {}
-        """By worker: number of called barriers that it was sent."""
-        self._due_barriers = 0
+        """Batches between barriers; None for no barriers within the epoch."""
+        self._batches_leased = 0
+        """Batches leased so far in this section."""
+        self._samples = 0
+        self.barriers_announced: list[bool] = []
+        """Barriers announced so far, over all epochs: True where only for a snapshot."""
+        self.may_announce_barrier = True
+        """False while a worker waits at the end of the epoch, or while this process has no message of some member."""
+        self._announced_to: dict[int, int] = {}
+        """By worker: number of barriers that were announced to it."""
+        self._scheduled_barriers = 0
         """Number of barriers that follow from the number of leased batches."""
         self._waiting: set[int] = set()
         """Workers that have no batch left and wait for the end of the epoch."""
@@ -73,13 +79,13 @@ class BatchDispatcher:
         Idempotent.
 
         Batches are reserved for the workers in turn if `in_turn`, else they go to the first worker that asks. If some
-        are `settled`, they were trained before, and the others go to the first worker that asks. Each section of the
-        script counts its barriers separately.
+        are `settled`, they were trained before, and the others go to the first worker that asks. The count of batches
+        between barriers restarts with each section.
         """
         if epoch_number <= self.epoch_number:
             return
-        if section_of(epoch_number) != section_of(self.epoch_number):
-            self._batches_leased = self._due_barriers * (barrier_every or 0)
+        if section_of(epoch_number) != section_of(self.epoch_number):  # the next barrier is a full interval away
+            self._batches_leased = self._scheduled_barriers * (barrier_every or 0)
         self.epoch_number, self._barrier_every = epoch_number, barrier_every
         plan = (
             RoundRobin(self._workers) if len(self.members) == self._workers else RoundRobinAmong(sorted(self.members))
@@ -88,61 +94,60 @@ class BatchDispatcher:
         self._settled_before = settled
         if settled:
             self._ledger.roll_back(settled)
-        self._leases, self._samples = {}, self._ledger.settled_samples
-        self._waiting.clear()
+        self._reset_leases()
         self._left_early.clear()
 
     def lease(self, worker: int, epoch_number: int) -> DispatchReply:
         """Reply to a free worker; one that asks for a batch of an epoch that is over gets none."""
         if epoch_number != self.epoch_number or worker not in self.members:
             return DispatchReply(None, self._samples)
-        notified = self._notified.get(worker, 0)
-        if notified < len(self.barriers_called):
-            self._notified[worker] = notified + 1
-            return DispatchReply(None, self._samples, barrier=True, snapshot_only=self.barriers_called[notified])
+        announced = self._announced_to.get(worker, 0)
+        if announced < len(self.barriers_announced):
+            self._announced_to[worker] = announced + 1
+            return DispatchReply(None, self._samples, barrier=True, snapshot_only=self.barriers_announced[announced])
         lease = self._ledger.lease(worker) if worker not in self._left_early else None
         if lease is not None:
             self._leases[lease.batch] = lease
             self._batches_leased += 1
             self._samples += lease.samples
-            self._call_due()
+            self._announce_scheduled()
         return DispatchReply(lease, self._samples)
 
-    def call_snapshot_barrier(self, worker: int) -> None:
+    def announce_snapshot_barrier(self, worker: int) -> None:
         """Call a barrier for a snapshot, if there is still a batch for the worker that asks."""
-        if self.may_call_barrier and self._has_batch(worker):
-            self.barriers_called.append(True)
+        if self.may_announce_barrier and self._has_batch(worker):
+            self.barriers_announced.append(True)
 
     def settle(self, worker: int, epoch_number: int, batches: Sequence[int]) -> int:
-        """Count these batches, whose work is in the agreed state; return how many were counted."""
+        """Count these batches, whose updates are in the parameters; return how many were counted."""
         if epoch_number != self.epoch_number:
             return 0
         leases = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in leases)
 
-    def wait(self, worker: int, epoch_number: int, left: bool = False) -> None:
-        """Note that a worker has no batch left and waits for the end of the epoch: it will settle none of its leases.
+    def await_end(self, worker: int, epoch_number: int, left_early: bool = False) -> None:
+        """Register a worker that waits for the end of the epoch. Its unsettled leases are void: they never count.
 
-        The leases of a worker that has `left` the epoch are returned for the others, and it gets no further batch.
+        The leases of a worker that has `left_early` are returned for the others, and it gets no further batch.
         """
         if worker not in self.members or epoch_number != self.epoch_number:
             return
         self._waiting.add(worker)
-        if left:
+        if left_early:
             self._left_early.add(worker)
             self._samples -= self._ledger.give_back(worker)
         else:
             self._ledger.drop(worker)
 
-    def release(self, all_known: bool = True) -> dict[int, bool]:
-        """Remove and return the workers that need not wait any more: True if the epoch is over, False if there are
-        batches.
+    def pop_released(self, all_members_known: bool = True) -> dict[int, bool]:
+        """Remove and return the workers that stop waiting: True if the epoch is over, False if they have to ask again.
 
-        The epoch is not over before `all_known`: workers may have been called to a barrier that this process does not
-        know.
+        The epoch is not over before `all_members_known`: an earlier process may have announced barriers to the others.
         """
-        continuing = {worker: False for worker in self._waiting if self._has_batch(worker) or self._is_called(worker)}
-        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over and all_known else {})
+        continuing = {
+            worker: False for worker in self._waiting if self._has_batch(worker) or self._has_announcement(worker)
+        }
+        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over and all_members_known else {})
         self._waiting -= released.keys()
         return released
 
@@ -155,12 +160,12 @@ class BatchDispatcher:
         """Return True if there is a batch for the worker."""
         return worker not in self._left_early and self._ledger.has_batch(worker)
 
-    def leave(self, worker: int) -> int:
-        """Remove a worker and return its batches; return their number of samples."""
+    def remove(self, worker: int) -> int:
+        """Remove a worker that left or failed; return the number of samples whose leases were returned."""
         self.members.discard(worker)
         self._waiting.discard(worker)
         self._left_early.discard(worker)
-        self._notified.pop(worker, None)
+        self._announced_to.pop(worker, None)
         returned = self._ledger.give_back(worker)
         self._samples -= returned
         return returned
@@ -173,47 +178,51 @@ class BatchDispatcher:
         if self.members and self.is_over and self._ledger.has_batch(worker):
             self._left_early.add(worker)
         self.members.add(worker)
-        self.note_barriers(barriers_passed, snapshot=False)  # the workers that knew of these barriers may have failed
-        self._notified[worker] = barriers_passed
+        self.note_arrival(barriers_passed, snapshot=False)  # the workers that knew of these barriers may have failed
+        self._announced_to[worker] = barriers_passed
 
-    def note_barriers(self, count: int, snapshot: bool) -> None:
-        """Note that a worker has come to the barrier of this number."""
-        self.barriers_called += [snapshot] * (count - len(self.barriers_called))
+    def note_arrival(self, count: int, snapshot: bool) -> None:
+        """Record that a worker arrived at barrier number `count`; earlier ones unknown here count as announced."""
+        self.barriers_announced += [snapshot] * (count - len(self.barriers_announced))
 
-    def note_notified(self, worker: int, called: Sequence[bool]) -> None:
-        """Note that a worker was called to these barriers, perhaps by an earlier process of the dispatcher, and to no
-        others."""
-        if len(called) > len(self.barriers_called):
-            self.barriers_called = list(called)
-            self._due_barriers = self.barriers_called.count(False)
-            self._batches_leased = max(self._batches_leased, self._due_barriers * (self._barrier_every or 0))
-        self._notified[worker] = len(called)
+    def set_announced(self, worker: int, called: Sequence[bool]) -> None:
+        """Record that exactly these barriers were announced to a worker, perhaps by an earlier process."""
+        if len(called) > len(self.barriers_announced):
+            self.barriers_announced = list(called)
+            self._scheduled_barriers = self.barriers_announced.count(False)
+            self._batches_leased = max(self._batches_leased, self._scheduled_barriers * (self._barrier_every or 0))
+        self._announced_to[worker] = len(called)
 
     # --- rollback -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state to which a rollback to this moment returns."""
+        """Return the dispatcher's part of a snapshot: epoch number, settled batches, and who trained them."""
         ledger = self._ledger
-        return {"number": self.epoch_number, "settled": ledger.settled, "trained_by": ledger.trained_by}
+        return {"epoch_number": self.epoch_number, "settled": ledger.settled, "trained_by": ledger.trained_by}
 
     def roll_back(self, state: dict[str, Any]) -> None:
         """Roll back to a state: later settlements and all leases are void.
 
         A state of an earlier epoch stands for the end of that epoch, before the first batch of this one.
         """
-        if state["number"] == self.epoch_number:
+        if state["epoch_number"] == self.epoch_number:
             self._ledger.roll_back(state["settled"], state["trained_by"])
         else:
             self._ledger.roll_back(self._settled_before)
+        self._reset_leases()
+
+    def _reset_leases(self) -> None:
         self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
 
-    def _is_called(self, worker: int) -> bool:
-        return self._notified.get(worker, 0) < len(self.barriers_called)
+    def _has_announcement(self, worker: int) -> bool:
+        return self._announced_to.get(worker, 0) < len(self.barriers_announced)
 
-    def _call_due(self) -> None:
-        """Call the barriers that follow from the number of batches leased so far."""
-        while self._barrier_every is not None and self._due_barriers < self._batches_leased // self._barrier_every:
-            self._due_barriers += 1
-            if self.may_call_barrier:
-                self.barriers_called.append(False)
+    def _announce_scheduled(self) -> None:
+        """Announce the barriers that follow from the number of batches leased so far."""
+        while (
+            self._barrier_every is not None and self._scheduled_barriers < self._batches_leased // self._barrier_every
+        ):
+            self._scheduled_barriers += 1
+            if self.may_announce_barrier:
+                self.barriers_announced.append(False)

@@ -1,11 +1,11 @@
 """Native kernels in C++ for contiguous float32 tensors on the CPU, at memory speed.
 
-They agree with the reference to the bit, but that means and l2 norms are sums in another order (16 running sums), which
-may differ from the reference's by one rounding to float32; what follows from them follows to the bit.
+Results equal those of `stretto.kernels.reference` bit for bit, except means and l2 norms: they are summed in another
+order (16 partial sums) and may differ by one rounding to float32. Values computed from equal means and norms are equal.
 
-Each takes the number of threads it may use; without it torch's. More than one are used from 2^18 numbers on, and make
-no difference to what comes out. Tensors that do not fit (dtype, device, layout) raise TypeError, lengths that do not
-fit each other ValueError.
+Functions with `threads` use at most that many (default: torch's), and more than one only from 2^18 numbers on; results
+do not depend on it. Those that take a `residual` write what is not sent into it. Tensors of another dtype, device or
+layout raise TypeError, lengths that do not match raise ValueError.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def take_largest(x: Tensor, residual: Tensor | None, k: int, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Take the `k` entries of `a = residual + x` of largest magnitude, of equal ones those with the lowest indices.
 
-    The cut is guessed a little too low from a sample, numbers above it are collected in the pass that adds the
-    residual, and the exact cut is found among these; where the guess was bad, by counting magnitudes.
+    Return (indices int32 ascending, values); `residual` becomes a, with 0 where an entry was taken. The cut is guessed
+    a little too low from a sample, numbers above it are collected in the pass that adds the residual, and the exact cut
+    is found among these; where the guess was bad, by counting magnitudes.
     """
     return _native.take_largest(x, residual, k, _threads(threads))
 
@@ -37,19 +38,25 @@ def take_largest_per_chunk(
 
 
 def take_above(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = residual + x` with |a| >= tau, tau rounded to float32."""
+    """Take the entries of `a = residual + x` with |a| >= tau, tau rounded to float32; return as `take_largest` does."""
     return _native.take_above(x, residual, tau, _threads(threads))
 
 
-def take_moved(
-    x: Tensor, residual: Tensor | None, moved: Tensor, scale: float, threads: int | None = None
+def take_larger_than_change(
+    x: Tensor, residual: Tensor | None, change: Tensor, scale: float, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = residual + x` with |a_i| > scale |moved_i|, scale and product rounded to float32."""
-    return _native.take_moved(x, residual, moved, scale, _threads(threads))
+    """Take the entries of `a = residual + x` with |a_i| > scale |change_i|, scale and product rounded to float32.
+
+    Return as `take_largest` does.
+    """
+    return _native.take_moved(x, residual, change, scale, _threads(threads))
 
 
 def take_threshold(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """Take +-tau from the entries of `a = residual + x` with |a| >= tau: (indices, negative)."""
+    """Take +-tau from the entries of `a = residual + x` with |a| >= tau.
+
+    Return (indices int32 ascending, negative uint8: 1 for -tau); `residual` becomes a -+ tau at these.
+    """
     return _native.take_threshold(x, residual, tau, _threads(threads))
 
 
@@ -69,10 +76,10 @@ def add_at(total: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def sign_pack(
-    x: Tensor, residual: Tensor | None, bucket: int, two: bool, threads: int | None = None
+    x: Tensor, residual: Tensor | None, bucket: int, two_means: bool, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the signs of `a = residual + x`, one bit each, and (buckets, 2) values; `residual` becomes a - decoded."""
-    packed, scales = _native.sign_pack(x, residual, bucket, two, _threads(threads))
+    packed, scales = _native.sign_pack(x, residual, bucket, two_means, _threads(threads))
     return packed, scales.view(-1, 2)
 
 
@@ -90,9 +97,9 @@ def quantise(
     seed: int | None,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Round `a = residual + x` to levels of each bucket's norm: (packed, norms); `residual` becomes a - decoded."""
-    word = 0 if seed is None else seed & 0xFFFFFFFF
-    return _native.quantise(x, residual, levels, bucket, norm == "l2", seed is not None, word, _threads(threads))
+    """Round `a = residual + x` to levels of each bucket's norm: (packed, scales); `residual` becomes a - decoded."""
+    seed_32 = 0 if seed is None else seed & 0xFFFFFFFF
+    return _native.quantise(x, residual, levels, bucket, norm == "l2", seed is not None, seed_32, _threads(threads))
 
 
 def add_quantised(
@@ -102,5 +109,6 @@ def add_quantised(
     _native.add_quantised(total, packed, scales, levels, bucket, _threads(threads))
 
 
-def _threads(asked: int | None) -> int:
-    return torch.get_num_threads() if asked is None else asked
+def _threads(limit: int | None) -> int:
+    """Return the number of threads to use: as given, else torch's."""
+    return torch.get_num_threads() if limit is None else limit

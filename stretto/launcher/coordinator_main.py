@@ -24,13 +24,14 @@ from stretto.interval import every
 from stretto.launcher.shard_main import leave, own_config
 from stretto.launcher.worker_main import begin, fail
 from stretto.membership.coordinator import MembershipCoordinator
-from stretto.membership.write_ahead_log import WriteAheadLog, read
+from stretto.membership.write_ahead_log import WriteAheadLog
+from stretto.membership.write_ahead_log import read as read_records
 from stretto.process_config import CoordinatorConfig, KeyTexts
 
 WRITE_AHEAD_LOG = "coordinator.wal"
-"""Name in the run directory."""
+"""File name of the write-ahead log in the run directory."""
 REPEAT_S = 2.0
-"""Interval at which failures are reported again: a restarted server does not know them."""
+"""Interval between repeated notices of failures: a restarted parameter server has lost the earlier ones."""
 
 
 def main() -> None:
@@ -50,22 +51,22 @@ def _coordinate(config: CoordinatorConfig) -> None:
 
     folder, settings = Path(config.run or "."), config.settings
     path = folder / WRITE_AHEAD_LOG
-    records = read(path)
+    records = read_records(path)
     log = WriteAheadLog(path)
     if log.cut_off:
-        lost = f"{log.cut_off} bytes after it are lost"
-        print(f"the write-ahead log is intact up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
+        problem = f"{log.cut_off} bytes after record {len(records)} of the write-ahead log were damaged and are lost"
+        print(problem, file=sys.stderr, flush=True)
     coordinator = MembershipCoordinator.restored(records, time.monotonic()) if records else _new(settings)
-    messenger = _DeathMessenger(config.servers, config.worker_keys) if config.servers else None
+    forwarder = _FailureForwarder(config.servers, config.worker_keys) if config.servers else None
     MembershipServer(
         socket.socket(fileno=config.listen_fd),
         coordinator,
         log,
         server_keys(config.keys),
         settings["failure_timeout_s"],
-        _Publisher(LogFile(folder / "events.jsonl"), config.zero, messenger).publish,
+        _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
         every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
-    ).run(threading.Event())
+    ).run(threading.Event())  # never set: it serves until SIGTERM
 
 
 def _new(settings: dict[str, Any]) -> MembershipCoordinator:
@@ -81,17 +82,17 @@ def _new(settings: dict[str, Any]) -> MembershipCoordinator:
     )
 
 
-class _DeathMessenger(threading.Thread):
-    """Notifies a parameter server of failed workers, and a restarted server of all of them again."""
+class _FailureForwarder(threading.Thread):
+    """Forwards failures and restarts of workers to the parameter server, and failures again every `REPEAT_S`."""
 
     def __init__(self, addresses: Sequence[str], keys: KeyTexts | None) -> None:
-        super().__init__(name="messenger", daemon=True)
-        self._addresses, self._keys = [f"tcp://{one}" for one in addresses], keys
+        super().__init__(name="failure forwarder", daemon=True)
+        self._addresses, self._keys = [f"tcp://{address}" for address in addresses], keys
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.start()
 
-    def take(self, events: Sequence[Event]) -> None:
-        """Queue events of membership."""
+    def enqueue(self, events: Sequence[Event]) -> None:
+        """Queue membership events."""
         for event in events:
             self._events.put(event)
 
@@ -101,11 +102,13 @@ class _DeathMessenger(threading.Thread):
         from stretto.security import worker_keys
 
         notifier = DeathNotifier(self._addresses, worker_keys(self._keys))
+        repeat_at = time.monotonic() + REPEAT_S
         while True:
             try:
-                event = self._events.get(timeout=REPEAT_S)
+                event = self._events.get(timeout=max(0.0, repeat_at - time.monotonic()))
             except Empty:
                 notifier.notify_again()
+                repeat_at = time.monotonic() + REPEAT_S
                 continue
             if event["what"] == "failed":
                 notifier.notify_ended(event["worker"], event["incarnation"])
@@ -114,29 +117,32 @@ class _DeathMessenger(threading.Thread):
 
 
 class _Publisher:
-    """Prints notices for the launcher to show, and writes events to the log of the run."""
+    """Takes the coordinator's notices (to stderr) and events (to the event log and the parameter server).
 
-    def __init__(self, log: LogFile, zero: float, messenger: _DeathMessenger | None) -> None:
-        self._log, self._zero, self._messenger = log, zero, messenger
-        self._is_blocked = False
+    Events that cannot be written are lost; the first error of a series is printed.
+    """
+
+    def __init__(self, log: LogFile, zero: float, forwarder: _FailureForwarder | None) -> None:
+        self._log, self._zero, self._forwarder = log, zero, forwarder
+        self._is_error_reported = False
 
     def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:
         """Print the notices and log the events with the time of the run."""
         for notice in notices:
             print(notice, file=sys.stderr, flush=True)
-        if self._messenger is not None:
-            self._messenger.take(events)
-        at = time.perf_counter()
-        when = {"at": round(at, 6), "t": round(at - self._zero, 6)}
-        lines = b"".join(msgspec.json.encode({**event, **when}) + b"\n" for event in events)
+        if self._forwarder is not None:
+            self._forwarder.enqueue(events)
+        now = time.perf_counter()
+        timestamps = {"at": round(now, 6), "t": round(now - self._zero, 6)}
+        lines = b"".join(msgspec.json.encode({**event, **timestamps}) + b"\n" for event in events)
         try:
             self._log.append(lines)
         except LogError as error:
-            if not self._is_blocked:
+            if not self._is_error_reported:
                 print(f"coordinator: {error}", file=sys.stderr, flush=True)
-            self._is_blocked = True
+            self._is_error_reported = True
         else:
-            self._is_blocked = False
+            self._is_error_reported = False
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launcher.config import Output, RunConfig
 from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.process_config import KeyTexts
+from stretto.run_config import Output, RunConfig, decode_path
 from stretto.run_dir import cores
 
 JOIN_INFO = "join.json"
@@ -34,7 +34,7 @@ class JoinInfo(msgspec.Struct, frozen=True):
 
     coordinator: str
     keys: KeyTexts | None
-    order: RunConfig
+    config: RunConfig
 
     def servers(self) -> Servers:
         """Return the services of the run, as a joining launcher sees them."""
@@ -53,13 +53,13 @@ class JoinRequest:
     restarts: int = 3
 
 
-def write_join_info(folder: Path, order: RunConfig, servers: Servers) -> None:
+def write_join_info(folder: Path, config: RunConfig, servers: Servers) -> None:
     """Write `join.json`, readable by its owner only. Raises LogError if the disk does not take it."""
     assert servers.coordinator_at is not None
-    script = order.script if order.module else order.script.absolute()
-    order = replace(order, script=script, out=None, resume=None, faults=None, min_workers=1)
-    order = replace(order, scaled_workers=order.workers)
-    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, servers.worker_keys, order), enc_hook=str)
+    script = config.script if config.module else config.script.absolute()
+    config = replace(config, script=script, out=None, resume=None, faults=None, min_workers=1)
+    config = replace(config, scaled_workers=config.workers)
+    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, servers.worker_keys, config), enc_hook=str)
     path = folder / JOIN_INFO
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -74,23 +74,23 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         problem, expected = f"{request.workers} workers cannot join", "at least 1"
         raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
     info = _read(request.run)
-    check(info.order.script, info.order.module)
+    check(info.config.script, info.config.module)
     here = _connect(info.coordinator)
-    order = replace(
-        info.order,
+    config = replace(
+        info.config,
         host=here,
         threads=request.threads or max(1, cores() // request.workers),
         output=request.output,
         restarts=request.restarts,
     )
-    ranks = _reserve_ranks(request.run / JOINED, order.workers, request.workers)
-    return ProcessPlan(order, request.run, None, info.servers(), joining=ranks)
+    ranks = _reserve_ranks(request.run / JOINED, config.workers, request.workers)
+    return ProcessPlan(config, request.run, None, info.servers(), joining=ranks)
 
 
 def _read(run: Path) -> JoinInfo:
     path = run / JOIN_INFO
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JoinInfo, dec_hook=_path)
+        return msgspec.json.decode(path.read_bytes(), type=JoinInfo, dec_hook=decode_path)
     except FileNotFoundError:
         problem = f"{run} cannot be joined" if run.is_dir() else f"there is no run {run}"
         expected, to_type = "the folder of a run with --host, on a disk that both machines see", "stretto join runs/RUN"
@@ -105,10 +105,6 @@ def _read(run: Path) -> JoinInfo:
         raise LaunchError(
             explain(problem, got="another file", expected=expected, to_type="stretto join RUN")
         ) from error
-
-
-def _path(wanted: type, value: Any) -> Any:
-    return wanted(value)
 
 
 def _connect(coordinator: str) -> str:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from stretto.errors import LaunchError, LogError
 from stretto.events import read_events
-from stretto.launcher.config import RunConfig, check, planned, server_notice, settled
+from stretto.launcher.config import check, described, planned, server_notice, settled
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, plan_of_join, write_join_info
@@ -23,39 +23,40 @@ from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped, Supervisor
+from stretto.run_config import RunConfig
 from stretto.run_dir import make_folder, write_run
 
-__all__ = ["JoinRequest", "RunConfig", "Stopped", "join", "run"]
+__all__ = ["JoinRequest", "Stopped", "join", "run"]
 
 
-def run(order: RunConfig, display: ProgressDisplay) -> Path:
+def run(config: RunConfig, display: ProgressDisplay) -> Path:
     """Run a script on workers of this machine and return the run directory.
 
     Raises LaunchError or RecipeError before anything is started, LaunchError with the cause when a worker
     fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However the run ends, none of its processes is left after 3 s,
     even if this process is killed.
     """
-    check(order)
-    note = server_notice(order)
-    order = settled(order)
+    check(config)
+    note = server_notice(config)
+    config = settled(config)
     inbox: Inbox = SimpleQueue()
     with (
-        listening(order.port) as listener,
-        servers_for(order.servers or 0, order.plain, order.elastic, order.host) as servers,
+        listening(config.port) as listener,
+        servers_for(config.servers or 0, config.plain, config.elastic, config.host) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
-        folder = make_folder(order.name, order.out, now)
-        write_run(folder, order.asked(), now)
-        display.starting(f"{order}, run folder {folder}")
+        folder = make_folder(config.name, config.out, now)
+        write_run(folder, config.record(), now)
+        display.starting(f"{described(config)}, run folder {folder}")
         if note is not None:
             display.note(note)
-        if order.host is not None:
-            write_join_info(folder, order, servers)
+        if config.host is not None:
+            write_join_info(folder, config, servers)
         try:
-            _supervise(ProcessPlan(order, folder, listener, servers, time.perf_counter()), inbox, display)
+            _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display)
         except Stopped as stop:
-            stop.add(left_in(folder, order.retyped))
+            stop.add(left_in(folder, config.retyped))
             raise
         return folder
 
@@ -74,15 +75,15 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
 
 def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> None:
-    order, folder = plan.order, plan.folder
-    table, relay = ProcessTable(inbox), LogRelay(folder, order.output, display)
-    supervisor = Supervisor(plan, table, relay, inbox, planned(order))
+    config, folder = plan.config, plan.folder
+    table, relay = ProcessTable(inbox), LogRelay(folder, config.output, display)
+    supervisor = Supervisor(plan, table, relay, inbox, planned(config))
     try:
         supervisor.start()
-        if plan.listener is not None and not order.elastic:
+        if plan.listener is not None and not config.elastic:
             plan.listener.close()  # only worker 0 holds it now: a rendezvous without worker 0 fails immediately
             plan.servers.close()
-        display.begin(folder, order)
+        display.begin(folder, config)
         relay.start()
         cause = supervisor.wait()
         _report_shared_files(folder, relay)

@@ -20,8 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from stretto.events import COORDINATOR, process_name
-from stretto.launcher.config import Output
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
+from stretto.run_config import Output
 
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 13

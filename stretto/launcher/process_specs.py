@@ -16,19 +16,17 @@ from pathlib import Path
 from socket import socket
 
 from stretto.events import COORDINATOR, process_name
-from stretto.faults.stragglers import factors
 from stretto.interval import every
-from stretto.launcher.config import RunConfig, codec_folder, is_free
+from stretto.launcher.config import codec_folder, is_free
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
+from stretto.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT_INTERVAL_S = 10.0
 """Interval of the snapshots of all shards, to roll back to when a shard fails."""
-KEPT_CHECKPOINTS = 3
-"""Default number of checkpoints that are kept."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class ProcessPlan:
     `joining` are the ranks of workers that join the run of another launcher; there are no other processes then.
     """
 
-    order: RunConfig
+    config: RunConfig
     folder: Path
     listener: socket | None
     servers: Servers
@@ -74,7 +72,7 @@ class ProcessPlan:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
         longer to start.
         """
-        numbers = [*(self.joining or range(self.order.workers)), *map(server_of, range(self.servers.shards))]
+        numbers = [*(self.joining or range(self.config.workers)), *map(server_of, range(self.servers.shards))]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
@@ -87,132 +85,112 @@ class ProcessPlan:
 
     def _worker(self, number: int, incarnation: int) -> ProcessSpec:
         """Return a worker. Worker 0 inherits the listening socket of the rendezvous, so its port cannot be taken."""
-        order, listener = self.order, None if number else self.listener
+        config, listener = self.config, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
-        command += [MODULE if order.module else FILE, str(order.script), *order.args]
-        of = max(order.workers, *(one + 1 for one in self.joining or (0,)))
+        command += [MODULE if config.module else FILE, str(config.script), *config.args]
+        of = max(config.workers, *(one + 1 for one in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
-        environment = environment_of(number, order)
+        environment = environment_of(number, config)
         return ProcessSpec(number, of, command, environment, self._worker_config(number, incarnation), fds)
 
     def _worker_config(self, number: int, incarnation: int) -> WorkerConfig:
-        order, servers, is_elastic = self.order, self.servers, self.order.elastic
-        checkpoint = str(every(order.checkpoint_every)) if order.checkpoint_every else None
+        config, servers = self.config, self.servers
         return WorkerConfig(
-            rank=number,
-            world_size=order.workers,
-            incarnation=incarnation if is_elastic else 0,
+            options=config,
             run=self._run,
             listen_fd=self.listener.fileno() if self.listener is not None and not number else None,
+            rank=number,
+            incarnation=incarnation if config.elastic else 0,
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,
             servers=servers.addresses,
             keys=servers.worker_keys,
-            recipe=order.recipe,
-            seed=order.seed,
-            single_process=order.single_process,
-            global_batch_of=order.global_batch_of,
-            split_batch=order.global_batch == "split",
-            lr_factor=order.lr_factor,
-            slowdown=factors(order.stragglers, order.workers).get(number, 1.0),
-            keep_states=order.keep_states,
-            on_nan=order.on_nan,
-            on_resize=order.batch,
-            timeout_s=order.timeout_s,
-            failure_timeout_s=order.failure_timeout_s,
-            checkpoint_every=checkpoint,
-            keep=order.keep or KEPT_CHECKPOINTS,
-            resume=str(order.resume.resolve()) if order.resume else None,
         )
 
     def _server(self, number: int, incarnation: int) -> ProcessSpec:
         """Return the server of a shard. It has no recipe: the workers bring it."""
-        order, servers, shard = self.order, self.servers, shard_of(number)
+        config, servers, shard = self.config, self.servers, shard_of(number)
         listen_fd, *dispatcher_fd = servers.inherited(shard)
-        config = ShardConfig(
+        process = ShardConfig(
+            options=config,
             run=self._run,
             shard=shard,
             shards=servers.shards,
-            workers=max(order.workers, order.max_workers or 0),
             listen_fd=listen_fd,
             dispatcher_fd=dispatcher_fd[0] if dispatcher_fd else None,
             keys=servers.server_keys,
-            on_nan=order.on_nan,
-            timeout_s=order.timeout_s,
-            snapshots=str(self.folder.resolve() / "snapshots") if order.elastic else None,
-            snapshot_interval_s=_snapshot_interval_s(order) if order.elastic else None,
+            snapshots=str(self.folder.resolve() / "snapshots") if config.elastic else None,
+            snapshot_interval_s=_snapshot_interval_s(config) if config.elastic else None,
             restarted=incarnation > 0,
-            recipe=order.recipe,
         )
-        return self._service(number, servers.shards, "shard_main", config, servers.inherited(shard))
+        return self._service(number, servers.shards, "shard_main", process, servers.inherited(shard))
 
     def _coordinator(self) -> ProcessSpec:
         """Return the coordinator. It holds the settings of the run, so workers cannot disagree on them."""
         servers = self.servers
         assert servers.coordinator is not None
-        config = CoordinatorConfig(
+        process = CoordinatorConfig(
             run=self._run,
             listen_fd=servers.coordinator.fileno(),
-            settings=settings_of(self.order),
+            settings=settings_of(self.config),
             zero=self.zero,
             keys=servers.server_keys,
-            servers=servers.addresses if is_free(self.order) else (),
+            servers=servers.addresses if is_free(self.config) else (),
             worker_keys=servers.worker_keys,
         )
-        return self._service(COORDINATOR, 1, "coordinator_main", config, [servers.coordinator.fileno()])
+        return self._service(COORDINATOR, 1, "coordinator_main", process, [servers.coordinator.fileno()])
 
-    def _service(self, number: int, of: int, module: str, config: Config, fds: list[int]) -> ProcessSpec:
-        environment = _common(self.order) | {"OMP_NUM_THREADS": "1"}
+    def _service(self, number: int, of: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
+        environment = _common(self.config) | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
         environment |= _path(environment)
-        if (folder := codec_folder(self.order)) is not None:
+        if (folder := codec_folder(self.config)) is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), folder]))
-        return ProcessSpec(number, of, command, environment, config, fds)
+        return ProcessSpec(number, of, command, environment, process, fds)
 
     @property
     def _run(self) -> str:
         return str(self.folder.resolve())
 
 
-def _snapshot_interval_s(order: RunConfig) -> float:
+def _snapshot_interval_s(config: RunConfig) -> float:
     """Return the interval of snapshots: short enough for a checkpoint to be written when it is due."""
-    asked = every(order.checkpoint_every).seconds if order.checkpoint_every else None
+    asked = every(config.checkpoint_every).seconds if config.checkpoint_every else None
     return min(SNAPSHOT_INTERVAL_S, asked or SNAPSHOT_INTERVAL_S)
 
 
-def settings_of(order: RunConfig) -> dict[str, object]:
+def settings_of(config: RunConfig) -> dict[str, object]:
     """Return the settings that the coordinator holds. `free` is true if no worker waits for one that failed."""
     return {
-        "expected": order.workers,
-        "min_workers": order.min_workers,
-        "max_workers": order.max_workers,
-        "asynchronous": is_free(order),
-        "failure_timeout_s": order.failure_timeout_s,
-        "batch": order.batch,
-        "checkpoint": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
+        "expected": config.workers,
+        "min_workers": config.min_workers,
+        "max_workers": config.max_workers,
+        "asynchronous": is_free(config),
+        "failure_timeout_s": config.failure_timeout_s,
+        "checkpoint": str(every(config.checkpoint_every)) if config.checkpoint_every else None,
     }
 
 
-def environment_of(number: int, order: RunConfig) -> dict[str, str]:
+def environment_of(number: int, config: RunConfig) -> dict[str, str]:
     """Return the environment of a worker: the launcher's without torchrun's variables, and its share of the cores."""
-    environment = _common(order)
-    if order.host is not None:
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(order.host))
+    environment = _common(config)
+    if config.host is not None:
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(config.host))
     if devices := gpus(environment):
         environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
-    if order.threads or "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(order.threads_each())
+    if config.threads or "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = str(config.threads_each())
     return environment | _path(environment)
 
 
-def _common(order: RunConfig) -> dict[str, str]:
+def _common(config: RunConfig) -> dict[str, str]:
     """Return the launcher's environment without the configuration of another run.
 
     The hash seed is fixed because workers that iterate over a set of names must do so in the same order.
     """
     removed = (VARIABLE, RECIPE, *OF_TORCHRUN)
     environment = {name: value for name, value in os.environ.items() if name not in removed}
-    return {**DEFAULTS, "PYTHONHASHSEED": str(order.seed), **environment}
+    return {**DEFAULTS, "PYTHONHASHSEED": str(config.seed), **environment}
 
 
 DEFAULTS = {

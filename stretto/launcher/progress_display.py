@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.text import Text
 
 from stretto.events import Event
-from stretto.launcher.config import RunConfig
 from stretto.launcher.run_status import Progress
+from stretto.run_config import RunConfig
 
 STDERR = 2
 OURS = b"stretto: "
@@ -86,12 +86,12 @@ class ProgressDisplay:
         """Announce a run before any of its processes is started."""
         self.note(f"starting {what}")
 
-    def begin(self, folder: Path, order: RunConfig) -> None:
+    def begin(self, folder: Path, config: RunConfig) -> None:
         """Start the display of a run. Notices are shown only if worker 0, which prints them, is not shown."""
-        self._progress = Progress(notices=order.output == "none")
+        self._progress = Progress(notices=config.output == "none")
         self._folder, self._section = folder, None
         self._events = Tail(folder / "events.jsonl")
-        self._workers = order.workers
+        self._workers = config.workers
         self._started_at = self._shown_at = time.monotonic()
         sys.stdout.flush()
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:

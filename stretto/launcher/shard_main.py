@@ -17,6 +17,7 @@ import msgspec
 from stretto.launcher.process_specs import server_of
 from stretto.launcher.worker_main import begin, fail
 from stretto.process_config import VARIABLE, Config, ShardConfig
+from stretto.run_config import decode_path
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 def own_config(kind: type[ConfigT]) -> ConfigT:
     """Return the configuration of this process and remove it from the environment: it holds the servers' secret key."""
-    return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind)
+    return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind, dec_hook=decode_path)
 
 
 def leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:

@@ -27,10 +27,8 @@ from stretto.membership.messages import Failures
 
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
-POLL_S = 0.2
-"""Interval at which failed workers are looked for once a worker has finished."""
 POLL_S = 0.5
-"""Interval at which stopped workers are looked for that have not registered."""
+"""Interval at which stopped workers are looked for, and failed ones once a worker has finished."""
 FIRST_S, LONGEST_S = 0.2, 10.0
 """First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
 has run longer than the longest one.
@@ -89,7 +87,7 @@ class Supervisor:
         inbox: Inbox,
         faults: Iterator[tuple[float, FaultEvent]],
     ) -> None:
-        self._plan, self._config = plan, plan.order
+        self._plan, self._config = plan, plan.config
         self._table, self._relay, self._inbox = table, relay, inbox
         self._faults = faults
         self._due: list[tuple[float, int, Callable[[], None]]] = []

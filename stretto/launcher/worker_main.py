@@ -49,8 +49,8 @@ def main() -> None:
     config = worker_config()
     assert config is not None
     begin(config)
-    seed_libraries(config.seed or 0)
-    after_import("torch", _record_schedulers)
+    seed_libraries(config.options.seed)
+    after_import("torch", _record_creation)
     written = _watch(config)
     sys.argv = [script, *args]
     try:
@@ -63,9 +63,9 @@ def main() -> None:
         fail(error, config.rank, config.run)
 
 
-def _record_schedulers(_torch: ModuleType) -> None:
-    """Record the script's learning-rate schedulers in the order of their creation."""
-    importlib.import_module("stretto.training.schedulers")
+def _record_creation(_torch: ModuleType) -> None:
+    """Record the script's learning-rate schedulers and gradient scalers in the order of their creation."""
+    importlib.import_module("stretto.runtime.creation_order")
 
 
 def _watch(config: WorkerConfig) -> Written:

@@ -159,7 +159,7 @@ def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportErr
 
 def barrier_of(config: WorkerConfig) -> Barrier | None:
     """Return the barrier of a worker that a launcher has started; None for a single worker."""
-    limit_s = config.timeout_s
+    limit_s = config.options.timeout_s
     if config.coordinator is not None:
         keys = worker_keys(config.keys)
         return CoordinatorBarrier(config.rank, config.incarnation, config.coordinator, keys, limit_s)

@@ -66,7 +66,7 @@ class ParameterServerClient:
         self.order_epoch: int | None = None
         """Number of the epoch whose order the next broadcast carries, for the dispatcher to store; None for other
         broadcasts."""
-        self.barriers_called: list[bool] = []
+        self.barriers_announced: list[bool] = []
         """Barriers that this worker was called to: True where only for a snapshot."""
         self.barriers_passed = 0
         """Number of these barriers that the worker has passed."""
@@ -279,7 +279,7 @@ class ParameterServerClient:
         Return True if the epoch was over then; after a rollback there may be batches again. If `called`, it is the
         first of the barriers that this worker was called to and has not passed.
         """
-        extra = (self.barriers_passed + 1, self.barriers_called[self.barriers_passed]) if called else (0, False)
+        extra = (self.barriers_passed + 1, self.barriers_announced[self.barriers_passed]) if called else (0, False)
         self._enter_barrier(seq, self._op + 1)
         self._op, self._has_left_barrier = self._op + 1, False  # until here the worker's position is before the barrier
         self._collective(m.Barrier(self._op, *extra), [])
@@ -380,7 +380,7 @@ class ParameterServerClient:
         if not isinstance(body, m.Leased):
             raise TransportError(f"the coordinator answered {type(body).__name__} to a request for a batch")
         if body.barrier:
-            self.barriers_called.append(body.snapshot_only)
+            self.barriers_announced.append(body.snapshot_only)
         return body
 
     def settle(self, number: int, batches: Sequence[int]) -> None:
@@ -429,7 +429,7 @@ class ParameterServerClient:
         if not isinstance(body, m.Joined):
             raise TransportError(f"the coordinator answered {type(body).__name__} to a joining worker")
         self.members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
-        self.barriers_passed, self.barriers_called = body.barriers_passed, list(body.barriers_called)
+        self.barriers_passed, self.barriers_announced = body.barriers_passed, list(body.barriers_announced)
         positions = self._join_shards()
         while any(reply.recovery_epoch < 0 for reply in positions):  # a shard was restarted and has no parameters yet
             self.roll_back()
@@ -488,7 +488,7 @@ class ParameterServerClient:
             highest_epoch,
             snapshots,
             [reply.boot_id for reply in shards],
-            self.barriers_called,
+            self.barriers_announced,
             self.barriers_passed,
             newest,
         )

@@ -106,7 +106,7 @@ class DispatcherHandler:
             return [OutgoingMessage(worker, request_id, m.EpochStatus(True))]
         if isinstance(body, m.AwaitEpochEnd):
             self._awaiting_end[worker] = request_id
-            self.dispatcher.wait(worker, body.epoch_number, body.left_early)
+            self.dispatcher.await_end(worker, body.epoch_number, body.left_early)
             return self._release()
         return [*self._of_members(worker, header, tensors), *self._admit()]
 
@@ -158,7 +158,7 @@ class DispatcherHandler:
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         """Note that a worker has left: its batches are returned."""
-        self.dispatcher.leave(worker)
+        self.dispatcher.remove(worker)
         for stored in (self._awaiting_end, self._outside_barrier):
             stored.pop(worker, None)
         return [*self._collectives.leave(worker), *self._release(), *self._admit()]
@@ -172,7 +172,7 @@ class DispatcherHandler:
         """
         self._is_partial = self._is_partial or (is_partial and self._store is not None)
         self.dispatcher.settle(worker, epoch_number, batches)
-        self.dispatcher.leave(worker)
+        self.dispatcher.remove(worker)
         for stored in (self._awaiting_end, self._joining, self._last_leases, self._outside_barrier):
             stored.pop(worker, None)
         self._ending.discard(worker)
@@ -189,24 +189,24 @@ class DispatcherHandler:
         if leased is not None and last_id == request_id:
             return leased
         self._ending.discard(worker)
-        self.dispatcher.may_call_barrier = not self._ending and self._collectives.members <= self._known_members
-        self._call_due(worker)
+        self.dispatcher.may_announce_barrier = not self._ending and self._collectives.members <= self._known_members
+        self._announce_scheduled(worker)
         reply = self.dispatcher.lease(worker, body.epoch_number)
         leased = m.Leased(reply.lease.batch if reply.lease else None, reply.samples, reply.barrier, reply.snapshot_only)
         self._last_leases[worker] = request_id, leased
         return leased
 
-    def _call_due(self, worker: int) -> None:
+    def _announce_scheduled(self, worker: int) -> None:
         """Call all to a snapshot barrier when it is due and no other barrier takes snapshots."""
         if self._store is None or self._snapshot_interval_s is None or self._begun_epoch[2] is not None:
             return
         if self._clock() - self._last_call >= self._snapshot_interval_s:
             self._last_call = self._clock()
-            self.dispatcher.call_snapshot_barrier(worker)
+            self.dispatcher.announce_snapshot_barrier(worker)
 
     def _release(self) -> list[OutgoingMessage]:
         """Reply to workers that wait for the end of the epoch, if it is over or there are batches again."""
-        released = self.dispatcher.release(self._collectives.members <= self._known_members)
+        released = self.dispatcher.pop_released(self._collectives.members <= self._known_members)
         self._ending |= {one for one, over in released.items() if over}
         return [
             OutgoingMessage(one, self._awaiting_end.pop(one), m.EpochStatus(over))
@@ -235,7 +235,7 @@ class DispatcherHandler:
         self._ending |= {worker} if isinstance(body, m.Barrier) and not body.index else set()
         if isinstance(body, m.Barrier):
             self._known_members.add(worker)  # the message says which call it follows
-            self.dispatcher.note_barriers(body.index, body.snapshot_only)
+            self.dispatcher.note_arrival(body.index, body.snapshot_only)
             self._barriers_passed = max(self._barriers_passed, body.index)
             messages = self._collectives.contribute(
                 worker, body.op, header.request_id, (None, torch.empty(0, dtype=torch.uint8), None)
@@ -254,7 +254,7 @@ class DispatcherHandler:
     def _replay_result(self, worker: int, body: m.ReplayResult, results: list[Tensor]) -> list[OutgoingMessage]:
         """Store a result that this process may not know; it does not say where the worker is now."""
         self._op, self._barriers_passed = max(self._op, body.op), max(self._barriers_passed, body.index)
-        self.dispatcher.note_barriers(body.index, body.snapshot_only)
+        self.dispatcher.note_arrival(body.index, body.snapshot_only)
         return [*self._collectives.note_result(worker, body.op, body.members, results), *self._release()]
 
     def _store_order(self, epoch_number: int, order: Tensor) -> None:
@@ -298,7 +298,7 @@ class DispatcherHandler:
             op,
             barriers_passed,
             present,
-            self.dispatcher.barriers_called[:barriers_passed],
+            self.dispatcher.barriers_announced[:barriers_passed],
             self._clock_zeros,
         )
         return [OutgoingMessage(worker, request_id, joined, [order]) for worker, request_id in joining.items()]
@@ -382,7 +382,7 @@ class DispatcherHandler:
         """Choose the snapshot for a rollback at the first report; reply to all workers that wait for a batch."""
         self._barriers_passed = max(self._barriers_passed, body.barriers_passed)
         self._known_members.add(worker)
-        self.dispatcher.note_notified(worker, body.barriers_called)
+        self.dispatcher.set_announced(worker, body.barriers_announced)
         if self._store is None or body.recovery_epoch < self._recovery_epoch:
             return []
         present = self._store.snapshots()

@@ -96,7 +96,7 @@ class Rollback(_Message):
     highest_epoch: int
     snapshots: list[int]
     boot_ids: list[int]
-    barriers_called: list[bool]
+    barriers_announced: list[bool]
     """Barriers that this worker was called to so far: True where only for a snapshot."""
     barriers_passed: int
     """Number of these barriers that the worker has passed."""
@@ -347,7 +347,7 @@ class Joined(_Message):
     op: int = 0
     barriers_passed: int = 0
     members: list[int] = []
-    barriers_called: list[bool] = []
+    barriers_announced: list[bool] = []
     clock_zeros: dict[bytes, float] = {}
     parameter_set: int = 0
     clock: int = 0

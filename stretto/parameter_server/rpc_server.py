@@ -42,16 +42,17 @@ _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 def serve(config: ShardConfig) -> None:
     """Serve a shard, and the batch dispatcher in the process of shard 0, until the process ends."""
     torch.set_num_threads(1)
-    if config.recipe is not None:
-        parse(config.recipe)  # imports its codecs
+    options = config.options
+    if options.recipe is not None:
+        parse(options.recipe)  # imports its codecs
     names = (f"shard{config.shard}", "coordinator", "ends")
     snapshots = Path(config.snapshots) if config.snapshots else None
     own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)
-    server = ServerThreads(config.workers, server_keys(config.keys))
+    server = ServerThreads(config.max_workers, server_keys(config.keys))
     if config.dispatcher_fd is not None:
-        handler = DispatcherHandler(config.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
+        handler = DispatcherHandler(config.max_workers, time.monotonic, shared, config.snapshot_interval_s, ends)
         server.open(socket.socket(fileno=config.dispatcher_fd), handler)
-    shard = ShardHandler(config.workers, time.monotonic, config.on_nan, own, time.monotonic_ns())
+    shard = ShardHandler(config.max_workers, time.monotonic, options.on_nan, own, time.monotonic_ns())
     server.open(socket.socket(fileno=config.listen_fd), shard)
     server.wait()
 

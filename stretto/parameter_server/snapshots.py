@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import sys
 import zlib
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from stretto.parameter_server.framing import DTYPES, dtype_name
 from stretto.transport.tensor_bytes import octets
+from stretto.whole_files import PART, written_whole
 
 NEWEST_KEPT = 3
 """Number of the newest snapshots that are stored."""
@@ -80,6 +80,8 @@ class DiskStore:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f".{name}-*{PART}"):
+            leftover.unlink(missing_ok=True)
         self._has_failed = False
 
     def put(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
@@ -87,7 +89,6 @@ class DiskStore:
         try:
             self._write(number, facts, tensors)
         except OSError as error:
-            self._path(number).with_suffix(".part").unlink(missing_ok=True)
             if not self._has_failed:
                 why = error.strerror or error
                 print(
@@ -104,8 +105,7 @@ class DiskStore:
     def _write(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         layout = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
         header = msgspec.msgpack.encode((facts, layout))
-        temporary = self._path(number).with_suffix(".part")
-        with temporary.open("wb") as file:
+        with written_whole(self._path(number)) as part, part.open("wb") as file:
             file.write(struct.pack("<Q", len(header)))
             file.write(header)
             check = zlib.crc32(header)
@@ -114,7 +114,6 @@ class DiskStore:
                 check = zlib.crc32(data, check)
                 file.write(data)
             file.write(struct.pack("<I", check))
-        os.replace(temporary, self._path(number))
 
     def get(self, number: int) -> StoredSnapshot | None:
         """Return a snapshot if it is intact."""

@@ -11,6 +11,7 @@ import msgspec
 from stretto.errors import LaunchError, LogError, explain
 from stretto.report import incidents, staleness, traffic
 from stretto.report.run_log import History, number, read, split_of
+from stretto.whole_files import written_whole
 
 Record = dict[str, Any]
 
@@ -186,6 +187,8 @@ def write_json(target: Path, value: object) -> None:
 
 def replace_json(target: Path, value: object) -> None:
     """Write a value as JSON; a reader finds the previous file or the new one, complete. Raise LogError."""
-    unfinished = target.with_suffix(".unfinished")
-    write_json(unfinished, value)
-    unfinished.replace(target)
+    try:
+        with written_whole(target) as part:
+            write_json(part, value)
+    except OSError as error:
+        raise LogError(f"{target} cannot be written: {error.strerror}") from error

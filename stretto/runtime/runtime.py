@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,41 +15,12 @@ from torch.autograd.variable import Variable
 from torch.utils.data import DataLoader
 
 from stretto.events import EventLog, LogFile
+from stretto.runtime.creation_order import SCALERS
 from stretto.runtime.phase_timer import Pace, Stopwatch, Stretch
 
 
 class StopTraining(BaseException):
     """Raised to end the script gracefully at a limit of the simulation. Not an Exception: nothing failed."""
-
-
-class _Scalers:
-    """All gradient scalers of this process, in the order of their creation.
-
-    Existing ones are found through the garbage collector, which is slow, once; later ones are recorded when created.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[weakref.ref[GradScaler]] | None = None
-
-    def all(self) -> list[GradScaler]:
-        """Return the scalers that exist now."""
-        if self._known is None:
-            self._known = [weakref.ref(one) for one in gc.get_referrers(GradScaler) if type(one) is GradScaler]
-            self._record_new(self._known)
-        return [scaler for one in self._known if (scaler := one()) is not None]
-
-    def _record_new(self, known: list[weakref.ref[GradScaler]]) -> None:
-        make = GradScaler.__init__
-
-        @functools.wraps(make)
-        def recording_init(scaler: GradScaler, *given: Any, **named: Any) -> None:
-            make(scaler, *given, **named)
-            known.append(weakref.ref(scaler))
-
-        GradScaler.__init__ = recording_init  # type: ignore[method-assign, assignment]
-
-
-_scalers = _Scalers()
 
 
 class Runtime:
@@ -96,7 +64,7 @@ class Runtime:
 
     def scalers(self) -> list[GradScaler]:
         """Return the gradient scalers of this worker's script, which have no reference to its optimizer."""
-        return _scalers.all() if self.own_process else []
+        return SCALERS.all() if self.own_process else []
 
     def is_limit_reached(self, global_steps: int, samples: int, t: float) -> bool:
         """Return True if the run ends before the next global step, after this many steps, samples and seconds."""

@@ -10,9 +10,10 @@ from typing import Any
 from stretto.errors import mistyped
 from stretto.faults import plan
 from stretto.faults.plan import Fault
-from stretto.launcher.config import RunConfig, settled
 from stretto.launcher.config import check as check_config
+from stretto.launcher.config import settled
 from stretto.recipe.parser import parse
+from stretto.run_config import RunConfig
 from stretto.simulator.cluster.membership import heartbeat_s
 from stretto.simulator.compute.contention import copies
 from stretto.simulator.compute.cost_model import CostModel
@@ -73,7 +74,7 @@ class Simulation:
     def _limits(self) -> Sequence[tuple[str, float, str]]:
         return ("samples", self.samples, ""), ("time", self.time_s, "s")
 
-    def asked(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Return the configuration for `run.json`."""
         limits = [f"{name}={spelled(value)}{unit}" for name, value, unit in self._limits if value < inf]
         simulated = {
@@ -84,7 +85,7 @@ class Simulation:
             "processors": self.processors,
             "until": " ".join(limits) or None,
         }
-        return {**self.config.asked(), "threads": 1, "simulated": simulated}
+        return {**self.config.record(), "threads": 1, "simulated": simulated}
 
 
 def check(simulation: Simulation) -> Simulation:

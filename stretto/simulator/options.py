@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from math import inf, isfinite
+
+from msgspec import structs
 
 from stretto.errors import mistyped
 from stretto.faults import plan
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.compute import speed
 from stretto.simulator.compute.cost_model import AUTO, CostModel, parse
 from stretto.simulator.config import Simulation, check
@@ -24,7 +25,7 @@ def simulation(config: RunConfig, options: Mapping[str, str]) -> Simulation:
     numbers = {name: whole(name, options[name]) for name in ("workers", "seed", "servers") if name in options}
     faults, step_time = options.get("faults", ""), options.get("step_time", AUTO)
     parsed = Simulation(
-        replace(config, recipe=options.get("recipe"), **numbers),  # type: ignore[arg-type]
+        structs.replace(config, recipe=options.get("recipe"), **numbers),
         parse(step_time, lambda: CostModel(0.0)),
         topology.parse(options.get("network", "instant")),
         speed.parse(options.get("speeds", "equal")),
@@ -39,8 +40,6 @@ WHOLE_NUMBER_OPTIONS = {
     "workers": ("the number of workers", "-n 4"),
     "seed": ("the seed", "--seed 1"),
     "servers": ("the number of servers", "--servers 2"),
-    "min_workers": ("the least number of workers", "--min-workers 2"),
-    "max_workers": ("the largest number", "--max-workers 8"),
 }
 """Description and example of the options with whole numbers, by name."""
 

@@ -101,7 +101,7 @@ def create_run(simulation: Simulation, out: Path | None) -> Path:
     """Create the run directory."""
     now = datetime.now()
     folder = make_folder(simulation.config.name, out, now)
-    write_run(folder, simulation.asked(), now)
+    write_run(folder, simulation.record(), now)
     return folder
 
 
@@ -347,7 +347,7 @@ class Simulator:
             runtime=runtime,
             on_nan=config.on_nan,
             incarnation=worker.incarnation,
-            rule=config.batch,
+            rule=config.on_resize,
             barrier=SimBarrier(self._barriers, worker, config.timeout_s) if config.workers > 1 else None,
             simulator=self,
         )

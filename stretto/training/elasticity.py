@@ -6,10 +6,13 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from stretto.checkpoint import state_transfer
-from stretto.checkpoint.storage import State
+from stretto.checkpoint.storage import State, write_tensors
 from stretto.data.assignment import BatchAssignment
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork, members_of, number_of
 from stretto.loader.epoch_order import EpochOrder, unpack
@@ -24,6 +27,7 @@ from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 from stretto.transport.elastic import Change, ElasticTransport
 from stretto.transport.interface import KnowsPlace
+from stretto.whole_files import written_whole
 
 
 class ElasticAgent:
@@ -268,11 +272,10 @@ class ElasticAgent:
         """Leave gracefully: write this worker's residual where the remaining workers find it."""
         self.left = True
         if self._context.run is not None and (residuals := self._trainer.strategy.state.residuals()):
-            folder = self._context.run / "handed"
-            folder.mkdir(exist_ok=True)
-            packed = state_transfer.pack_own(({}, residuals))
-            (folder / f"worker-{self._context.worker}.part").write_bytes(packed)
-            (folder / f"worker-{self._context.worker}.part").rename(folder / f"worker-{self._context.worker}.owed")
+            path = self._residuals_of(self._context.worker)
+            path.parent.mkdir(exist_ok=True)
+            with written_whole(path) as part:
+                write_tensors(part, residuals)
         raise SystemExit(0)
 
     def _add_residuals_of(self, gone: tuple[int, ...]) -> None:
@@ -280,10 +283,15 @@ class ElasticAgent:
         if self._context.run is None:
             return
         for worker in gone:
-            path = self._context.run / "handed" / f"worker-{worker}.owed"
+            path = self._residuals_of(worker)
             if path.is_file():
-                self._trainer.strategy.state.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
+                self._trainer.strategy.state.add_residuals(load_file(path))
                 path.unlink()
+
+    def _residuals_of(self, worker: int) -> Path:
+        """Return the file in which a worker that leaves hands its residual to the others."""
+        assert self._context.run is not None
+        return self._context.run / "residuals" / f"worker-{worker}.safetensors"
 
     # --- membership changes ------------------------------------------------------------------------------------
 

@@ -121,7 +121,6 @@ class Settings:
         self._schedules = schedules
         self._optimizers, self._find = optimizers, scalers
         self._scalers: list[GradScaler] = []
-        self._asked = 0
 
     def broadcast(self, transport: Transport, root: int) -> None:
         """Broadcast the root's settings to the idle workers."""
@@ -160,10 +159,7 @@ class Settings:
         return [self._optimizers.param_groups, schedulers, self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:
-        """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""
-        self._asked += 1
-        if not self._scalers and self._asked & (self._asked - 1) == 0:
-            self._scalers = [scaler for scaler in self._find() if scaler.is_enabled()]
+        self._scalers = [scaler for scaler in self._find() if scaler.is_enabled()]
         return [scaler.state_dict() for scaler in self._scalers]
 
 

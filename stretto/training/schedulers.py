@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from itertools import count
-from typing import Any
-from weakref import WeakKeyDictionary
-
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stretto.runtime.creation_order import SCHEDULERS
+
 TOTALS = ("total_steps", "T_max")
-_numbers: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
-"""All schedulers of this process, numbered in an order that is the same at all workers: that of their creation."""
-_next = count()
 
 
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
     """Return the schedulers of an optimizer, in the same order at all workers."""
-    mine = [one for one in list(_numbers) if getattr(one, "optimizer", None) is optimizer]
-    return sorted(mine, key=_numbers.__getitem__)
-
-
-def _create(kind: type[LRScheduler], *_: Any, **__: Any) -> LRScheduler:
-    scheduler = object.__new__(kind)
-    _numbers[scheduler] = next(_next)
-    return scheduler
-
-
-def _description(scheduler: LRScheduler) -> tuple[str, str]:
-    settings = {name: value for name, value in vars(scheduler).items() if isinstance(value, int | float | str)}
-    return type(scheduler).__qualname__, str(settings)
-
-
-# Schedulers from before this import are listed by the garbage collector alone, in an order that depends on when it ran.
-LRScheduler.__new__ = _create  # type: ignore[method-assign, assignment]
-for _found in sorted((one for one in gc.get_objects() if issubclass(type(one), LRScheduler)), key=_description):
-    _numbers[_found] = next(_next)
+    return [scheduler for scheduler in SCHEDULERS.all() if getattr(scheduler, "optimizer", None) is optimizer]
 
 
 def is_initial(scheduler: LRScheduler) -> bool:

@@ -37,6 +37,7 @@ from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.interface import KnowsPlace
+from stretto.whole_files import written_whole
 
 FINAL = "final.safetensors"
 RANDOM = "final.random"
@@ -327,10 +328,8 @@ class Sections:
 def _keep(random_states: bytes, folder: Path | None) -> bytes:
     """Keep random states for a worker that comes later; a disk that does not take them costs no more than that."""
     if folder is not None:
-        with contextlib.suppress(OSError):
-            part = folder / f"{RANDOM}.part"
+        with contextlib.suppress(OSError), written_whole(folder / RANDOM) as part:
             part.write_bytes(random_states)
-            part.replace(folder / RANDOM)
     return random_states
 
 

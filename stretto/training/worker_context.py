@@ -31,6 +31,8 @@ from stretto.transport.single_worker import SingleWorkerTransport
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
 """Seconds that a launcher may take to restart a server: its pause before the restart, and the process's start."""
+KEPT_CHECKPOINTS = 3
+"""Default number of checkpoints that are kept."""
 FIRST_S = 60.0
 """Seconds that a worker waits for the coordinator's first message."""
 
@@ -71,7 +73,7 @@ class WorkerContext:
     """Number of earlier starts of this worker."""
     rule: Rule = "per-worker-batch"
     checkpoint: Interval | None = None
-    keep: int = 3
+    keep: int = KEPT_CHECKPOINTS
     resume: Path | None = None
     """Folder of the run to resume."""
     barrier: Barrier | None = None
@@ -122,31 +124,31 @@ def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext |
 @functools.lru_cache(maxsize=4)
 def _context(config: WorkerConfig) -> WorkerContext:
     """Return the context that a configuration describes, cached, since its barrier holds a connection."""
-    address = config.store_address
+    address, options = config.store_address, config.options
     return WorkerContext(
         worker=config.rank,
         workers=config.world_size,
         transport=_transport(config),
-        recipe=config.recipe,
+        recipe=options.recipe,
         run=Path(config.run) if config.run else None,
         opens_folder=config.run is None,
         runtime=Runtime(own_process=True),
-        seed=config.seed,
-        single_process=config.single_process,
-        global_batch_of=config.global_batch_of,
-        split=config.split_batch,
-        lr_factor=config.lr_factor,
-        keep_states=config.keep_states,
-        timeout_s=config.timeout_s,
+        seed=options.seed if config.run else None,
+        single_process=options.single_process,
+        global_batch_of=options.global_batch_of,
+        split=options.global_batch == "split",
+        lr_factor=options.lr_factor,
+        keep_states=options.keep_states,
+        timeout_s=options.timeout_s,
         server=_server(config),
         lead_host=address[0] if address is not None else "127.0.0.1",
         slow=config.slowdown,
-        on_nan=config.on_nan,
+        on_nan=options.on_nan,
         incarnation=config.incarnation,
-        rule=config.on_resize,
-        checkpoint=every(config.checkpoint_every) if config.checkpoint_every else None,
-        keep=config.keep,
-        resume=Path(config.resume) if config.resume else None,
+        rule=options.on_resize,
+        checkpoint=every(options.checkpoint_every) if options.checkpoint_every else None,
+        keep=options.keep or KEPT_CHECKPOINTS,
+        resume=options.resume,
         barrier=barrier_of(config),
     )
 
@@ -162,14 +164,14 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
 def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
     from stretto.transport.rendezvous import GroupRendezvous
 
-    rendezvous = GroupRendezvous(config.failure_timeout_s, config.timeout_s, device)
+    rendezvous = GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
     return ElasticTransport(config.rank, _membership(config), rendezvous)
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:
     from stretto.transport.env_rendezvous import connect
 
-    return connect(config, config.timeout_s, device)
+    return connect(config, config.options.timeout_s, device)
 
 
 def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
@@ -178,8 +180,9 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         return None
     addresses = [f"tcp://{one}" for one in config.servers]
     keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
-    away_s = config.failure_timeout_s + RETURN_S if is_elastic else None
-    open_client = functools.partial(connect_client, config.rank, config.world_size, addresses, keys, config.timeout_s)
+    options = config.options
+    away_s = options.failure_timeout_s + RETURN_S if is_elastic else None
+    open_client = functools.partial(connect_client, config.rank, config.world_size, addresses, keys, options.timeout_s)
 
     def connect(recipe: Recipe) -> Transport:
         if not is_elastic:
@@ -209,6 +212,8 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
 def _membership(config: WorkerConfig) -> MembershipClient:
     """Return the membership client. A restarted worker may start before the network is up."""
     assert config.coordinator is not None
-    incarnation, limit_s = config.incarnation, config.timeout_s if config.incarnation else FIRST_S
+    incarnation, limit_s = config.incarnation, config.options.timeout_s if config.incarnation else FIRST_S
     keys = worker_keys(config.keys)
-    return MembershipClient(config.rank, incarnation, config.coordinator, keys, config.failure_timeout_s, limit_s)
+    return MembershipClient(
+        config.rank, incarnation, config.coordinator, keys, config.options.failure_timeout_s, limit_s
+    )

@@ -9,8 +9,8 @@ from report.synthetic_runs import write_run
 from safetensors.torch import save_file
 
 from stretto.errors import LaunchError
-from stretto.launcher.local import RunConfig
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.run_config import RunConfig
 
 
 class Pretend:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from stretto.compare.progress import Progress, estimate
 from stretto.compare.trials import Question, trials
+from stretto.run_config import RunConfig
 
-QUESTION = Question(Path("train.py"), (), (2,), ("a()",), seeds=2)
+QUESTION = Question(RunConfig(Path("train.py")), (2,), ("a()",), seeds=2)
 RECORD = {"failed": None, "seconds": 1.0, "metrics": {"acc": 0.5}}
 
 

@@ -12,11 +12,12 @@ from compare.fake_runs import Pretend
 from stretto.compare.runner import Comparison
 from stretto.compare.trials import Question, Trial
 from stretto.errors import LaunchError
-from stretto.launcher.local import RunConfig, Stopped
+from stretto.launcher.local import Stopped
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import html_report
 from stretto.report.run_record import Record
 from stretto.report.target import Target
+from stretto.run_config import RunConfig
 
 
 class Hush:
@@ -38,7 +39,7 @@ class Hush:
 def made(folder: Path, run: Any, **more: Any) -> Comparison:
     folder.mkdir()
     asked: dict[str, Any] = {"workers": (2,), "recipes": ("allreduce()", "local_sgd(every=10)")}
-    question = Question(Path("train.py"), (), **(asked | more))
+    question = Question(RunConfig(Path("train.py")), **(asked | more))
     return Comparison(question, folder, Hush(), run)
 
 

@@ -10,11 +10,13 @@ import pytest
 from stretto.compare.trials import Question, Trial, ask, trials, worker_counts
 from stretto.errors import LaunchError, RecipeError
 from stretto.recipe.parser import parse
+from stretto.run_config import RunConfig
 
 
 def question(**more: Any) -> Question:
-    known: dict[str, Any] = {"script": Path("train.py"), "args": (), "workers": (4,), "recipes": ("allreduce()",)}
-    return Question(**(known | more))
+    asked = {name: more.pop(name) for name in more.keys() & {"workers", "recipes", "seeds", "target"}}
+    config = RunConfig(Path("train.py"), **more)
+    return Question(config, **({"workers": (4,), "recipes": ("allreduce()",)} | asked))
 
 
 def test_one_number_of_workers_and_one_seed() -> None:
@@ -96,8 +98,9 @@ def test_other_numbers_of_workers_are_refused(text: str) -> None:
 def typed(tmp_path: Path, **more: Any) -> Question:
     script = tmp_path / "train.py"
     script.write_text("")
-    known = {"workers": "4", "recipes": ["allreduce"], "seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
-    return ask(**({"script": script, "args": ()} | known | more))
+    known = {"workers": "4", "recipes": ["allreduce"], "seeds": 1, "target": None}
+    asked = {name: more.pop(name, value) for name, value in known.items()}
+    return ask(RunConfig(**({"script": script} | more)), **asked)
 
 
 def test_equal_recipes_are_run_once(tmp_path: Path) -> None:

@@ -47,7 +47,11 @@ def check(words: list[str]) -> None:
 
 
 @pages
-def test_command_lines_of_stretto_can_be_typed(page: Path) -> None:
+def test_command_lines_of_stretto_can_be_typed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("run.toml", "runs/RUN/run.json"):  # the documents name these files
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}" if file.endswith("json") else "workers = 2\n")
     for words in commands(page, "stretto"):
         try:
             check(words)

@@ -124,7 +124,7 @@ def test_take_threshold(given: tuple[Tensor, Tensor | None], tau: float) -> None
 @law
 @given(inputs(), st.sampled_from(KINDS), st.sampled_from([0.0, 1e-40, 0.3, 1.0, 100.0]))
 def test_take_moved(given: tuple[Tensor, Tensor | None], kind: Callable[[int, int], Tensor], scale: float) -> None:
-    agree("take_moved", *given, kind(given[0].numel(), 11), scale)
+    agree("take_larger_than_change", *given, kind(given[0].numel(), 11), scale)
 
 
 BUCKETS = st.sampled_from([1, 3, 8, 13, 64, 100, 512, 2048, 10**6])

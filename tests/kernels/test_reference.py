@@ -87,7 +87,7 @@ def test_take_moved(x: list[float], scale: float, seed: int) -> None:
     moved = torch.randn(len(x), generator=torch.Generator().manual_seed(seed + 1)).round()
     limits = [np.float32(abs(float(one))) * np.float32(scale) for one in moved]
     expected = [i for i in range(len(x)) if np.float32(abs(float(a[i]))) > limits[i]]
-    check_taken(reference.take_moved(given_, residual, moved, scale), a, residual, expected)
+    check_taken(reference.take_larger_than_change(given_, residual, moved, scale), a, residual, expected)
 
 
 def test_without_a_residual_the_input_stays() -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 from fork_server import environment_of
 
-from stretto.launcher.local import RunConfig, run
+from stretto.launcher.local import run
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.process_config import VARIABLE
+from stretto.run_config import RunConfig
 
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,9 @@ from run_place import Place
 from stretto.cli import main
 from stretto.errors import LaunchError
 from stretto.launcher import entry
-from stretto.launcher.local import RunConfig, run
+from stretto.launcher.local import run
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.run_config import RunConfig
 
 TELLS = """
 import json, os, sys

@@ -17,7 +17,8 @@ from run_place import Place
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.faults.plan import FaultEvent, parse, schedule
-from stretto.launcher.config import RunConfig, check, planned, settled
+from stretto.launcher.config import check, planned, settled
+from stretto.run_config import RunConfig
 
 LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s; kill coordinator at 60s"
 

@@ -11,10 +11,11 @@ from typer.main import get_command
 from stretto.cli import main
 from stretto.cli.script_arguments import recipe_names, without
 from stretto.errors import RecipeError
-from stretto.launcher.config import RunConfig, server_notice
+from stretto.launcher.config import server_notice
 from stretto.launcher.resume_hint import left_in
 from stretto.recipe.named import NAMED, diloco, local_sgd
 from stretto.recipe.parser import parse
+from stretto.run_config import RunConfig
 
 COMMANDS = list(getattr(get_command(main.app), "commands"))  # noqa: B009 (typer does not say that an app is a group)
 

@@ -21,10 +21,11 @@ from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.launcher.config import RunConfig, check
+from stretto.launcher.config import check
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import JOIN_INFO, JoinRequest, plan_of_join, write_join_info
 from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
 
 SCRIPT = """
 import pathlib, time, torch, stretto
@@ -149,8 +150,8 @@ def test_invitation_is_private_and_complete(place: Place) -> None:
         assert stat.S_IMODE((place.folder / JOIN_INFO).stat().st_mode) == 0o600
         one, other = plan_of_join(JoinRequest(place.folder, 2)), plan_of_join(JoinRequest(place.folder, threads=3))
         assert (one.joining, other.joining) == ((2, 3), (4,)), "each joins with numbers of its own"
-        assert (other.order.recipe, other.order.seed, other.order.args) == ("local_sgd", 3, ("--fast",))
-        assert other.order.script == place.folder / "train.py"
+        assert (other.config.recipe, other.config.seed, other.config.args) == ("local_sgd", 3, ("--fast",))
+        assert other.config.script == place.folder / "train.py"
         part = other.part(4)
         config = part.config
         assert isinstance(config, WorkerConfig)

@@ -12,9 +12,10 @@ from run_place import Place
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launcher import process_specs, processes
-from stretto.launcher.local import RunConfig, run
+from stretto.launcher.local import run
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, worker_config
+from stretto.run_config import RunConfig
 
 
 def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> None:
@@ -39,10 +40,11 @@ def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> No
         assert config.store.startswith("127.0.0.1:")
         assert not set(OF_TORCHRUN) & set(given), "other libraries would open a process group"
         assert config.run == str(folder.resolve())
-        assert (config.recipe, config.seed, config.timeout_s) == ("local_sgd(every=4)", 7, 12.5)
-        assert config.keep_states
+        options = config.options
+        assert (options.recipe, options.seed, options.timeout_s) == ("local_sgd(every=4)", 7, 12.5)
+        assert options.keep_states
         assert given["OMP_NUM_THREADS"] == "2"
-        assert (config.single_process, config.global_batch_of) == (False, 1)
+        assert (options.single_process, options.global_batch_of) == (False, 1)
         assert (config.listen_fd is not None) == (rank == 0)
 
 
@@ -81,7 +83,7 @@ def test_cores_are_divided_among_workers_by_default(tmp_path: Path, monkeypatch:
         given = process_specs.environment_of(0, RunConfig(Path("train.py"), **order))  # type: ignore[arg-type]
         return given["OMP_NUM_THREADS"]
 
-    monkeypatch.setattr("stretto.launcher.config.cores", lambda: 8)
+    monkeypatch.setattr("stretto.run_config.cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [threads(workers=n) for n in (1, 3, 8, 100)] == ["8", "2", "1", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

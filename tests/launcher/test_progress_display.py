@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.launcher import progress_display as room
-from stretto.launcher.config import RunConfig
 from stretto.launcher.progress_display import ProgressDisplay, Tail
+from stretto.run_config import RunConfig
 
 
 def append(folder: Path, **event: object) -> None:

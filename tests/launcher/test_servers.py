@@ -22,16 +22,17 @@ from run_place import Place, config_of, staff, until
 from stretto.cli.main import command
 from stretto.errors import LaunchError
 from stretto.events import read_events
+from stretto.launcher.config import settled
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.local import RunConfig, settled
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.process_config import RECIPE, VARIABLE, ShardConfig, WorkerConfig
 from stretto.report.run_record import record
+from stretto.run_config import RunConfig, decode_path
 
 WITHIN_S = 3.0
 TELL = """
 import msgspec
-config = msgspec.json.encode(place).decode()
+config = msgspec.json.encode(place, enc_hook=str).decode()
 os.write(1, (config + "\\n" + repr(dict(os.environ))).encode())
 time.sleep(60)
 """
@@ -50,13 +51,13 @@ KEY = re.compile(r"^[!-~]{40}$")
 def server_config(folder: Path, shard: int) -> tuple[ShardConfig, dict[str, str]]:
     """Return the configuration of a server that runs `TELL`, and its environment."""
     config, environment = (folder / f"server-{shard}.log").read_text().splitlines()
-    return msgspec.json.decode(config, type=ShardConfig), ast.literal_eval(environment)
+    return msgspec.json.decode(config, type=ShardConfig, dec_hook=decode_path), ast.literal_eval(environment)
 
 
 def worker_configs(workers: int) -> list[WorkerConfig]:
     """Return the configurations of the workers that ran `KEEP`."""
     texts = [Path(f"config-{rank}.json").read_bytes() for rank in range(workers)]
-    return [msgspec.json.decode(text, type=WorkerConfig) for text in texts]
+    return [msgspec.json.decode(text, type=WorkerConfig, dec_hook=decode_path) for text in texts]
 
 
 KEEP = WAIT + "open(f'config-{rank}.json', 'w').write(os.environ['STRETTO_CONFIG'])\n"
@@ -68,9 +69,9 @@ def test_servers_get_their_configuration_and_workers_their_addresses(place: Plac
     folder = place.run(KEEP, workers=3, **asked)
     for shard in range(2):
         config, given = server_config(folder, shard)
-        assert (config.shard, config.shards, config.workers) == (shard, 2, 3)
+        assert (config.shard, config.shards, config.max_workers) == (shard, 2, 3)
         assert (config.run, given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
-        assert (config.on_nan, config.timeout_s) == ("skip", 12.5)
+        assert (config.options.on_nan, config.options.timeout_s) == ("skip", 12.5)
         assert (config.dispatcher_fd is None) == (shard == 1)
         assert not {VARIABLE, RECIPE} & set(given)
     workers = worker_configs(3)
@@ -79,7 +80,7 @@ def test_servers_get_their_configuration_and_workers_their_addresses(place: Plac
     assert len(set(addresses)) == 3
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", one) for one in addresses)
     for one in workers:
-        assert (one.recipe, one.on_nan) == ("async_sgd(shards=2)", "skip")
+        assert (one.options.recipe, one.options.on_nan) == ("async_sgd(shards=2)", "skip")
 
 
 def test_servers_inherit_the_sockets_that_workers_connect_to(place: Place) -> None:
@@ -141,7 +142,7 @@ def test_recipe_with_a_server_starts_its_servers(place: Place, recipe: str, shar
     text = "print(len(config.servers))" if not shards else KEEP
     folder = place.run(text, recipe=recipe)
     assert len(list(folder.glob("server-*.log"))) == shards
-    assert json.loads((folder / "run.json").read_text())["servers"] == shards
+    assert json.loads((folder / "run.json").read_text())["servers"] == (shards or None)
     assert shards or (folder / "worker-0.log").read_text() == "0\n"
 
 
@@ -149,7 +150,7 @@ def test_run_without_servers_has_no_server_settings(place: Place) -> None:
     folder = place.run("print(config.servers, config.coordinator, config.keys)")
     assert (folder / "worker-0.log").read_text() == "() None None\n"
     asked = json.loads((folder / "run.json").read_text())
-    assert (asked["servers"], asked["stragglers"]) == (0, None)
+    assert (asked["servers"], asked["stragglers"]) == (None, None)
 
 
 def test_servers_option_moves_a_recipe_to_a_server() -> None:
@@ -161,9 +162,9 @@ def test_servers_option_moves_a_recipe_to_a_server() -> None:
     assert over("allreduce", 2) == ("Recipe(whom=server(shards=2))", 2)
     assert over("async_sgd(weight=0.5, shards=4)", 2) == ("async_sgd(weight=0.5, shards=2)", 2)
     assert over("async_sgd(shards=4)", None) == ("async_sgd(shards=4)", 4)
-    assert over("allreduce", None) == ("allreduce", 0)
-    assert over(None, None) == (None, 0)
-    assert over("async_sgd", None, single_process=True) == ("async_sgd", 0)
+    assert over("allreduce", None) == ("allreduce", None)
+    assert over(None, None) == (None, None)
+    assert over("async_sgd", None, single_process=True) == ("async_sgd", None)
 
 
 # Ends of servers
@@ -185,7 +186,7 @@ def test_servers_end_with_the_run_without_output(place: Place) -> None:
 def test_server_with_other_threads_ends_immediately_on_sigterm(place: Place) -> None:
     """A server ended by SIGTERM exits with 0, even if it has threads that ignore the request."""
     place.service("import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\ntime.sleep(60)")
-    given = os.environ | ShardConfig(run=".", shard=0, shards=1, workers=1, listen_fd=0).environment()
+    given = os.environ | ShardConfig(run=".", shard=0, shards=1, listen_fd=0).environment()
     with subprocess.Popen([sys.executable, "-P", "-m", "stretto.launcher.shard_main"], env=given) as process:
         os.kill(place.server(), signal.SIGTERM)
         assert process.wait(timeout=WITHIN_S) == 0
@@ -454,7 +455,8 @@ def test_options_reach_the_servers(place: Place) -> None:
     process = place.stretto("run", *line, place.script(KEEP), "--lr", "0.1")
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0, err
-    assert server_config(Path("here"), 1)[0].on_nan == "skip"
-    assert (worker_configs(2)[1].recipe, worker_configs(2)[1].on_nan) == ("async_sgd(shards=2)", "skip")
+    assert server_config(Path("here"), 1)[0].options.on_nan == "skip"
+    options = worker_configs(2)[1].options
+    assert (options.recipe, options.on_nan) == ("async_sgd(shards=2)", "skip")
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["servers"], asked["stragglers"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])

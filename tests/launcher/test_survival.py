@@ -17,6 +17,7 @@ from run_place import Place, until
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.process_config import WorkerConfig
+from stretto.run_config import decode_path
 
 WITHIN_S = 3.0
 HEAD = """
@@ -422,16 +423,20 @@ until("coordinators")
         failure_timeout_s=2.5,
         min_workers=2,
         max_workers=3,
-        batch="global-batch",
+        on_resize="global-batch",
         checkpoint_every="5m",
         resume=Path("old"),
         recipe="local_sgd(every=4)",
     )
-    configs = [msgspec.json.decode(Path(f"config-{rank}").read_bytes(), type=WorkerConfig) for rank in range(2)]
+    configs = [
+        msgspec.json.decode(Path(f"config-{rank}").read_bytes(), type=WorkerConfig, dec_hook=decode_path)
+        for rank in range(2)
+    ]
     for config in configs:
-        assert (config.incarnation, config.failure_timeout_s, config.on_resize) == (0, 2.5, "global-batch")
-        assert (config.checkpoint_every, config.keep) == ("300s", 3)
-        assert config.resume == str(place_with_coordinator.folder / "old")
+        options = config.options
+        assert (config.incarnation, options.failure_timeout_s, options.on_resize) == (0, 2.5, "global-batch")
+        assert (options.checkpoint_every, options.keep) == ("5m", None)
+        assert options.resume == place_with_coordinator.folder / "old"
         assert config.coordinator == configs[0].coordinator is not None
         assert (config.keys is None) == plain
     settings = json.loads(Path("coordinators").read_text().partition(" ")[2])
@@ -441,7 +446,6 @@ until("coordinators")
         "max_workers": 3,
         "asynchronous": False,
         "failure_timeout_s": 2.5,
-        "batch": "global-batch",
         "checkpoint": "300s",
     }
 

@@ -87,7 +87,7 @@ class Passes(RuleBasedStateMachine):
     def die(self, worker: int) -> None:
         if worker in self.live and len(self.live) > 1:
             back = self.held[worker]
-            assert self.dispatcher.leave(worker) == sum(self.sizes[batch] for batch in back)
+            assert self.dispatcher.remove(worker) == sum(self.sizes[batch] for batch in back)
             assert self.dispatcher.settle(worker, self.number, back) == 0
             self.live.remove(worker)
             self.free |= set(back)
@@ -218,29 +218,29 @@ def test_a_worker_that_joins_after_all_left_the_epoch_gets_no_batch_of_it() -> N
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 2, 2])
     assert dispatcher.lease(0, 1).lease is not None
-    dispatcher.leave(1)
+    dispatcher.remove(1)
     dispatcher.settle(0, 1, [0])
-    dispatcher.wait(0, 1, left=True)
-    assert dispatcher.release() == {0: True}
+    dispatcher.await_end(0, 1, left_early=True)
+    assert dispatcher.pop_released() == {0: True}
     dispatcher.join(1, 0)
     assert dispatcher.lease(1, 1) == DispatchReply(None, 2)
-    dispatcher.wait(1, 1)
-    assert dispatcher.release() == {1: True}
+    dispatcher.await_end(1, 1)
+    assert dispatcher.pop_released() == {1: True}
 
 
 def test_a_worker_that_joins_a_finished_epoch_gets_the_returned_batches() -> None:
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 2])
-    dispatcher.leave(1)
+    dispatcher.remove(1)
     before = dispatcher.state()
     for batch in range(2):
         assert dispatcher.lease(0, 1).lease is not None
         dispatcher.settle(0, 1, [batch])
-    dispatcher.wait(0, 1)
-    assert dispatcher.release() == {0: True}
+    dispatcher.await_end(0, 1)
+    assert dispatcher.pop_released() == {0: True}
     dispatcher.join(1, 0)
     dispatcher.roll_back(before)
-    dispatcher.leave(0)
+    dispatcher.remove(0)
     assert dispatcher.lease(1, 1).lease is not None
 
 
@@ -248,13 +248,13 @@ def test_a_batch_of_a_worker_that_left_the_epoch_is_leased_and_counted_again() -
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 3])
     assert [dispatcher.lease(worker, 1).samples for worker in range(2)] == [2, 5]
-    dispatcher.wait(0, 1, left=True)
+    dispatcher.await_end(0, 1, left_early=True)
     assert dispatcher.lease(1, 1) == DispatchReply(Lease(0, 1, 0, 2), 5)
 
 
 def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:
     dispatcher = BatchDispatcher(1)
     dispatcher.begin(1, [2, 2])
-    dispatcher.wait(0, 1, left=True)
-    dispatcher.call_snapshot_barrier(0)
-    assert not dispatcher.barriers_called
+    dispatcher.await_end(0, 1, left_early=True)
+    dispatcher.announce_snapshot_barrier(0)
+    assert not dispatcher.barriers_announced

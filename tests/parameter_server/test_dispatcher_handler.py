@@ -61,7 +61,7 @@ def test_a_joining_worker_enters_the_barrier_that_a_failed_one_had_entered() -> 
     run.says(0, m.Barrier(2, 1))
     run.handler.remove(0)
     joined = run.joins(0)
-    assert (joined.op, joined.barriers_passed, joined.barriers_called) == (1, 0, [])
+    assert (joined.op, joined.barriers_passed, joined.barriers_announced) == (1, 0, [])
     assert run.leases(0).barrier and run.leases(1).barrier
     run.meet(2, 1)
 
@@ -83,7 +83,7 @@ def test_a_joining_worker_does_not_enter_a_barrier_that_the_members_have_passed(
     assert run.says(0, m.Join()) == []  # worker 1 has not reported yet that it has passed
     (post,) = [one for one in replies_to(run.handler, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
-    assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
+    assert (post.body.op, post.body.barriers_passed, post.body.barriers_announced) == (2, 1, [False])
     assert run.leases(0).batch is not None
     run.meet(3, 0)
 
@@ -95,7 +95,7 @@ def test_a_worker_that_joins_after_all_failed_starts_far_past_their_barriers() -
     run.handler.remove(0)
     run.handler.remove(1)
     joined = run.joins(1)
-    assert (joined.op, joined.barriers_passed, joined.barriers_called) == (2 + SKIPPED, 1, [False])
+    assert (joined.op, joined.barriers_passed, joined.barriers_announced) == (2 + SKIPPED, 1, [False])
     assert run.joins(0).op == joined.op
 
 
@@ -104,13 +104,13 @@ def test_a_restarted_dispatcher_learns_the_positions_of_the_workers() -> None:
     handler = DispatcherHandler(2, lambda: 0.0)
     for worker in (0, 1):
         replies_to(handler, worker, 0, m.ReplayOrder(1), ORDER)
-        handler.dispatcher.note_notified(worker, [False, False])
+        handler.dispatcher.set_announced(worker, [False, False])
     replies_to(handler, 0, 0, m.ReplayResult(3, [0, 1], 2))
     handler.remove(0)
     replies_to(handler, 1, 0, m.LeaveBarrier(2, 1))
     (post,) = replies_to(handler, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
-    assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
+    assert (post.body.op, post.body.barriers_passed, post.body.barriers_announced) == (2, 1, [False])
 
 
 def test_a_joining_worker_is_called_to_the_next_barrier_if_all_that_knew_the_last_one_failed() -> None:
@@ -121,7 +121,7 @@ def test_a_joining_worker_is_called_to_the_next_barrier_if_all_that_knew_the_las
     handler.remove(0)
     (post,) = replies_to(handler, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
-    assert (post.body.barriers_passed, len(post.body.barriers_called)) == (3, 3)
+    assert (post.body.barriers_passed, len(post.body.barriers_announced)) == (3, 3)
     replies_to(handler, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
     leased = [replies_to(handler, 0, number, m.Lease(1))[0].body for number in (3, 4)]
     assert [isinstance(one, m.Leased) and one.barrier for one in leased] == [False, True]
@@ -244,7 +244,7 @@ def test_a_worker_that_joins_after_all_and_the_dispatcher_failed_starts_past_the
 def test_a_barrier_that_one_worker_has_passed_was_called() -> None:
     handler = DispatcherHandler(2, lambda: 0.0)
     replies_to(handler, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
-    assert handler.dispatcher.barriers_called == [True, True]
+    assert handler.dispatcher.barriers_announced == [True, True]
     assert replies_to(handler, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from stretto.parameter_server.framing import CHUNK_BYTES, HEADER_BYTES, LARGEST_
 from stretto.parameter_server.rpc_channel import RpcChannel, connect_client
 from stretto.parameter_server.rpc_server import name_of
 from stretto.process_config import ShardConfig
+from stretto.run_config import RunConfig
 from stretto.security import WorkerKeys, new_keys
 
 SLACK = 64 << 20
@@ -503,7 +505,10 @@ def test_a_failed_server_is_named_in_the_error_of_a_waiting_worker(servers: Serv
     coordinator = socket.create_server(("127.0.0.1", 0), backlog=16)
     addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, listener)]
     fds = {"listen_fd": listener.fileno(), "dispatcher_fd": coordinator.fileno()}
-    environment = os.environ | ShardConfig(run=".", shard=0, shards=1, workers=2, timeout_s=9.0, **fds).environment()
+    environment = (
+        os.environ
+        | ShardConfig(options=RunConfig(Path("train.py"), workers=2), run=".", shard=0, shards=1, **fds).environment()
+    )
     command = [sys.executable, "-P", "-m", "stretto.launcher.shard_main"]
     with subprocess.Popen(command, env=environment, pass_fds=list(fds.values())) as process:
         coordinator.close()

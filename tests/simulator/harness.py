@@ -15,7 +15,7 @@ import msgspec
 
 from stretto.events import Event
 from stretto.faults import plan
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.compute import speed as speeds
 from stretto.simulator.config import Simulation, check
 from stretto.simulator.engine import CostModel

@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet
 
 from stretto.cli.main import FAILED, USAGE, command
 from stretto.events import read_events
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.isolation import memory_estimate
 from stretto.simulator.sweep.runner import SweepConfig
 
@@ -112,14 +112,14 @@ def test_valid_simulation_succeeds(simulate: Simulate) -> None:
         (["--step-time", "soon"], FAILED, ["--step-time cannot be read: soon", "5ms"]),
         (["--step-time", "1ms encoding"], FAILED, ["no time of a step"]),
         (["--step-time", "-1ms"], FAILED, ["--step-time cannot be read: -1ms"]),
-        (["--failure-timeout", "soon"], FAILED, ["the failure timeout cannot be soon", "a time such as 500ms"]),
+        (["--failure-timeout", "soon"], USAGE, ["soon is not a time", "a time such as 500ms"]),
         (["--failure-timeout", "1ms"], FAILED, ["the failure timeout cannot be 0.001s", "at least 100ms"]),
-        (["--min-workers", "few"], FAILED, ["the least number of workers cannot be few"]),
+        (["--min-workers", "few"], USAGE, ["few is not a whole number"]),
         (["--min-workers", "3"], FAILED, ["the minimum number of workers cannot be 3", "from 1 to 2"]),
         (["--max-workers", "1"], FAILED, ["the largest number of workers cannot be 1"]),
         (["-n", "0"], FAILED, ["the number of workers cannot be 0", "at least 1"]),
-        (["-n", "many"], FAILED, ["the number of workers cannot be many"]),
-        (["--seed", "x"], FAILED, ["the seed cannot be x"]),
+        (["-n", "many"], USAGE, ["many is not a whole number"]),
+        (["--seed", "x"], USAGE, ["x is not a whole number"]),
         (["--seed", "-1"], FAILED, ["the seed cannot be -1"]),
         (["--processors", "0"], FAILED, ["there cannot be 0 processors"]),
         (["--processors", "nan"], FAILED, ["there cannot be nan processors"]),
@@ -245,7 +245,7 @@ def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> Non
 
 def test_sweep_passes_on_the_options_of_failures() -> None:
     order = RunConfig(
-        Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, batch="global-batch"
+        Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, on_resize="global-batch"
     )
     said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "global-batch", "--max-workers", "8"]
     assert SweepConfig(order, ()).common_options == said

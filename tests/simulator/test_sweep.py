@@ -17,7 +17,7 @@ import pytest
 from simulator import fake_simulate
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.sweep import worker_pool
 from stretto.simulator.sweep.runner import SweepConfig, results, run
 
@@ -28,7 +28,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as jobs under nohup ignore this
 from pathlib import Path
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.sweep import worker_pool
 from stretto.simulator.sweep.runner import SweepConfig, run
 command, worker_pool.EXIT_TIMEOUT_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.cli import simulate
 from stretto.errors import LaunchError, RecipeError, StrettoError
-from stretto.launcher.config import RunConfig
 from stretto.recipe.parser import parse as parse_recipe
+from stretto.run_config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.cost_model import parse as parse_tariff
 from stretto.simulator.config import Simulation

@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 from simulator.harness import STEP_S, simulated
 
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.step_time import measure
 from stretto.simulator.compute.wall_clock import seconds

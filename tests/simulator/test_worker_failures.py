@@ -36,11 +36,11 @@ from torch import nn
 import stretto
 from stretto.errors import BrokenTransportError, LaunchError
 from stretto.faults import plan
-from stretto.launcher.config import RunConfig
 from stretto.launcher.supervisor import pause_s
 from stretto.report import incidents
 from stretto.report.run_log import read
 from stretto.report.run_record import record
+from stretto.run_config import RunConfig
 from stretto.simulator.cluster import runtime
 from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.cluster.membership import EXIT_NOTICE_S

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from simulator.harness import simulated
 
-from stretto.launcher.config import RunConfig
+from stretto.run_config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.step_time import measure
 from stretto.simulator.compute.wall_clock import seconds

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import stretto
 from stretto.compare.trials import ask, trials
 from stretto.errors import LaunchError, LoaderError
-from stretto.launcher.config import RunConfig, check
+from stretto.launcher.config import check
+from stretto.run_config import RunConfig
 
 DOUBLE = torch.float64
 
@@ -131,8 +132,8 @@ def test_learning_rate_factors_depend_on_the_number_of_workers() -> None:
 
 
 def test_a_comparison_of_split_batches_refers_to_the_single_process() -> None:
-    about: Any = {"seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
-    question = ask(Path(__file__), (), workers="1,4", recipes=["allreduce"], global_batch="split", **about)
+    config = RunConfig(Path(__file__), global_batch="split")
+    question = ask(config, workers="1,4", recipes=["allreduce"], seeds=1, target=None)
     assert [(one.workers, one.global_batch_of, one.reference) for one in trials(question)] == [
         (1, 1, None),
         (1, 1, "single-process-seed0"),

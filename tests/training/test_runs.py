@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import stretto
 from stretto.events import PHASES, read_events
 from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
 from stretto.training import evaluation
 from stretto.training.worker_context import WorkerContext, find_context
 
@@ -267,7 +268,9 @@ def test_without_a_run_logging_costs_nothing_and_writes_nothing(
 def test_the_worker_context_is_read_from_the_environment(tmp_path: Path) -> None:
     assert find_context({}) is None
     context = find_context(
-        WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment()
+        WorkerConfig(
+            run=str(tmp_path), options=RunConfig(Path("train.py"), single_process=True, global_batch_of=4, seed=3)
+        ).environment()
     )
     assert context is not None
     assert (context.run, context.single_process, context.global_batch_of, context.seed, context.workers) == (

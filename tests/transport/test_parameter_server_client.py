@@ -186,4 +186,4 @@ def test_requests_before_a_rollback_are_void(servers: Servers) -> None:
     wire.recovery_epoch += 1
     with pytest.raises(RollbackRequiredError):
         wire.lease(asked)
-    assert wire.barriers_called == []
+    assert wire.barriers_announced == []

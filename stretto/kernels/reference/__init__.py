@@ -5,9 +5,9 @@ from stretto.kernels.reference.quantize import add_quantised, add_sign, noise, q
 from stretto.kernels.reference.sparsify import (
     add_at,
     take_above,
+    take_larger_than_change,
     take_largest,
     take_largest_per_chunk,
-    take_moved,
     take_threshold,
 )
 
@@ -20,9 +20,9 @@ __all__ = [
     "quantise",
     "sign_pack",
     "take_above",
+    "take_larger_than_change",
     "take_largest",
     "take_largest_per_chunk",
-    "take_moved",
     "take_threshold",
     "unpack_indices",
 ]

@@ -34,7 +34,7 @@ def take_above(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, 
     return _taken(a, residual, a.abs() >= a.new_tensor(tau))
 
 
-def take_moved(x: Tensor, residual: Tensor | None, moved: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def take_larger_than_change(x: Tensor, residual: Tensor | None, moved: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Take the entries of `a = residual + x` with |a_i| > scale |moved_i|, scale and product rounded to its dtype."""
     a = _with_residual(x, residual)
     return _taken(a, residual, a.abs() > moved.abs() * a.new_tensor(scale))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
 from stretto.events import COORDINATOR, Event, of_process
-from stretto.launcher.config import RunConfig, is_free
+from stretto.launcher.config import is_free
 from stretto.launcher.supervisor import pause_s
 from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
@@ -26,6 +26,7 @@ from stretto.membership.messages import (
     ReadyReport,
     WorkerMessage,
 )
+from stretto.run_config import RunConfig
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links

@@ -8,6 +8,8 @@ from dataclasses import replace
 from math import inf
 from typing import TextIO
 
+from msgspec import structs
+
 from stretto.runtime.phase_timer import Pace, Stopwatch
 from stretto.simulator.cluster.runtime import SimRuntime
 from stretto.simulator.compute.cost_model import CostModel
@@ -37,7 +39,7 @@ def measure(simulation: Simulation, wall_clock: Callable[[], float], tick: Calla
     config = simulation.config
     measured = replace(
         simulation,
-        config=replace(config, workers=min(config.workers, MEASURED_WORKERS), keep_states=False),
+        config=structs.replace(config, workers=min(config.workers, MEASURED_WORKERS), keep_states=False),
         cost_model=CostModel(0.0),
         network=Network(),
         speeds=Equal(),

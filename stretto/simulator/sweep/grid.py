@@ -7,21 +7,22 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from stretto.call_syntax import QUOTES, Words, nearest
 from stretto.errors import LaunchError, mistyped
 from stretto.launcher import entry
-from stretto.launcher.config import RunConfig
 from stretto.recipe.parser import WORDS
 from stretto.recipe.parser import parse as parse_recipe
 from stretto.report.target import Target
+from stretto.run_config import RunConfig, typed_options
 from stretto.run_dir import cores
-from stretto.units import spelled
 
 if TYPE_CHECKING:
     from stretto.simulator.config import Simulation
@@ -31,6 +32,18 @@ OPTIONS = (WORKERS, "seed", "network", "speeds", STEP_TIME, "faults", RECIPE, "u
 """Options of `stretto simulate` that can be axes."""
 
 EXAMPLE = '--sweep "workers=1,2,4,...,64"'
+COMMON = (
+    "plain",
+    "on_nan",
+    "failure_timeout_s",
+    "timeout_s",
+    "min_workers",
+    "global_batch",
+    "lr_scale",
+    "on_resize",
+    "max_workers",
+)
+"""Options that all points have in common."""
 DOTS = "..."
 MOST_VALUES = 1000
 NAME = re.compile(r"(--)?[A-Za-z][\w-]*", re.ASCII)
@@ -70,7 +83,9 @@ class SweepConfig:
         """Return the configuration for sweep.json: everything that determines the points, and the target."""
         return {
             "script": " ".join(entry.typed(self.config.script, self.config.module)),
-            "script_hash": hashlib.sha256(self.config.file().read_bytes()).hexdigest(),
+            "script_hash": hashlib.sha256(
+                entry.file_of(self.config.script, self.config.module).read_bytes()
+            ).hexdigest(),
             "args": list(self.config.args),
             "options": dict(self.options),
             "also": self.common_options,
@@ -82,21 +97,7 @@ class SweepConfig:
     @property
     def common_options(self) -> list[str]:
         """Command-line options of every simulation: those of `config` that differ from their defaults."""
-        config, usual = self.config, RunConfig(self.config.script)
-        typed = {
-            "--on-nan": config.on_nan if config.on_nan != usual.on_nan else None,
-            "--failure-timeout": f"{spelled(config.failure_timeout_s)}s"
-            if config.failure_timeout_s != usual.failure_timeout_s
-            else None,
-            "--timeout": spelled(config.timeout_s) if config.timeout_s != usual.timeout_s else None,
-            "--min-workers": str(config.min_workers) if config.min_workers != usual.min_workers else None,
-            "--batch": config.global_batch if config.global_batch != usual.global_batch else None,
-            "--lr-scale": config.lr_scale if config.lr_scale != usual.lr_scale else None,
-            "--on-resize": config.batch if config.batch != usual.batch else None,
-            "--max-workers": str(config.max_workers) if config.max_workers is not None else None,
-        }
-        words = [word for name, value in typed.items() if value is not None for word in (name, value)]
-        return ["--no-encryption"] * config.plain + words
+        return typed_options(self.config, COMMON)
 
     def parsed_target(self) -> Target | None:
         """Return the parsed target."""
@@ -258,7 +259,7 @@ def _point(config: SweepConfig, index: int, values: Mapping[str, str]) -> Point:
             args += [name, value]
         elif name not in OPTIONS:
             options[RECIPE] = with_option(options.get(RECIPE), name, value)
-    cost_group = _cost_group(simulation(replace(config.config, args=tuple(args)), options))
+    cost_group = _cost_group(simulation(structs.replace(config.config, args=tuple(args)), options))
     if cost_group in config.step_times and STEP_TIME not in values:
         options[STEP_TIME] = config.step_times[cost_group]
     label = "-".join(f"{name.strip('-')}={value}" for name, value in values.items())

@@ -1,0 +1,228 @@
+"""Configuration of a run: the options of the command line, each declared once.
+
+The same fields are the options of `stretto run`, the keys of a file for `--config`, and the keys of `run.json`; the
+processes of a run receive them in the environment variable STRETTO_CONFIG.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
+
+import msgspec
+
+from stretto.run_dir import cores
+from stretto.units import spelled
+
+OnResize = Literal["per-worker-batch", "global-batch"]
+Output = Literal["rank0", "all", "none"]
+OnNan = Literal["stop", "skip"]
+GlobalBatch = Literal["keep", "split"]
+LrScale = Literal["none", "linear", "sqrt"]
+
+WORKERS, SERVER, FAILURES = "Workers and recipe", "Parameter server", "Failures and membership"
+CHECKPOINTS, OUTPUT = "Checkpoints", "Output"
+"""Headings of the help texts."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Command-line option of a field: its help text, and the heading that it stands under.
+
+    `names` are its names where the field's is not its own, `default` is shown where the default value says little.
+    """
+
+    help: str
+    heading: str
+    metavar: str | None = None
+    default: str | None = None
+    names: tuple[str, ...] = ()
+    completed_by_recipes: bool = False
+    variable: str | None = None
+    """Environment variable that sets the option."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Configuration of a run of a script file or, with `module`, of a module.
+
+    Fields without an option are set by the launcher.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    module: Annotated[
+        bool, Option("SCRIPT is the name of a module, as for python -m.", WORKERS, names=("-m", "--module"))
+    ] = False
+    workers: Annotated[int, Option("Number of workers.", WORKERS, "N", names=("-n", "--workers"))] = 1
+    recipe: Annotated[
+        str | None,
+        Option(
+            "Recipe; overrides the one in the script.",
+            WORKERS,
+            default="the script's",
+            completed_by_recipes=True,
+            variable="STRETTO_RECIPE",
+        ),
+    ] = None
+    seed: Annotated[int, Option("Added to every seed that the script sets.", WORKERS, "N")] = 0
+    threads: Annotated[int | None, Option("Threads per worker.", WORKERS, "N", "the cores, shared out")] = None
+    stragglers: Annotated[
+        str | None, Option('Slow workers down by a factor: "1:2.0,3:5.0".', WORKERS, "WORKER:FACTOR,...", "none")
+    ] = None
+    global_batch: Annotated[
+        GlobalBatch,
+        Option(
+            "The script's batch is each worker's (keep), or is split among all workers (split).",
+            WORKERS,
+            names=("--batch",),
+        ),
+    ] = "keep"
+    lr_scale: Annotated[
+        LrScale,
+        Option("Multiply the script's learning rate by the number of workers, or by its square root.", WORKERS),
+    ] = "none"
+    servers: Annotated[
+        int | None, Option("Run the recipe over a parameter server of N shards.", SERVER, "N", "the recipe's")
+    ] = None
+    on_nan: Annotated[OnNan, Option("End the run at an update that is not finite, or skip the update.", SERVER)] = (
+        "stop"
+    )
+    plain: Annotated[
+        bool,
+        Option(
+            "Do not encrypt the traffic with the parameter server and the coordinator.",
+            SERVER,
+            names=("--no-encryption",),
+        ),
+    ] = False
+    failure_timeout_s: Annotated[
+        float,
+        Option(
+            "Declare a process failed after this long without a heartbeat.",
+            FAILURES,
+            "TIME",
+            "10s",
+            ("--failure-timeout",),
+        ),
+    ] = 10.0
+    timeout_s: Annotated[
+        float, Option("Longest wait for a message of another process.", FAILURES, "SECONDS", names=("--timeout",))
+    ] = 600.0
+    restarts: Annotated[int, Option("Number of times that a failed process is restarted.", FAILURES, "N")] = 3
+    recovery: Annotated[
+        bool,
+        Option("End the run at the first failure; no coordinator is started.", FAILURES, names=(" /--no-recovery",)),
+    ] = True
+    min_workers: Annotated[int, Option("End the run when fewer workers are left.", FAILURES, "N")] = 1
+    max_workers: Annotated[int | None, Option("Admit no more workers than this.", FAILURES, "N", "no limit")] = None
+    on_resize: Annotated[
+        OnResize,
+        Option("Batch size kept when the number of workers changes: each worker's own, or the global batch.", FAILURES),
+    ] = "per-worker-batch"
+    host: Annotated[
+        str | None,
+        Option(
+            "Address of this machine at which `stretto join` on other machines reaches the run.",
+            FAILURES,
+            "ADDRESS",
+            "this machine alone",
+        ),
+    ] = None
+    port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None
+    faults: Annotated[str | None, Option('Faults to inject: "kill worker every 20s".', FAILURES, "FAULTS", "none")] = (
+        None
+    )
+    checkpoint_every: Annotated[
+        str | None,
+        Option('Interval between checkpoints: 5m, "20 rounds".', CHECKPOINTS, "TIME|ROUNDS", "no checkpoints"),
+    ] = None
+    keep: Annotated[int | None, Option("Number of checkpoints kept.", CHECKPOINTS, "N", "the newest 3")] = None
+    resume: Annotated[
+        Path | None,
+        Option("Continue from the newest complete checkpoint of this run.", CHECKPOINTS, "RUN", "a new run"),
+    ] = None
+    out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
+    output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
+    single_process: bool = False
+    """True if all communication is disabled."""
+    global_batch_of: int = 1
+    """Number of the script's batches that form one batch."""
+    keep_states: bool = False
+    """True if the model and optimizer state are written at the end, for a comparison."""
+    scaled_workers: int | None = None
+    """Number of workers for the factor on the learning rate; None for the number that is started."""
+    retyped: tuple[str, ...] = ()
+    """Words after `stretto run --resume FOLDER` that continue the run."""
+
+    @property
+    def lr_factor(self) -> float:
+        """Factor on the learning rate of the script."""
+        count = self.scaled_workers or self.workers * self.global_batch_of
+        return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
+
+    @property
+    def elastic(self) -> bool:
+        """True if the run survives failed workers; it has a coordinator then."""
+        several = self.workers > 1 or self.host is not None
+        return several and not self.single_process and self.recovery
+
+    @property
+    def name(self) -> str:
+        """Name of the program, for the name of a run folder."""
+        return str(self.script) if self.module else self.script.stem
+
+    def threads_each(self) -> int:
+        """Return the threads of each worker: as given, else an equal share of the cores, at least one."""
+        return self.threads or max(1, cores() // self.workers)
+
+    def record(self) -> dict[str, Any]:
+        """Return the configuration for `run.json`; `--config` reads it. The folder of the run is left out."""
+        fields = msgspec.to_builtins(self, enc_hook=str)
+        return {name: value for name, value in fields.items() if name not in NOT_RECORDED} | {
+            "threads": self.threads_each()
+        }
+
+
+NOT_RECORDED = ("out", "retyped", "scaled_workers")
+
+
+@functools.cache
+def options() -> Mapping[str, tuple[Any, Option, Any]]:
+    """Return the type, the option and the default value of each field that has an option."""
+    hints = get_type_hints(RunConfig, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(RunConfig)}
+    return {
+        name: (hint.__origin__, hint.__metadata__[0], defaults[name])
+        for name, hint in hints.items()
+        if get_origin(hint) is Annotated
+    }
+
+
+def typed_options(config: RunConfig, names: Iterable[str]) -> list[str]:
+    """Return the words that are typed for those of these options that differ from their defaults.
+
+    >>> typed_options(RunConfig(Path("train.py"), plain=True, failure_timeout_s=5.0), ("plain", "failure_timeout_s"))
+    ['--no-encryption', '--failure-timeout', '5s']
+    """
+    words: list[str] = []
+    for name in names:
+        kind, option, default = options()[name]
+        value = getattr(config, name)
+        if value != default:
+            words.append((option.names or (f"--{name.replace('_', '-')}",))[-1])
+            words += [] if kind is bool else [_typed(value, option)]
+    return words
+
+
+def _typed(value: Any, option: Option) -> str:
+    text = spelled(value) if isinstance(value, float) else str(value)
+    return f"{text}s" if option.metavar == "TIME" else text
+
+
+def decode_path(wanted: type, value: Any) -> Any:
+    """Return a field of a type that JSON lacks: the hook of msgspec's decoders for a configuration."""
+    return wanted(value)
