@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import UnevenLoopsError
 from stretto.events import process_name
-from stretto.launcher.processes import Exited
+from stretto.launcher.engines.interface import Exited
 from stretto.launcher.worker_main import EVICTED
 from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError

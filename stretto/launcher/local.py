@@ -12,12 +12,13 @@ from stretto.errors import LaunchError, LogError
 from stretto.events import read_events
 from stretto.launcher.config import check, described, planned, server_notice, settled
 from stretto.launcher.endpoints import servers_for
+from stretto.launcher.engines.interface import Inbox, Signalled
+from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, plan_of_join, write_join_info
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
-from stretto.launcher.processes import Inbox, ProcessTable, Signalled
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
@@ -76,8 +77,8 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
 def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> None:
     config, folder = plan.config, plan.folder
-    table, relay = ProcessTable(inbox), LogRelay(folder, config.output, display)
-    supervisor = Supervisor(plan, table, relay, inbox, planned(config))
+    engine, relay = LocalEngine(inbox), LogRelay(folder, config.output, display)
+    supervisor = Supervisor(plan, engine, relay, inbox, planned(config))
     try:
         supervisor.start()
         if plan.listener is not None and not config.elastic:
@@ -88,7 +89,7 @@ def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> Non
         cause = supervisor.wait()
         _report_shared_files(folder, relay)
     finally:
-        table.end()
+        engine.close()
         supervisor.close()
         relay.close()
     if cause is not None:

@@ -17,13 +17,14 @@ import msgspec
 from stretto.errors import LogError
 from stretto.events import COORDINATOR, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
+from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, in_words
 from stretto.launcher.log_relay import LogRelay
-from stretto.launcher.process_specs import ProcessPlan, server_of
-from stretto.launcher.processes import Exited, Inbox, ProcessTable, Signalled
+from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
 from stretto.launcher.worker_main import EVICTED
 from stretto.membership.messages import Failures
+from stretto.membership.worker_status import ReportedError
 
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
@@ -60,14 +61,15 @@ def pause_s(restart: int) -> float:
 
 
 @dataclass
-class _Process:
-    """A process of the run, over all its incarnations.
+class _Member:
+    """A process of the run, over all its incarnations; `process` is the newest one.
 
     `back_after_s` is the pause before its restart where a fault asks for one, `short_lives` the number of short
     incarnations in a row, `stopped_s` the time that it was seen stopped before it registered.
     """
 
     number: int
+    process: Process
     began: float
     incarnation: int = 0
     short_lives: int = 0
@@ -82,13 +84,13 @@ class Supervisor:
     def __init__(
         self,
         plan: ProcessPlan,
-        table: ProcessTable,
+        engine: Engine,
         relay: LogRelay,
         inbox: Inbox,
         faults: Iterator[tuple[float, FaultEvent]],
     ) -> None:
         self._plan, self._config = plan, plan.config
-        self._table, self._relay, self._inbox = table, relay, inbox
+        self._engine, self._relay, self._inbox = engine, relay, inbox
         self._faults = faults
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = count()
@@ -96,18 +98,22 @@ class Supervisor:
         """Exits of workers without a failure."""
         self._survived: list[tuple[Exited, int]] = []
         """Failures that the run survived, with the incarnation."""
-        self._processes: dict[int, _Process] = {}
+        self._members: dict[int, _Member] = {}
         first = min(plan.joining, default=0)
         self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
         """Start all processes."""
-        for part in self._plan.all():
-            self._relay.add(part.number, self._table.start(part))
-            self._processes[part.number] = _Process(part.number, time.perf_counter())
+        for spec in self._plan.all():
+            self._members[spec.number] = _Member(spec.number, self._started(spec), time.perf_counter())
         self._schedule_fault()
         if self._config.elastic:
             self._poll()
+
+    def _started(self, spec: ProcessSpec, incarnation: int = 0) -> Process:
+        process = self._engine.start(spec)
+        self._relay.add(spec.number, process.output, incarnation)
+        return process
 
     def wait(self) -> Cause | None:
         """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped."""
@@ -139,14 +145,16 @@ class Supervisor:
 
     def _handle(self, end: Exited) -> Cause | None:
         """Handle the exit of a process; return the cause if it ends the run."""
-        one = self._processes[end.worker]
+        one = self._members[end.worker]
+        if end.process is not one.process or one.state != "running":
+            return None  # reported late or twice
         if not end.failed:
-            self._table.reap(one.number)
+            one.process.release()
             one.state = "left" if end.record.left else "done"
             self._finished.append(end)
             return None
         if not self._is_survivable(end):
-            self._table.reap(one.number)
+            one.process.release()
             one.state = "lost"
             return self._find_cause(end)
         return self._survive(one, end)
@@ -157,13 +165,13 @@ class Supervisor:
             return False
         return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
 
-    def _survive(self, one: _Process, end: Exited) -> Cause | None:
+    def _survive(self, one: _Member, end: Exited) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         returns = one.incarnation < self._config.restarts and not (one.number >= 0 and self._is_ending())
         one.state = "restarting" if returns else "lost"
         stood = f"was stopped for {one.stopped_s:g} s before it registered, and was "
         self._report(one, stood * (one.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
-        self._table.reap(one.number)
+        one.process.release()
         self._survived.append((end, one.incarnation))
         if returns:
             now = time.perf_counter()
@@ -173,7 +181,7 @@ class Supervisor:
             return None
         return self._too_few(end)
 
-    def _report(self, one: _Process, why: str, returns: bool) -> None:
+    def _report(self, one: _Member, why: str, returns: bool) -> None:
         """Report a failure: of a worker to the coordinator; of a server or the coordinator to the event log."""
         if one.number >= 0:
             assert self._exit_notifier is not None
@@ -189,7 +197,7 @@ class Supervisor:
         left = len(self._in("running", "restarting", "left", "done"))
         if end.worker >= 0 and (left >= least or not self._in("running", "restarting")):
             return None
-        cause = first_cause([end], self._table.errors())
+        cause = first_cause([end], self._errors())
         told = [cause.details] if cause.details else []
         if self._config.restarts:
             told.append(f"it was restarted {self._config.restarts} times (--restarts)")
@@ -202,7 +210,7 @@ class Supervisor:
         ends, limit = [*self._finished, end], time.perf_counter() + CAUSE_S
         while True:
             failures = [end for end, incarnation in self._survived if not self._is_recovered(end.worker, incarnation)]
-            cause = first_cause(ends, self._table.errors(), failures)
+            cause = first_cause(ends, self._errors(), failures)
             left_s = limit - time.perf_counter()
             if cause.root or left_s <= 0:
                 return cause
@@ -210,8 +218,14 @@ class Supervisor:
                 news = self._inbox.get(timeout=min(0.05, left_s))
                 if isinstance(news, Signalled):
                     raise Stopped(news.number)
-                self._table.reap(news.worker)
-                ends.append(news)
+                if news.process is self._members[news.worker].process:
+                    news.process.release()
+                    ends.append(news)
+
+    def _errors(self) -> dict[int, ReportedError]:
+        """Return the errors that running processes have recorded before their exits."""
+        records = ((one.number, one.process.record()) for one in self._members.values() if one.state == "running")
+        return {number: record.error for number, record in records if record.error is not None}
 
     def _abandoned(self) -> Cause:
         """Return the cause where no worker is left and none has finished."""
@@ -238,12 +252,12 @@ class Supervisor:
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
         for one in self._in("running"):
-            is_unregistered = self._table.is_stopped(one.number) and not self._has_joined(one)
+            is_unregistered = one.process.is_stopped() and not self._has_joined(one)
             one.stopped_s = one.stopped_s + POLL_S if is_unregistered else 0.0
             if one.stopped_s > self._config.failure_timeout_s:
-                self._table.kill(one.number)
+                one.process.kill()
 
-    def _restart(self, one: _Process) -> None:
+    def _restart(self, one: _Member) -> None:
         one.incarnation, one.short_lives, one.state, one.back_after_s = (
             one.incarnation + 1,
             one.short_lives + 1,
@@ -252,7 +266,7 @@ class Supervisor:
         )
         one.stopped_s = 0.0
         one.began = time.perf_counter()
-        self._relay.add(one.number, self._table.start(self._plan.part(one.number, one.incarnation)), one.incarnation)
+        one.process = self._started(self._plan.part(one.number, one.incarnation), one.incarnation)
         if one.number < 0:
             self._write(
                 "membership", one.number, what="joined", incarnation=one.incarnation, generation=0, why="started again"
@@ -272,13 +286,13 @@ class Supervisor:
         if signum is None:
             return
         number = self._number(event)
-        if self._processes[number].state != "running":
+        if self._members[number].state != "running":
             self._relay.note(f"faults: {process_name(number)} is not running ({event})")
             return
         self._write("fault_injected", number, **event.words())
         if event.verb == "kill":
-            self._processes[number].back_after_s = event.back_after_s
-        self._table.send(number, signum)
+            self._members[number].back_after_s = event.back_after_s
+        self._members[number].process.inject(signum)
 
     def _number(self, event: FaultEvent) -> int:
         """Return the number of the process that the fault is for."""
@@ -289,9 +303,9 @@ class Supervisor:
 
     # State of the run
 
-    def _in(self, *states: State) -> list[_Process]:
+    def _in(self, *states: State) -> list[_Member]:
         """Return the workers in one of these states."""
-        return [one for one in self._processes.values() if one.number >= 0 and one.state in states]
+        return [one for one in self._members.values() if one.number >= 0 and one.state in states]
 
     def _is_ending(self) -> bool:
         """Return True if a worker finished without having been asked to leave: no restart is needed then."""
@@ -314,15 +328,15 @@ class Supervisor:
         """Return the failures that the coordinator has detected, or was notified of."""
         return self._exit_notifier.failures() if self._exit_notifier is not None else Failures()
 
-    def _has_joined(self, process: _Process) -> bool:
+    def _has_joined(self, member: _Member) -> bool:
         """Return True if a running worker is or was a member."""
-        return self._table.record(process.number).joined
+        return member.process.record().joined
 
     def _is_recovered(self, number: int, incarnation: int) -> bool:
         """Return True if the others have formed a generation without a failed process, or if it has been restarted."""
-        process = self._processes[number]
-        is_restarted = process.state == "running" and process.incarnation > incarnation
-        is_back = is_restarted and (number < 0 or self._has_joined(process))
+        member = self._members[number]
+        is_restarted = member.state == "running" and member.incarnation > incarnation
+        is_back = is_restarted and (number < 0 or self._has_joined(member))
         return is_back or self._failures().is_recovered(number, incarnation)
 
     def _write(self, event: str, number: int, /, **carries: object) -> None:

@@ -160,15 +160,13 @@ class AssignedEpoch:
             counts[start:stop] += 1
         return counts
 
-    def departed_counts(self) -> bytes:
-        """Return the counts of departed workers, after the global step from which on this worker knows them.
+    def departed_counts(self) -> tuple[int, NDArray[np.uint8]] | None:
+        """Return the global step from which on this worker knows the counts of departed workers, and these counts.
 
-        Empty if the membership did not change in this epoch. The bytes begin with that step, so that the smallest are
-        those of the worker that has been a member for the longest time.
+        None if the membership did not change in this epoch. The least step is that of the worker that has been a member
+        for the longest time.
         """
-        if not self._changed:
-            return b""
-        return struct.pack(">q", self._since) + np.packbits(self.batch_assignment.counts_of_departed()).tobytes()
+        return (self._since, self.batch_assignment.counts_of_departed()) if self._changed else None
 
     def change_members(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Assign to other members after global step `after`. Return the number of returned samples by failed worker."""

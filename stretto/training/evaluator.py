@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +214,7 @@ class Evaluator:
         counts, trained = summary.counts, {}
         if isinstance(summary.epoch_batches, LeasedEpoch):
             counted, by_worker = summary.epoch_batches.audited()
-            counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
+            counts, trained = [_encoded_counts(counted)], {"trained": by_worker}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
         self._trainer.events.write(
@@ -249,9 +250,14 @@ def _packed_counts(epoch_batches: EpochBatches) -> bytes:
     """Return the counts of each sample by this worker, and those of departed workers."""
     counted = epoch_batches.counted()
     assert counted is not None
-    return np.packbits(counted).tobytes() + (
-        epoch_batches.departed_counts() if isinstance(epoch_batches, AssignedEpoch) else b""
-    )
+    departed = epoch_batches.departed_counts() if isinstance(epoch_batches, AssignedEpoch) else None
+    return _encoded_counts(counted, departed)
+
+
+def _encoded_counts(counted: NDArray[np.uint8], departed: tuple[int, NDArray[np.uint8]] | None = None) -> bytes:
+    """Encode counts of 0 and 1, compressed: every worker receives those of all, and each has few ones."""
+    since, counts = departed or (-1, np.zeros(0, np.uint8))
+    return msgspec.msgpack.encode([since, *(zlib.compress(np.packbits(one).tobytes(), 1) for one in (counted, counts))])
 
 
 def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dict[str, int]:
@@ -261,10 +267,10 @@ def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dic
     """
     assert isinstance(epoch_batches, AssignedEpoch | LeasedEpoch)
     size = epoch_batches.order.bounds[-1]
-    length = -(-size // 8)
-    departed = [one[length:] for one in figures if one[length:]]
-    packed = [*(one[:length] for one in figures), *([min(departed)[8:]] if departed else [])]
-    counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in packed]
+    decoded = [msgspec.msgpack.decode(one, type=tuple[int, bytes, bytes]) for one in figures]
+    departed = [(since, counts) for since, _, counts in decoded if since >= 0]
+    packed = [*(own for _, own, _ in decoded), *([min(departed)[1]] if departed else [])]
+    counts = [np.unpackbits(np.frombuffer(zlib.decompress(one), np.uint8), count=size) for one in packed]
     found, late = (
         audit(one[: epoch_batches.samples] for one in counts),
         audit(one[epoch_batches.samples :] for one in counts),

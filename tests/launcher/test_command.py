@@ -61,7 +61,7 @@ def test_signal_to_the_launcher_ends_all_processes(place: Place, number: signal.
 def test_second_signal_ends_the_run_without_the_grace_period(place: Place) -> None:
     """The grace period is longer than the test's limit."""
     process = start_endless_run(
-        place, "import stretto.launcher.processes; stretto.launcher.processes.GRACE_S = 600.0; "
+        place, "import stretto.launcher.engines.local; stretto.launcher.engines.local.GRACE_S = 600.0; "
     )
     process.send_signal(signal.SIGINT)
     until(lambda: len(place.left()) <= 4)  # worker 0 and its child have ended, worker 1 ignores SIGTERM

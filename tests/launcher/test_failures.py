@@ -14,8 +14,8 @@ from run_place import Place
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher import log_relay
+from stretto.launcher.engines.interface import Exited
 from stretto.launcher.failure_cause import first_cause
-from stretto.launcher.processes import Exited
 from stretto.launcher.script_watch import Written
 from stretto.launcher.worker_main import _report_written
 from stretto.membership.loop_positions import LoopPosition

@@ -11,7 +11,8 @@ import pytest
 from run_place import Place
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
-from stretto.launcher import process_specs, processes
+from stretto.launcher import process_specs
+from stretto.launcher.engines import local as processes
 from stretto.launcher.local import run
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, worker_config

@@ -281,7 +281,7 @@ def test_failure_to_start_a_server_is_reported_and_workers_end(place: Place, mon
             raise BlockingIOError(11, os.strerror(11))
         return begin(line, **options)
 
-    monkeypatch.setattr("stretto.launcher.processes.subprocess.Popen", second_fails)
+    monkeypatch.setattr("stretto.launcher.engines.local.subprocess.Popen", second_fails)
     place.service()
     with pytest.raises(LaunchError, match="server 1 of 2 cannot be started: Resource temporarily"):
         place.run("import time; time.sleep(60)", recipe="async_sgd(shards=2)")

@@ -1,0 +1,1 @@
+"""Engines: what starts the processes of a run and reports their exits."""

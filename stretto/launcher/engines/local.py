@@ -1,0 +1,191 @@
+"""Processes on this machine: each is started in a session of its own and ended with its whole process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty
+from typing import IO
+
+import msgspec
+import psutil
+
+from stretto.errors import LaunchError
+from stretto.launcher.engines.interface import Exited, Inbox
+from stretto.launcher.process_specs import ProcessSpec
+from stretto.membership.worker_status import ProcessRecord, make_record, read_record
+
+ORPHAN_REAPER = Path(__file__).resolve().parents[1] / "orphan_reaper.py"
+GRACE_S = 0.8
+"""Time between SIGTERM and SIGKILL."""
+LAST_S = 1.0
+"""Limit of the wait for killed processes."""
+
+
+class LocalProcess:
+    """A process of this machine. Its record is in memory that it shares with the launcher."""
+
+    def __init__(self, process: subprocess.Popen[bytes], record: int, on_release: Callable[[], None]) -> None:
+        self.pid = process.pid
+        self.is_injected = self.is_released = False
+        self._process, self._record, self._on_release = process, record, on_release
+        self._last = ProcessRecord()
+        self._lock = threading.Lock()
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Reading end of the output."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def wait(self) -> int:
+        """Wait for the exit and return its code, but do not reap: the id names the process group until `release`."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def record(self) -> ProcessRecord:
+        """Return the newest record of the process."""
+        with self._lock:
+            if not self.is_released:
+                self._last = read_record(self._record)
+        return self._last
+
+    def is_stopped(self) -> bool:
+        """Return True if the process is stopped, as by SIGSTOP."""
+        try:
+            return not self.is_released and bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    def inject(self, number: signal.Signals) -> None:
+        """Send a signal to this process, to inject a fault."""
+        self.is_injected = True
+        self.send(number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process was reaped and its number may be another process's."""
+        if not self.is_released:
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the process and all of its group. Only before `release`, or within."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Kill what is left running of the process group, and reap the process."""
+        self.record()
+        with self._lock:
+            if self.is_released:
+                return
+            self.is_released = True
+            os.close(self._record)
+        self.kill_group()
+        self._process.wait()
+        self._on_release()
+
+
+class LocalEngine:
+    """Engine of processes on this machine."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._running: list[LocalProcess] = []
+        self._reaper = _start_reaper()
+
+    def start(self, spec: ProcessSpec) -> LocalProcess:
+        """Start a process. Raises LaunchError if the system refuses."""
+        try:
+            record = make_record()
+        except OSError as error:
+            raise LaunchError(f"{spec} cannot be started: {error.strerror}") from error
+        try:
+            opened = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=spec.environment | msgspec.structs.replace(spec.config, status_fd=record).environment(),
+                pass_fds=[*spec.fds, record],
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(record)
+            raise LaunchError(f"{spec} cannot be started: {error.strerror}") from error
+        self._notify_reaper(f"+{opened.pid}\n")
+        process = LocalProcess(opened, record, lambda: self._notify_reaper(f"-{opened.pid}\n"))
+        self._running = [*self._unreleased(), process]
+        threading.Thread(target=self._await, args=(spec.number, process), daemon=True).start()
+        return process
+
+    def capacity(self) -> int | None:
+        """Return None: the system starts as many processes as it has memory for."""
+        return None
+
+    def close(self) -> None:
+        """End all processes: SIGTERM, a wait of GRACE_S or until the next signal, SIGKILL."""
+        for process in self._unreleased():
+            process.send(signal.SIGTERM)
+            process.send(signal.SIGCONT)
+        self._release_until(time.monotonic() + GRACE_S)
+        for process in self._unreleased():
+            process.kill_group()
+        self._release_until(time.monotonic() + LAST_S, heed_signals=False)
+        self._end_reaper()
+
+    def _await(self, number: int, process: LocalProcess) -> None:
+        code = process.wait()
+        self._inbox.put(Exited(number, code, process.is_injected, process.record(), process))
+
+    def _unreleased(self) -> list[LocalProcess]:
+        return [process for process in self._running if not process.is_released]
+
+    def _release_until(self, limit: float, heed_signals: bool = True) -> None:
+        """Release processes as they exit."""
+        while self._unreleased():
+            try:
+                news = self._inbox.get(timeout=max(0.0, limit - time.monotonic()))
+            except Empty:
+                return
+            if isinstance(news, Exited):
+                if news.process is not None:
+                    news.process.release()
+            elif heed_signals:
+                return
+
+    def _notify_reaper(self, line: str) -> None:
+        assert self._reaper.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._reaper.stdin.fileno(), line.encode())
+
+    def _end_reaper(self) -> None:
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._reaper.wait(timeout=LAST_S)
+
+
+def _start_reaper() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(ORPHAN_REAPER)]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"no process can be started: {error.strerror}") from error
