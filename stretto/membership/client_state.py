@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from stretto.membership.coordinator import boundary_step
 from stretto.membership.messages import (
     AbortGeneration,
     Broken,
@@ -134,7 +133,7 @@ class MembershipClientState:
         return False
 
     def _enter(self, view: GenerationView) -> None:
-        self.generation, self.pause_requested, self._boundary_step = view.generation, False, boundary_step(view)
+        self.generation, self.pause_requested, self._boundary_step = view.generation, False, view.boundary_step
         self.is_alone = len(view.members) == 1
         self._reply(view)
 

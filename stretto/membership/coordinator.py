@@ -20,7 +20,16 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from stretto.events import COORDINATOR, Event, of_process
-from stretto.membership.barriers import Awaited
+from stretto.membership.coordinator_records import (
+    AnyRecord,
+    ContinuedTo,
+    Ended,
+    Formed,
+    Started,
+    Stopped,
+    decode_record,
+    encode_record,
+)
 from stretto.membership.loop_positions import Exchanges, Waits, explained, sentence
 from stretto.membership.messages import (
     AbortGeneration,
@@ -41,8 +50,8 @@ from stretto.membership.messages import (
     Shutdown,
     WorkerMessage,
 )
+from stretto.membership.worker_table import ASKED, WorkerProcess, WorkerTable
 
-ASKED = "it was asked to end"
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
 """Number of times in a row that the same members may abort the same collective operation."""
@@ -58,88 +67,7 @@ class Outgoing:
     message: CoordinatorMessage
 
 
-class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    pass
-
-
-class Started(_Record, frozen=True):
-    """Log record of the start of the run, with its settings."""
-
-    settings: dict[str, Any]
-    expected: int
-    min_workers: int
-    max_workers: int | None
-    asynchronous: bool
-    failure_timeout_s: float
-    return_s: float
-
-
-class Formed(_Record, frozen=True):
-    """Log record of a generation; `left` are the workers that leave gracefully with it."""
-
-    view: GenerationView
-    left: list[int] = []
-
-
-class ContinuedTo(_Record, frozen=True):
-    """Log record that paused members were sent on to this global step: they do not pause at an earlier one."""
-
-    global_step: int
-
-
-class Ended(_Record, frozen=True):
-    """Log record of the end of an incarnation."""
-
-    worker: int
-    incarnation: int
-    state: Literal["gone", "left"]
-    why: str
-    will_restart: bool
-
-
-class Stopped(_Record, frozen=True):
-    """Log record that the run cannot continue."""
-
-    why: str
-    uneven: bool = False
-
-
-_DECODER = msgspec.msgpack.Decoder(Started | Formed | ContinuedTo | Ended | Stopped)
-_ENCODER = msgspec.msgpack.Encoder()
-
-State: TypeAlias = Literal["new", "in", "gone", "left"]
 Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopped"]
-
-
-@dataclass(slots=True)
-class _Process:
-    """Last known incarnation of a worker."""
-
-    incarnation: int
-    last_message: float
-    state: State = "new"
-    report: ReadyReport | None = None
-    """Its report that it is paused; None while it runs."""
-    global_step: int = 0
-    """Furthest global step that it is known to have been assigned in this generation."""
-    place: int = -1
-    """Number of collective operations that it has begun, from its heartbeats; -1 before its first generation."""
-    doing: str = ""
-    waits: Waits | None = None
-    """Last collective operation of this generation that it is known to have waited in."""
-    since: float = 0.0
-    is_leaving: bool = False
-    slow: bool = False
-    last_generation: int = 0
-    """Last generation that it was a member of."""
-    ended_at: float = 0.0
-    will_restart: bool = False
-    why: str = ""
-
-    @property
-    def is_running(self) -> bool:
-        """True if the process runs, as far as is known."""
-        return self.state in ("new", "in")
 
 
 class MembershipCoordinator:
@@ -171,8 +99,7 @@ class MembershipCoordinator:
             failure_timeout_s,
             failure_timeout_s if return_s is None else return_s,
         )
-        self._processes: dict[int, _Process] = {}
-        self._view = GenerationView(0, [])
+        self.workers = WorkerTable(self._started)
         self._phase: Phase = "running" if asynchronous else "gathering"
         self._why = ""
         """Reason why the generation has ended, or why the run cannot continue."""
@@ -202,7 +129,7 @@ class MembershipCoordinator:
     @classmethod
     def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
         """Return the coordinator that wrote these records; the first one has its settings."""
-        started, *others = (_DECODER.decode(record) for record in records)
+        started, *others = (decode_record(record) for record in records)
         assert isinstance(started, Started), "a coordinator log begins with the settings"
         coordinator = cls(
             started.settings,
@@ -221,7 +148,7 @@ class MembershipCoordinator:
     @property
     def generation(self) -> int:
         """Number of the current generation; 0 before the first."""
-        return self._view.generation
+        return self.workers.generation
 
     @property
     def phase(self) -> Phase:
@@ -231,47 +158,12 @@ class MembershipCoordinator:
     @property
     def members(self) -> dict[int, int]:
         """Members of the generation that have not failed, with their incarnations."""
-        return {member.worker: member.incarnation for member in self._view.members if self._is_in(member)}
+        return self.workers.members
 
     @property
     def failures(self) -> Failures:
         """Failures so far, for the launchers."""
         return Failures(self.generation, [(*failed, generation) for failed, generation in self._failed.items()])
-
-    def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
-        """Return the workers that a barrier of the script waits for.
-
-        In training they are the members that can still come: a member paused between two steps waits for the workers at
-        the barrier itself, and so may a restarted worker in asynchronous training until it takes part. Before training
-        they are all workers that were started, until they are members: a failed one that is restarted is awaited as
-        well, since none has begun without it.
-        """
-        if in_training:
-            found = {worker: self._processes[worker] for worker in self.members}
-            resting = {
-                worker
-                for worker, process in found.items()
-                if process.report is not None and process.report.between_steps
-            }
-            joining = {
-                worker
-                for worker, process in found.items()
-                if self._started.asynchronous and process.incarnation and process.place < 0
-            }
-            expected = found.keys() - resting - joining
-            return {worker: Awaited(found[worker].incarnation, found[worker].place) for worker in expected}
-        early = (worker for worker in range(self._started.expected) if self._is_to_begin(worker, now))
-        return {
-            worker: Awaited(self._processes[worker].incarnation if worker in self._processes else 0, -1)
-            for worker in early
-        }
-
-    def _is_to_begin(self, worker: int, now: float) -> bool:
-        """Return True if a worker that was started has not reached the training yet, and still can."""
-        process = self._processes.get(worker)
-        if process is None:
-            return True
-        return process.state == "gone" and (self._may_return(process, now) if self.generation else process.will_restart)
 
     def records(self) -> list[bytes]:
         """Return the records that must be on disk before any further message is sent; each once."""
@@ -282,7 +174,7 @@ class MembershipCoordinator:
 
     def receive(self, worker: int, incarnation: int, message: WorkerMessage, now: float) -> list[Outgoing]:
         """Process a worker's message; return the messages to send."""
-        process = self._processes.get(worker)
+        process = self.workers.processes.get(worker)
         if process is not None and incarnation < process.incarnation:
             return [Outgoing(worker, incarnation, Evicted(f"a later process of worker {worker} has taken its place"))]
         if process is None or incarnation > process.incarnation:
@@ -300,7 +192,7 @@ class MembershipCoordinator:
         self, worker: int, incarnation: int, now: float, will_restart: bool = False, why: str = "its process ended"
     ) -> list[Outgoing]:
         """Process the exit of a process, which the launcher restarts or not."""
-        process = self._processes.get(worker)
+        process = self.workers.processes.get(worker)
         if process is None or incarnation > process.incarnation:
             process = self._begin(worker, incarnation, now)
         if incarnation == process.incarnation and process.state != "left":
@@ -309,7 +201,7 @@ class MembershipCoordinator:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Process the passing of time: failure timeouts may have run out."""
-        for worker, process in self._processes.items():
+        for worker, process in self.workers.processes.items():
             silent = now - process.last_message
             if process.is_running and silent > self._started.failure_timeout_s:
                 self._end(worker, f"no heartbeat for {silent:.1f} s", True, now)
@@ -321,7 +213,7 @@ class MembershipCoordinator:
 
     def extend_timeouts(self, seconds: float) -> None:
         """Extend all failure timeouts after a time in which no message was received."""
-        for process in self._processes.values():
+        for process in self.workers.processes.values():
             process.last_message += seconds
 
     def save(self, now: float) -> list[Outgoing]:
@@ -329,7 +221,7 @@ class MembershipCoordinator:
         self._saves = not self._started.asynchronous
         return self._settled(now)
 
-    def _process_message(self, worker: int, process: _Process, message: WorkerMessage, now: float) -> None:
+    def _process_message(self, worker: int, process: WorkerProcess, message: WorkerMessage, now: float) -> None:
         match message:
             case Register():
                 self._send(worker, Registered(self._started.settings, self.generation))
@@ -344,7 +236,7 @@ class MembershipCoordinator:
             case Leave():
                 self._on_leave(worker, process, now)
 
-    def _on_heartbeat(self, worker: int, process: _Process, message: Heartbeat, now: float) -> None:
+    def _on_heartbeat(self, worker: int, process: WorkerProcess, message: Heartbeat, now: float) -> None:
         process.doing, process.since, process.place = (
             message.doing,
             now - message.for_s,
@@ -359,7 +251,7 @@ class MembershipCoordinator:
         elif self._phase == "pausing" and process.report is None:
             self._send(worker, PauseRequest(self.generation))
 
-    def _on_broken(self, worker: int, process: _Process, message: Broken, now: float) -> None:
+    def _on_broken(self, worker: int, process: WorkerProcess, message: Broken, now: float) -> None:
         is_news = process.state == "in" and message.generation == self.generation
         if is_news and self._phase in ("running", "pausing") and not self._started.asynchronous:
             self.notices.append(
@@ -368,7 +260,7 @@ class MembershipCoordinator:
             self._abort(f"a collective operation of worker {worker} broke off: {message.why}", now)
             self._is_exchange_broken = not message.forming
 
-    def _on_ready(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
+    def _on_ready(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
         if process.state == "left":
             self._resend_generation(worker, message)
         elif process.state == "new":
@@ -392,27 +284,29 @@ class MembershipCoordinator:
         elif message.generation == self.generation:
             self._on_ready_between_steps(worker, process, message)
 
-    def _note_exchange(self, process: _Process, waits: Waits | None) -> None:
+    def _note_exchange(self, process: WorkerProcess, waits: Waits | None) -> None:
         """Note where a member waits. Loops of unequal length end the run: no later operation can match again."""
         if waits is None or self._started.asynchronous or self._phase == "stopped":
             return
         process.waits = waits
         if self._exchanges.differs(waits):
-            known = {worker: self._processes[worker].waits for worker in self.members}
+            known = {worker: self.workers.processes[worker].waits for worker in self.members}
             found = {
                 worker: other.place for worker, other in known.items() if other and other.exchange >= waits.exchange
             }
             self._stop(explained(found), uneven=True)
 
-    def _on_ready_of_new(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
+    def _on_ready_of_new(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
         if message.generation > process.last_generation:
             self._end(worker, UNKNOWN, False, now)
             self._send(worker, Evicted(process.why))
-        elif message.generation <= 0 and self._is_over():
-            self._send(worker, self._view)
+        elif message.generation <= 0 and self.workers.is_over():
+            self._send(worker, self.workers.view)
         elif message.generation <= 0 and process.report is None:
             limit = self._started.max_workers
-            others = len(self.members) + sum(other.report is not None for other in self._new().values())
+            others = len(self.members) + sum(
+                other.report is not None for other in self.workers.new_processes().values()
+            )
             if limit is not None and others >= limit:
                 self._end(worker, f"the run has its {limit} workers", False, now)
                 self._send(worker, Evicted(process.why))
@@ -421,11 +315,11 @@ class MembershipCoordinator:
             else:
                 process.report = message
 
-    def _on_ready_between_steps(self, worker: int, process: _Process, message: ReadyReport) -> None:
-        last = boundary_step(self._view)
-        mine = next(each.report for each in self._view.members if each.worker == worker)
+    def _on_ready_between_steps(self, worker: int, process: WorkerProcess, message: ReadyReport) -> None:
+        last = self.workers.view.boundary_step
+        mine = next(each.report for each in self.workers.view.members if each.worker == worker)
         if message == mine:
-            self._send(worker, self._view)
+            self._send(worker, self.workers.view)
         elif message.global_step <= last:
             self._send(worker, Continue(self.generation, last + 1))
         elif process.report is None or message.global_step > process.report.global_step:
@@ -433,20 +327,20 @@ class MembershipCoordinator:
 
     def _resend_generation(self, worker: int, message: ReadyReport) -> None:
         """Send the current generation again to a worker that missed it or is not in it."""
-        is_in = any(each.worker == worker for each in self._view.members)
-        if is_in == (self._processes[worker].state == "in"):
-            self._send(worker, self._view)
+        is_in = any(each.worker == worker for each in self.workers.view.members)
+        if is_in == (self.workers.processes[worker].state == "in"):
+            self._send(worker, self.workers.view)
             if is_in and self._phase == "aborting":
                 self._send(worker, AbortGeneration(self.generation, self._why))
 
-    def _on_quit(self, worker: int, process: _Process, now: float) -> None:
+    def _on_quit(self, worker: int, process: WorkerProcess, now: float) -> None:
         process.is_leaving = process.is_running
         if process.state == "new":
             self._end(worker, ASKED, False, now, "left")
         elif process.state == "in" and self._started.asynchronous:
             self._form_asynchronous([other for other in self.members if other != worker], ASKED, now, worker)
 
-    def _on_leave(self, worker: int, process: _Process, now: float) -> None:
+    def _on_leave(self, worker: int, process: WorkerProcess, now: float) -> None:
         if process.is_running:
             self._end(worker, "it has left the loop", False, now, "left")
 
@@ -469,41 +363,41 @@ class MembershipCoordinator:
             return self._stop_if_few(now)
         if self._phase == "aborting":
             return self._form_after_abort(now)
-        if self._lost():
-            return self._abort(self._failures_of(self._lost()), now)
-        if not self.members and self._new() and not self._is_over():
+        if self.workers.failed_members():
+            return self._abort(self.workers.described_failures(self.workers.failed_members()), now)
+        if not self.members and self.workers.new_processes() and not self.workers.is_over():
             return self._start_over(now, NO_STATE_LEFT)
         return self._form_between_steps(now) if self._phase == "pausing" else self._request_pause()
 
     def _abort(self, why: str, now: float) -> bool:
         """End the generation: its remaining members have to pause."""
         self._phase, self._why = "aborting", why
-        self._limit = None if self._lost() else now + self._started.failure_timeout_s
+        self._limit = None if self.workers.failed_members() else now + self._started.failure_timeout_s
         for worker in self.members:
-            if (report := self._processes[worker].report) is not None and report.between_steps:
-                self._processes[worker].report = None
+            if (report := self.workers.processes[worker].report) is not None and report.between_steps:
+                self.workers.processes[worker].report = None
             self._send(worker, AbortGeneration(self.generation, why))
         return True
 
     def _request_pause(self) -> bool:
         """Ask all members to pause before their next step, if there is a reason."""
-        members = [self._processes[worker] for worker in self.members]
+        members = [self.workers.processes[worker] for worker in self.members]
         is_wanted = (
             self._saves
-            or self._waiting()
+            or self.workers.waiting_workers()
             or any(process.is_leaving or process.report is not None for process in members)
         )
         if not members or not is_wanted:
             return False
         self._phase = "pausing"
         for worker in self.members:
-            if self._processes[worker].report is None:
+            if self.workers.processes[worker].report is None:
                 self._send(worker, PauseRequest(self.generation))
         return True
 
     def _form_between_steps(self, now: float) -> bool:
         """Pause all members at one global step; then admit and release workers, or make a checkpoint."""
-        members = {worker: self._processes[worker] for worker in self.members}
+        members = {worker: self.workers.processes[worker] for worker in self.members}
         if not members:
             self._phase = "running"
             return False
@@ -522,11 +416,11 @@ class MembershipCoordinator:
         if any(process.report is None for process in members.values()):
             return False
         left = [worker for worker, process in members.items() if process.is_leaving]
-        after = sorted({*members, *self._waiting()} - set(left))
-        if after == [member.worker for member in self._view.members]:
+        after = sorted({*members, *self.workers.waiting_workers()} - set(left))
+        if after == [member.worker for member in self.workers.view.members]:
             self._continue_generation(after)
         else:
-            self._form(after, self._change(after, left), now, left)
+            self._form(after, self.workers.described_change(after, left), now, left)
             self._abort_if_few(after)
         return True
 
@@ -538,7 +432,7 @@ class MembershipCoordinator:
 
     def _form_after_abort(self, now: float) -> bool:
         """Form the next generation of the members with state once all remaining members are paused."""
-        members = {worker: self._processes[worker] for worker in self.members}
+        members = {worker: self.workers.processes[worker] for worker in self.members}
         if any(process.report is None for process in members.values()):
             return False
         history = sorted(
@@ -546,18 +440,18 @@ class MembershipCoordinator:
         )
         if not history:
             return self._start_over(now, NO_STATE_LEFT)
-        others = len(self._waiting()) + len(members) - len(history) + self._done()
+        others = len(self.workers.waiting_workers()) + len(members) - len(history) + self.workers.finished_count()
         if len(history) + others < self._started.min_workers:
             return self._stop_if_few(now)
         if self._is_exchange_broken and self._is_stuck(members):
             return self._stop(self._stuck_reason(members))
         why = self._why
-        if len(history) == 1 and len(self._view.members) > 1:
+        if len(history) == 1 and len(self.workers.view.members) > 1:
             why += f"; worker {history[0]} continues alone: no other worker has what it commits now"
             self.notices.append(why)
         return self._form(history, why, now)
 
-    def _is_stuck(self, members: dict[int, _Process]) -> bool:
+    def _is_stuck(self, members: dict[int, WorkerProcess]) -> bool:
         """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
         now = sorted(
             (worker, process.incarnation, process.report.commits if process.report else 0)
@@ -567,34 +461,31 @@ class MembershipCoordinator:
         self._last_abort = now, times + 1 if now == before else 1
         return self._last_abort[1] >= STUCK
 
-    def _stuck_reason(self, members: dict[int, _Process]) -> str:
+    def _stuck_reason(self, members: dict[int, WorkerProcess]) -> str:
         places = {worker: process.waits.place for worker, process in members.items() if process.waits is not None}
         return f"the same workers have aborted the same operation {STUCK} times: {sentence(places) or self._why}"
 
     def _start_over(self, now: float, why: str) -> bool:
         """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
         waiting = sorted(
-            worker for worker, process in self._processes.items() if process.is_running and process.report is not None
+            worker
+            for worker, process in self.workers.processes.items()
+            if process.is_running and process.report is not None
         )
-        if self._is_somebody_to_come(now) or self._is_over():
+        if self.workers.is_any_to_come(now) or self.workers.is_over():
             return self._stop_if_few(now)
-        if not waiting or len(waiting) + self._done() < self._started.min_workers:
+        if not waiting or len(waiting) + self.workers.finished_count() < self._started.min_workers:
             return self._stop(self._few(len(waiting)))
         if why:
             self.notices.append(why)
         return self._form(waiting, why, now)
 
-    def _is_somebody_to_come(self, now: float) -> bool:
-        coming = (
-            process.report is None if process.is_running else self._may_return(process, now)
-            for process in self._processes.values()
-        )
-        return self._unseen() > 0 or any(coming)
-
     def _stop_if_few(self, now: float) -> bool:
         """Stop the run if too few workers are there or may still come."""
-        there = sum(process.is_running or self._may_return(process, now) for process in self._processes.values())
-        if there + self._unseen() + self._done() >= max(self._started.min_workers, 1):
+        there = sum(
+            process.is_running or self.workers.may_return(process, now) for process in self.workers.processes.values()
+        )
+        if there + self.workers.unseen_count() + self.workers.finished_count() >= max(self._started.min_workers, 1):
             return False
         return self._stop(self._few(there))
 
@@ -605,22 +496,22 @@ class MembershipCoordinator:
         limit_s = self._started.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
             for worker in self.members:
-                if self._processes[worker].report is None:
+                if self.workers.processes[worker].report is None:
                     self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
         if self._phase in ("running", "pausing") and not self._started.asynchronous and self.members:
-            left = [member for member in self._view.members if self._has_left(member)]
-            if left and all(now > self._processes[member.worker].ended_at + limit_s for member in left):
+            left = [member for member in self.workers.view.members if self.workers.has_left(member)]
+            if left and all(now > self.workers.processes[member.worker].ended_at + limit_s for member in left):
                 self._abort(f"worker {left[0].worker} has left the loop", now)
                 self._limit = None
 
     # --- transitions -------------------------------------------------------------------------------------------------
 
-    def _begin(self, worker: int, incarnation: int, now: float) -> _Process:
+    def _begin(self, worker: int, incarnation: int, now: float) -> WorkerProcess:
         """Note a new incarnation; the previous one has ended."""
-        if worker in self._processes and self._processes[worker].is_running:
+        if worker in self.workers.processes and self.workers.processes[worker].is_running:
             self._end(worker, "its next process has begun", True, now)
-        self._processes[worker] = _Process(incarnation, now)
-        return self._processes[worker]
+        self.workers.processes[worker] = WorkerProcess(incarnation, now)
+        return self.workers.processes[worker]
 
     def _end(
         self,
@@ -632,7 +523,7 @@ class MembershipCoordinator:
         again: str = "",
     ) -> None:
         """Note the end of an incarnation."""
-        process = self._processes[worker]
+        process = self.workers.processes[worker]
         if process.state == "gone" and process.will_restart == will_restart:
             return
         if process.is_running and state == "gone":
@@ -650,12 +541,12 @@ class MembershipCoordinator:
         self._note_ended(worker, process)
         self._record(Ended(worker, process.incarnation, state, process.why, will_restart))
 
-    def _note_ended(self, worker: int, process: _Process) -> None:
+    def _note_ended(self, worker: int, process: WorkerProcess) -> None:
         """Note a failed incarnation for the launchers."""
         if process.state == "gone":
             self._failed.setdefault((worker, process.incarnation), self.generation)
 
-    def _admit(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
+    def _admit(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
         """Admit a worker immediately, in asynchronous training; no other worker is notified."""
         process.report = message
         self._form_asynchronous([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
@@ -663,8 +554,8 @@ class MembershipCoordinator:
     def _form_asynchronous(self, workers: list[int], why: str, now: float, notified: int) -> None:
         """Form a generation of which only the worker that caused it is notified."""
         for worker in workers:
-            self._processes[worker].report = self._processes[worker].report or ReadyReport(
-                self._processes[worker].last_generation
+            self.workers.processes[worker].report = self.workers.processes[worker].report or ReadyReport(
+                self.workers.processes[worker].last_generation
             )
         self._form(sorted(workers), why, now, [] if notified in workers else [notified], only=notified)
 
@@ -672,9 +563,9 @@ class MembershipCoordinator:
         self, workers: list[int], why: str, now: float, left: list[int] | None = None, only: int | None = None
     ) -> bool:
         """Form the next generation of these workers."""
-        previous = {member.worker: member.incarnation for member in self._view.members}
+        previous = {member.worker: member.incarnation for member in self.workers.view.members}
         members = [
-            Member(worker, self._processes[worker].incarnation, _shown(self._processes[worker].report))
+            Member(worker, self.workers.processes[worker].incarnation, _shown(self.workers.processes[worker].report))
             for worker in workers
         ]
         gone = sorted(worker for worker in previous if worker not in workers)
@@ -690,14 +581,14 @@ class MembershipCoordinator:
         for member in joined:
             self._note("joined", member.worker, member.incarnation, why)
         for worker in left or []:
-            self._note("left", worker, self._processes[worker].incarnation, ASKED)
+            self._note("left", worker, self.workers.processes[worker].incarnation, ASKED)
         self._note("formed", COORDINATOR, 0, why, members=workers)
         return True
 
     def _continue_generation(self, workers: list[int]) -> None:
         """Continue the same generation after a pause."""
         members = [
-            Member(worker, self._processes[worker].incarnation, _shown(self._processes[worker].report))
+            Member(worker, self.workers.processes[worker].incarnation, _shown(self.workers.processes[worker].report))
             for worker in workers
         ]
         view = GenerationView(self.generation, members, save=self._saves)
@@ -708,13 +599,13 @@ class MembershipCoordinator:
 
     def _enter(self, view: GenerationView, left: list[int], now: float) -> None:
         """Make a generation, new or read from the log, the current one."""
-        previous, self._view = self._view, view
+        previous, self.workers.view = self.workers.view, view
         self._exchanges, self._is_exchange_broken = Exchanges(), False
         self._phase, self._limit, self._continue_to = "running", None, 0
         self._saves = self._saves and not view.save
         remaining = {member.worker for member in view.members}
         for member in previous.members:
-            process = self._processes.get(member.worker)
+            process = self.workers.processes.get(member.worker)
             if (
                 process is None
                 or process.incarnation != member.incarnation
@@ -727,7 +618,7 @@ class MembershipCoordinator:
             else:
                 process.state = "new"
         for member in view.members:
-            process = self._processes[member.worker]
+            process = self.workers.processes[member.worker]
             process.waits = None
             process.state, process.report, process.global_step, process.last_generation = "in", None, 0, view.generation
 
@@ -737,95 +628,42 @@ class MembershipCoordinator:
         self._record(Stopped(why, uneven))
         if not uneven:
             self.notices.append(f"the run cannot continue: {why}")
-        for worker, process in self._processes.items():
+        for worker, process in self.workers.processes.items():
             if process.is_running:
                 self._send(worker, Shutdown(why, uneven))
         return True
 
-    def _replay(self, record: Started | Formed | ContinuedTo | Ended | Stopped, now: float) -> None:
+    def _replay(self, record: AnyRecord, now: float) -> None:
         match record:
             case Formed(view, left):
                 for member in view.members:
-                    known = self._processes.get(member.worker)
+                    known = self.workers.processes.get(member.worker)
                     if known is None or known.incarnation < member.incarnation:
-                        self._processes[member.worker] = _Process(member.incarnation, now)
+                        self.workers.processes[member.worker] = WorkerProcess(member.incarnation, now)
                 self._enter(view, left, now)
             case ContinuedTo(global_step):
                 self._continue_to = global_step
             case Ended(worker, incarnation, state, why, will_restart):
-                self._processes[worker] = _Process(
+                self.workers.processes[worker] = WorkerProcess(
                     incarnation, now, state, why=why, will_restart=will_restart, ended_at=now
                 )
-                self._note_ended(worker, self._processes[worker])
+                self._note_ended(worker, self.workers.processes[worker])
             case Stopped(why, uneven):
                 self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
-
-    # --- queries -----------------------------------------------------------------------------------------------------
-
-    def _is_in(self, member: Member) -> bool:
-        process = self._processes[member.worker]
-        return process.incarnation == member.incarnation and process.state == "in"
-
-    def _has_left(self, member: Member) -> bool:
-        process = self._processes[member.worker]
-        return process.incarnation == member.incarnation and process.state == "left"
-
-    def _is_over(self) -> bool:
-        """Return True if no member is left because some have finished."""
-        return self.generation > 0 and not self.members and self._done() > 0 and not self._started.asynchronous
-
-    def _done(self) -> int:
-        """Return the number of workers that have finished their loop without being asked to leave."""
-        return sum(process.state == "left" and process.why != ASKED for process in self._processes.values())
-
-    def _unseen(self) -> int:
-        """Return the number of initially expected workers without a message so far."""
-        if self.generation and not self._started.asynchronous:
-            return 0
-        return sum(worker not in self._processes for worker in range(self._started.expected))
-
-    def _lost(self) -> list[int]:
-        """Return the members that have failed."""
-        return [
-            member.worker for member in self._view.members if not self._is_in(member) and not self._has_left(member)
-        ]
-
-    def _new(self) -> dict[int, _Process]:
-        """Return the running workers that are no members."""
-        return {worker: process for worker, process in self._processes.items() if process.state == "new"}
-
-    def _waiting(self) -> list[int]:
-        """Return the workers that wait to be admitted."""
-        return [worker for worker, process in self._new().items() if process.report is not None]
-
-    def _may_return(self, process: _Process, now: float) -> bool:
-        return process.state == "gone" and process.will_restart and now <= process.ended_at + self._started.return_s
-
-    def _failures_of(self, lost: list[int]) -> str:
-        return "; ".join(f"worker {worker} failed" + self._cause(worker) for worker in lost)
-
-    def _cause(self, worker: int) -> str:
-        process = self._processes[worker]
-        return f" ({process.why})" if process.state == "gone" and process.why else ""
-
-    def _change(self, after: list[int], left: list[int]) -> str:
-        previous = [member.worker for member in self._view.members]
-        reasons = [f"worker {worker} joined" for worker in after if worker not in previous]
-        return "; ".join([*reasons, *(f"worker {worker} leaves gracefully" for worker in left)])
 
     # --- outputs -----------------------------------------------------------------------------------------------------
 
     def _send(self, worker: int, message: CoordinatorMessage) -> None:
-        self._outgoing.append(Outgoing(worker, self._processes[worker].incarnation, message))
+        self._outgoing.append(Outgoing(worker, self.workers.processes[worker].incarnation, message))
 
-    def _record(self, record: _Record) -> None:
-        self._records.append(_ENCODER.encode(record))
+    def _record(self, record: AnyRecord) -> None:
+        self._records.append(encode_record(record))
 
     def _note(self, what: str, worker: int, incarnation: int, why: str, **more: object) -> None:
         fields = {"what": what, "incarnation": incarnation, "generation": self.generation, "why": why}
         self.events.append({"event": "membership", **of_process(worker), **fields, **more})
 
-    def _note_failed(self, worker: int, process: _Process, why: str, again: str, now: float) -> None:
+    def _note_failed(self, worker: int, process: WorkerProcess, why: str, again: str, now: float) -> None:
         others = sum(other != worker for other in self.members)
         doing = f" while {process.doing} for {max(now - process.since, 0.0):.1f} s" if process.doing else ""
         noun = "worker" if others == 1 else "workers"
@@ -833,7 +671,7 @@ class MembershipCoordinator:
         self._note("failed", worker, process.incarnation, why)
 
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
-        process = self._processes[worker]
+        process = self.workers.processes[worker]
         doing = f" It was {process.doing} for {max(now - process.since - silent, 0.0):.1f} s." if process.doing else ""
         left = self._started.failure_timeout_s - silent
         self.notices.append(
@@ -841,11 +679,6 @@ class MembershipCoordinator:
             "declared failed"
         )
         self._note("slow", worker, process.incarnation, f"no heartbeat for {silent:.1f} s")
-
-
-def boundary_step(view: GenerationView) -> int:
-    """Return the global step at which a generation began or last paused; -1 if no member was between two steps."""
-    return max((member.report.global_step for member in view.members if member.report.between_steps), default=-1)
 
 
 def _shown(report: ReadyReport | None) -> ReadyReport:

@@ -186,6 +186,11 @@ class GenerationView(_Message, frozen=True):
         """Rank of the first member with state, which sends it to the others; 0 if no member has state."""
         return next((rank for rank, member in enumerate(self.members) if member.report.has_history), 0)
 
+    @property
+    def boundary_step(self) -> int:
+        """Global step at which the generation began or last paused; -1 if no member was between two steps."""
+        return max((member.report.global_step for member in self.members if member.report.between_steps), default=-1)
+
 
 class Evicted(_Message, frozen=True):
     """Notice that this incarnation is no member any more: its state is discarded."""

@@ -54,7 +54,7 @@ class MembershipServer:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._coordinator, self._log, self._publish = coordinator, log, publish
-        self._barriers = Barriers(coordinator)
+        self._barriers = Barriers(coordinator.workers)
         self._tick_s = min(failure_timeout_s / 10, 0.2)
         self._paused_s = failure_timeout_s / 4
         self._save_every_s = save_every_s
