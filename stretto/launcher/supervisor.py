@@ -145,19 +145,19 @@ class Supervisor:
 
     def _handle(self, end: Exited) -> Cause | None:
         """Handle the exit of a process; return the cause if it ends the run."""
-        one = self._members[end.worker]
-        if end.process is not one.process or one.state != "running":
+        member = self._members[end.worker]
+        if end.process is not member.process or member.state != "running":
             return None  # reported late or twice
         if not end.failed:
-            one.process.release()
-            one.state = "left" if end.record.left else "done"
+            member.process.release()
+            member.state = "left" if end.record.left else "done"
             self._finished.append(end)
             return None
         if not self._is_survivable(end):
-            one.process.release()
-            one.state = "lost"
+            member.process.release()
+            member.state = "lost"
             return self._find_cause(end)
-        return self._survive(one, end)
+        return self._survive(member, end)
 
     def _is_survivable(self, end: Exited) -> bool:
         """Return True if the others may continue: the process did not report an error of the script."""
@@ -165,29 +165,29 @@ class Supervisor:
             return False
         return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
 
-    def _survive(self, one: _Member, end: Exited) -> Cause | None:
+    def _survive(self, member: _Member, end: Exited) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
-        returns = one.incarnation < self._config.restarts and not (one.number >= 0 and self._is_ending())
-        one.state = "restarting" if returns else "lost"
-        stood = f"was stopped for {one.stopped_s:g} s before it registered, and was "
-        self._report(one, stood * (one.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
-        one.process.release()
-        self._survived.append((end, one.incarnation))
+        returns = member.incarnation < self._config.restarts and not (member.number >= 0 and self._is_ending())
+        member.state = "restarting" if returns else "lost"
+        stopped = f"was stopped for {one.stopped_s:g} s before it registered, and was "
+        self._report(member, stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
+        member.process.release()
+        self._survived.append((end, member.incarnation))
         if returns:
             now = time.perf_counter()
-            one.short_lives = 0 if now - one.began > LONGEST_S else one.short_lives
-            wait_s = pause_s(one.short_lives) if one.back_after_s is None else one.back_after_s
-            self._later(now + wait_s, lambda: self._restart(one))
+            member.short_lives = 0 if now - member.began > LONGEST_S else member.short_lives
+            wait_s = pause_s(member.short_lives) if member.back_after_s is None else member.back_after_s
+            self._later(now + wait_s, lambda: self._restart(member))
             return None
         return self._too_few(end)
 
-    def _report(self, one: _Member, why: str, returns: bool) -> None:
+    def _report(self, member: _Member, why: str, returns: bool) -> None:
         """Report a failure: of a worker to the coordinator; of a server or the coordinator to the event log."""
-        if one.number >= 0:
+        if member.number >= 0:
             assert self._exit_notifier is not None
-            self._exit_notifier.gone(one.number, one.incarnation, why, returns)
+            self._exit_notifier.gone(member.number, member.incarnation, why, returns)
             return
-        self._write("membership", one.number, what="failed", incarnation=one.incarnation, generation=0, why=why)
+        self._write("membership", member.number, what="failed", incarnation=member.incarnation, generation=0, why=why)
         if returns:
             self._relay.note(f"{process_name(one.number)} failed ({why}); restarting it")
 
@@ -198,12 +198,12 @@ class Supervisor:
         if end.worker >= 0 and (left >= least or not self._in("running", "restarting")):
             return None
         cause = first_cause([end], self._errors())
-        told = [cause.details] if cause.details else []
+        details = [cause.details] if cause.details else []
         if self._config.restarts:
-            told.append(f"it was restarted {self._config.restarts} times (--restarts)")
+            details.append(f"it was restarted {self._config.restarts} times (--restarts)")
         if end.worker >= 0 and left:
-            told.append(f"{left} of at least {least} workers are left (--min-workers)")
-        return replace(cause, details="\n".join(told))
+            details.append(f"{left} of at least {least} workers are left (--min-workers)")
+        return replace(cause, details="\n".join(details))
 
     def _find_cause(self, end: Exited) -> Cause:
         """Return the cause of a failure. If it is the consequence of another one, wait up to CAUSE_S for that one."""
@@ -224,7 +224,9 @@ class Supervisor:
 
     def _errors(self) -> dict[int, ReportedError]:
         """Return the errors that running processes have recorded before their exits."""
-        records = ((one.number, one.process.record()) for one in self._members.values() if one.state == "running")
+        records = (
+            (member.number, member.process.record()) for member in self._members.values() if member.state == "running"
+        )
         return {number: record.error for number, record in records if record.error is not None}
 
     def _abandoned(self) -> Cause:
@@ -251,27 +253,32 @@ class Supervisor:
 
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
-        for one in self._in("running"):
-            is_unregistered = one.process.is_stopped() and not self._has_joined(one)
-            one.stopped_s = one.stopped_s + POLL_S if is_unregistered else 0.0
-            if one.stopped_s > self._config.failure_timeout_s:
-                one.process.kill()
+        for member in self._in("running"):
+            is_unregistered = member.process.is_stopped() and not self._has_joined(member)
+            member.stopped_s = member.stopped_s + POLL_S if is_unregistered else 0.0
+            if member.stopped_s > self._config.failure_timeout_s:
+                member.process.kill()
 
-    def _restart(self, one: _Member) -> None:
-        one.incarnation, one.short_lives, one.state, one.back_after_s = (
-            one.incarnation + 1,
-            one.short_lives + 1,
+    def _restart(self, member: _Member) -> None:
+        member.incarnation, member.short_lives, member.state, member.back_after_s = (
+            member.incarnation + 1,
+            member.short_lives + 1,
             "running",
             None,
         )
-        one.stopped_s = 0.0
-        one.began = time.perf_counter()
-        one.process = self._started(self._plan.part(one.number, one.incarnation), one.incarnation)
-        if one.number < 0:
+        member.stopped_s = 0.0
+        member.began = time.perf_counter()
+        member.process = self._started(self._plan.part(member.number, member.incarnation), member.incarnation)
+        if member.number < 0:
             self._write(
-                "membership", one.number, what="joined", incarnation=one.incarnation, generation=0, why="started again"
+                "membership",
+                member.number,
+                what="joined",
+                incarnation=member.incarnation,
+                generation=0,
+                why="started again",
             )
-        if one.number == COORDINATOR and self._exit_notifier is not None:
+        if member.number == COORDINATOR and self._exit_notifier is not None:
             self._exit_notifier.repeat()
 
     def _schedule_fault(self) -> None:
@@ -305,7 +312,7 @@ class Supervisor:
 
     def _in(self, *states: State) -> list[_Member]:
         """Return the workers in one of these states."""
-        return [one for one in self._members.values() if one.number >= 0 and one.state in states]
+        return [member for member in self._members.values() if member.number >= 0 and member.state in states]
 
     def _is_ending(self) -> bool:
         """Return True if a worker finished without having been asked to leave: no restart is needed then."""
@@ -320,8 +327,9 @@ class Supervisor:
             return not self._in("running", "restarting")
         failures = self._failures()
         return all(
-            failures.includes(one.number, one.incarnation) or (one.incarnation > 0 and not self._has_joined(one))
-            for one in self._in("running")
+            failures.includes(member.number, member.incarnation)
+            or (member.incarnation > 0 and not self._has_joined(member))
+            for member in self._in("running")
         )
 
     def _failures(self) -> Failures:
