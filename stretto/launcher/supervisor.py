@@ -169,7 +169,7 @@ class Supervisor:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and self._is_ending())
         member.state = "restarting" if returns else "lost"
-        stopped = f"was stopped for {one.stopped_s:g} s before it registered, and was "
+        stopped = f"was stopped for {member.stopped_s:g} s before it registered, and was "
         self._report(member, stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
         member.process.release()
         self._survived.append((end, member.incarnation))
@@ -189,7 +189,7 @@ class Supervisor:
             return
         self._write("membership", member.number, what="failed", incarnation=member.incarnation, generation=0, why=why)
         if returns:
-            self._relay.note(f"{process_name(one.number)} failed ({why}); restarting it")
+            self._relay.note(f"{process_name(member.number)} failed ({why}); restarting it")
 
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""
