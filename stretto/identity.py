@@ -20,7 +20,6 @@ import torch
 
 from stretto.api import connected, skipped
 from stretto.errors import ScriptError, explain
-from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.barrier_client import Barrier
 from stretto.membership.barriers import EVERYBODY, Position
 from stretto.training.trainer import Trainer
@@ -38,7 +37,7 @@ def rank() -> int:
     """
     trainer = connected()
     if trainer is not None:
-        return number_of(trainer.transport)
+        return trainer.transport.number
     context = find_context()
     return context.worker if context is not None else 0
 
@@ -157,7 +156,7 @@ _counted: ContextVar[_Counted | None] = ContextVar("counted", default=None)
 
 def _main() -> int:
     trainer = connected()
-    return members_of(trainer.transport)[0] if trainer is not None else 0
+    return trainer.transport.members[0] if trainer is not None else 0
 
 
 def _position(label: str) -> Position:
@@ -168,7 +167,7 @@ def _position(label: str) -> Position:
     trainer = connected()
     if trainer is not None and trainer is not counted.trainer:
         counted.trainer, counted.section, counted.place = trainer, trainer.section.number, -1
-    place = trainer.agent.place() if trainer is not None else counted.place
+    place = trainer.agent.operations_begun() if trainer is not None else counted.place
     section, place = (skipped() if trainer is None else None) or (counted.section, place)
     if (section, place) != (counted.section, counted.place):
         counted.section, counted.place, counted.calls = section, place, Counter()

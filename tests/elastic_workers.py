@@ -253,7 +253,9 @@ class ThreadConnection:
 
     def __init__(self, coordinator: ThreadCoordinator, worker: int) -> None:
         self._coordinator, self._worker = coordinator, worker
-        self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
+
+    def attach(self, observer: Any) -> None:
+        pass
 
     @property
     def pause_requested(self) -> bool:

@@ -91,7 +91,7 @@ class FaultyChannel:
         self.replies: dict[int, tuple[m.Body, list[Tensor]]] = {}
         self.outgoing: deque[Request] = deque()
         self.incoming: deque[tuple[int, m.Body, list[Tensor]]] = deque()
-        self.replay: Callable[[], None] = lambda: None
+        self.client: Any = None
         self.is_up = True
         service.channels[worker, incarnation] = self
 
@@ -142,6 +142,9 @@ class FaultyChannel:
         self.wait(self.send(m.Finish()))
         self.send(m.Leave())
 
+    def attach(self, client: Any) -> None:
+        self.client = client
+
     def arrive(self) -> None:
         """Deliver the next request to the service."""
         header, tensors = self.outgoing.popleft()
@@ -157,7 +160,8 @@ class FaultyChannel:
         """Lose all messages under way, then repeat the requests without a reply."""
         self.outgoing.clear()
         self.incoming.clear()
-        self.replay()
+        if self.client is not None:
+            self.client.replay(self)
         for number, (body, tensors) in list(self.pending.items()):
             self._send(number, body, tensors)
 
@@ -177,8 +181,6 @@ class Worker:
         self.client = ParameterServerClient(
             self.number, self.cluster.workers, self.channels[0], self.channels[1:], elastic=True
         )
-        for one in self.channels:
-            one.replay = lambda one=one: self.client.replay(one)  # type: ignore[misc]
         if self._joins_in_time():
             self._run(self)
 

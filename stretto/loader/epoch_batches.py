@@ -7,7 +7,8 @@ got. If workers do not wait for each other, each gets its next batch as soon as 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, Protocol
 
@@ -31,14 +32,13 @@ from stretto.loader.epoch_order import (
     samples_in,
 )
 from stretto.loader.global_step import GlobalStep, refuse_too_few
-from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
+from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch, LeasingLoop
 from stretto.loader.streams import common_stream, own_stream, sharded_by
 from stretto.membership.epoch_numbers import epoch_of
-from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.when import When, on_arrival
 from stretto.runtime.runtime import Runtime
 from stretto.transport import Transport
-from stretto.transport.elastic import Change, ElasticTransport
+from stretto.transport.interface import Change
 
 Rule = Literal["per-worker-batch", "global-batch"]
 """Which batch size stays constant under a changed membership: each worker's, or the global one."""
@@ -109,12 +109,12 @@ class AssignedEpoch:
         begun: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
         sampler.begin(*begun or ())
-        self._loader, self._sampler, self._worker = loader, sampler, number_of(transport)
+        self._loader, self._sampler, self._worker = loader, sampler, transport.number
         self._batches: Iterator[Any] = iter(loader)
         self.order, self.batch_assignment = sampler.order, sampler.batch_assignment
         self.dropped, self.samples = self.order.dropped, self.batch_assignment.samples
         self._trained: list[Range] = []
-        self._parts = isinstance(transport, ElasticTransport)
+        self._parts = transport.repeats_attempts
         self._since, self._changed = self.batch_assignment.global_step, begun is not None
         self.is_over = False
         """True if all global steps are assigned."""
@@ -242,20 +242,6 @@ class AssignedEpoch:
         )
 
 
-def number_of(transport: Transport) -> int:
-    """Return a worker's permanent number; its rank where membership is fixed."""
-    return transport.number if isinstance(transport, ElasticTransport | ParameterServerClient) else transport.worker
-
-
-def members_of(transport: Transport) -> tuple[int, ...]:
-    """Return the numbers of all current members."""
-    return (
-        tuple(transport.members)
-        if isinstance(transport, ElasticTransport | ParameterServerClient)
-        else tuple(range(transport.workers))
-    )
-
-
 class StreamedEpoch:
     """The global steps of a stream of unknown length: in each the workers share how many samples they got.
 
@@ -305,6 +291,35 @@ class StreamedEpoch:
         )
 
 
+class EpochLoop(LeasingLoop, Protocol):
+    """The training loop, as the source of its batches uses it."""
+
+    @property
+    def peeks(self) -> Sequence[int]:
+        """Numbers of the iterations over the loader that were peeks."""
+        ...
+
+    def members(self) -> Sequence[int]:
+        """Return the members that an epoch which begins is assigned to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the batches of the script are divided among the workers."""
+
+    when: When | None
+    global_batch_of: int
+    """Number of the script's batches that make one batch of a worker."""
+    barrier_every: int | None
+    """Number of leased batches between two barriers of all workers."""
+    rule: Rule
+    initial_workers: int
+    assignment: Assignment | None
+    split: bool
+    """True if all workers share each batch of the script: each has an even part of it."""
+
+
 class BatchSource:
     """Begins epochs over a script's loader."""
 
@@ -312,64 +327,54 @@ class BatchSource:
         self,
         loader: Any,
         transport: Transport,
-        global_batch_of: int,
-        when: When | None = None,
-        barrier_every: int | None = None,
-        runtime: Runtime | None = None,
-        rule: Rule = "per-worker-batch",
-        initial_workers: int | None = None,
-        assignment: Assignment | None = None,
-        split: bool = False,
+        loop: EpochLoop,
+        division: Division,
+        runtime: Runtime,
     ) -> None:
-        self._loader, self._transport, self._global_batch_of, self._rule = loader, transport, global_batch_of, rule
-        self.splits = split
-        """True if all workers share each batch of the script: each has an even part of it."""
+        assignment, self.splits = division.assignment, division.split
+        self._loader, self._transport, self._loop = loader, transport, loop
+        self._division, self._global_batch_of = division, division.global_batch_of
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
-        self._initial_workers = initial_workers or transport.workers
-        self.members: Callable[[], Sequence[int]] = lambda: members_of(transport)
-        """Returns the members that an epoch which begins is assigned to."""
-        self.peeks: Callable[[], Sequence[int]] = lambda: ()
-        """Returns the numbers of the iterations that were peeks."""
-        self._asynchronous = isinstance(when, on_arrival)
-        if split and assignment in ("contiguous", "own"):
+        self._asynchronous = isinstance(division.when, on_arrival)
+        if self.splits and assignment in ("contiguous", "own"):
             _refuse_assignment(f'deal="{assignment}" with --batch split', "one of the two")
-        if split:
-            self._rule, self._initial_workers = "global-batch", 1
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
         self._sampler: ShardedBatchSampler | LeasedBatchSampler | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
-            self._sampler = self._create_sampler(when, barrier_every)
+            self._sampler = self._create_sampler(division.when)
             if assignment == "own":
                 _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
-            self._rebuilt = rebuilt(loader, self._sampler, (runtime or Runtime()).loads(loader))
-
+            self._rebuilt = rebuilt(loader, self._sampler, runtime.loads(loader))
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
         elif assignment is None and transport.workers > 1:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
 
-    def _create_sampler(self, when: When | None, barrier_every: int | None) -> ShardedBatchSampler | LeasedBatchSampler:
+    def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
+        rule, initial_workers = self._division.rule, self._division.initial_workers
+        if self.splits:
+            rule, initial_workers = "global-batch", 1
+
         def order() -> EpochOrder:
-            return draw(self._loader, self._transport, self._global_batch_of, self.peeks(), self._arranged)
+            return draw(self._loader, self._transport, self._global_batch_of, self._loop.peeks, self._arranged)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
-            return BatchAssignment((), self.members(), self._rule, self._initial_workers, drawn.bounds)
+            return BatchAssignment((), self._loop.members(), rule, initial_workers, drawn.bounds)
 
         if not isinstance(when, on_arrival):
-            return ShardedBatchSampler(order, assign, number_of(self._transport))
-        if not isinstance(self._transport, ParameterServerClient):
+            return ShardedBatchSampler(order, assign, self._transport.number)
+        if self._transport.server is None:
             raise TypeError("a recipe without barriers leases batches through a server")
-        return LeasedBatchSampler(
-            order, self._transport, barrier_every, when.bound == 0 or self.assignment == "contiguous"
-        )
+        in_turn = when.bound == 0 or self.assignment == "contiguous"
+        return LeasedBatchSampler(order, self._transport.server, self._division.barrier_every, in_turn)
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
-        workers = len(self.members())
+        workers = len(self._loop.members())
         if self.assignment == "contiguous":
             return interleaved(batches, workers * self._global_batch_of)
         return in_parts(batches, workers) if self.splits and self._asynchronous else batches
@@ -382,7 +387,7 @@ class BatchSource:
     def begin_epoch(self, number: int, begun: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
         """Begin epoch `number`, or take part in one that other workers have begun."""
         if isinstance(self._sampler, LeasedBatchSampler):
-            return LeasedEpoch(self._rebuilt, self._sampler, number, begun)
+            return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
         if self._sampler is not None:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader

@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_co
 from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
 from stretto.errors import LoaderError, explain
 from stretto.transport import Transport
-from stretto.transport.elastic import ElasticTransport
 
 Batch = list[Any]
 """The indices of one batch, as a batch sampler gives them."""
@@ -80,7 +79,7 @@ def draw(
 
     `global_batch_of` batches of the script form one batch.
     """
-    if transport.workers == 1 and not isinstance(transport, ElasticTransport):
+    if not transport.has_others:
         return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
     return unpack(
         transport.broadcast_bytes(lambda: pack(replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +157,22 @@ class LeasedBatchSampler(BatchSampler):
                     self.transport.roll_back()
 
 
+class LeasingLoop(Protocol):
+    """The training loop, as an epoch of leased batches uses it."""
+
+    def push_all(self) -> None:
+        """Push this worker's remaining update to the server, and wait until it is applied."""
+        ...
+
+    def wait_at_barriers(self, times: int) -> None:
+        """Meet the other workers this number of times."""
+        ...
+
+    def on_snapshot(self) -> None:
+        """Note that all workers have met for a snapshot, with no update in flight."""
+        ...
+
+
 class LeasedEpoch:
     """One epoch of a worker that does not wait for others."""
 
@@ -164,17 +180,12 @@ class LeasedEpoch:
         self,
         loader: DataLoader[Any],
         sampler: LeasedBatchSampler,
+        loop: LeasingLoop,
         number: int,
         begun: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
-        self._loader, self._sampler = loader, sampler
+        self._loader, self._sampler, self._loop = loader, sampler, loop
         self._loads_ahead = loader.num_workers > 0
-        self.push_all: Callable[[], None] | None = None
-        """Pushes this worker's remaining update to the server, and waits until it is applied."""
-        self.wait_at_barriers: Callable[[int], None] | None = None
-        """Meets the other workers this number of times; if None, the caller must use `barriers_due` itself."""
-        self.on_snapshot: Callable[[], None] = lambda: None
-        """Called when all workers have met for a snapshot, with no update in flight."""
         sampler.begin(number, begun)
         self._batches: Iterator[Any] = iter(loader)
         self.order = sampler.order()
@@ -234,7 +245,7 @@ class LeasedEpoch:
         if self._sampler.has_requested:  # the reply may announce a barrier that the other workers wait at
             self._sampler.receive_barriers()
             self._wait_at_due_barriers()
-        while not (self._sampler.is_over(left=True) and self._sampler.transport.on_snapshot_barrier(False)):
+        while not (self._sampler.is_over(left=True) and self._sampler.transport.snapshot_barrier(False)):
             self._sampler.receive_barriers()
             self._wait_at_due_barriers()
 
@@ -242,14 +253,11 @@ class LeasedEpoch:
         """Take part in the barriers that this worker was notified of."""
         while self._sampler.snapshots_due:
             self._sampler.snapshots_due -= 1
-            self._sampler.transport.on_snapshot_barrier(True)
-            self.on_snapshot()
-        if self.wait_at_barriers is not None:
-            self.wait_at_barriers(self.barriers_due())
+            self._sampler.transport.snapshot_barrier(True)
+            self._loop.on_snapshot()
+        self._loop.wait_at_barriers(self.barriers_due())
 
     def _is_over(self) -> bool:
         """Push this worker's update, and wait for the others, whose batches return if they fail."""
-        if self.push_all is None:
-            return True
-        self.push_all()
-        return self._sampler.is_over() and self._sampler.transport.on_snapshot_barrier(False)
+        self._loop.push_all()
+        return self._sampler.is_over() and self._sampler.transport.snapshot_barrier(False)

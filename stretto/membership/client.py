@@ -19,7 +19,7 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, TransportError, UnevenLoopsError
-from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
+from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     EXCHANGING,
@@ -62,18 +62,12 @@ class MembershipClient(CoordinatorConnection):
         keys: WorkerKeys | None,
         failure_timeout_s: float,
         limit_s: float = 60.0,
-        on_abort: Callable[[int, str], None] = lambda _generation, _why: None,
     ) -> None:
-        self.on_abort = on_abort
-        """Called from the thread, with the generation and the reason, when the generation is aborted or the worker
-        evicted."""
-        super().__init__(MembershipClientState(worker, incarnation, self._on_abort))
+        super().__init__(worker, incarnation)
         self._worker = worker
         self._address, self._failure_timeout_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
-        self.place: Callable[[], int] = lambda: -1
-        """Returns the number of collective operations that this worker has begun; called from the thread."""
         self._waits: Waits | None = None
         self._broken: Broken | None = None
         self._is_leaving = self._has_finished = self._is_closing = False
@@ -177,9 +171,6 @@ class MembershipClient(CoordinatorConnection):
         with contextlib.suppress(OSError):  # it is awake, or has ended
             self._wake_sender.send(b"!")
 
-    def _on_abort(self, generation: int, why: str) -> None:
-        self.on_abort(generation, why)
-
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -223,7 +214,7 @@ class MembershipClient(CoordinatorConnection):
         limit_s = ALONE * self._failure_timeout_s if alone else self._failure_timeout_s
         silent_s = time.monotonic() - (self._last_message if alone else max(since, self._last_message))
         if silent_s > limit_s and (alone or doing == EXCHANGING):
-            self._on_abort(self.state.generation, "the coordinator was not heard")
+            self.abort(self.state.generation, "the coordinator was not heard")
 
     def _drain_wakes(self) -> bool:
         return bool(self._wake_receiver.recv(4096))
@@ -264,7 +255,7 @@ class MembershipClient(CoordinatorConnection):
             is_registered = self.state.settings is not None
         if with_heartbeat:
             doing, global_step, since = self._doing
-            self._send(Heartbeat(generation, doing, time.monotonic() - since, global_step, self.place(), self._waits))
+            self._send(Heartbeat(generation, doing, time.monotonic() - since, global_step, self._operations_begun(), self._waits))
             if not is_registered:
                 self._send(Register(socket.gethostname(), os.getpid()))
         if self._broken is not None and self._broken.generation > aborted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -141,11 +141,36 @@ class MembershipClientState:
         self.reply, self._report = reply, None
 
 
+class GenerationObserver(Protocol):
+    """The part of a worker that uses a generation. Its methods may be called from another thread."""
+
+    def generation_aborted(self, generation: int, why: str) -> None:
+        """Abort what waits for other workers: this generation has ended."""
+        ...
+
+    def operations_begun(self) -> int:
+        """Return the number of collective operations that the worker has begun, for its heartbeats."""
+        ...
+
+
 class CoordinatorConnection(ABC):
     """A worker's connection to the coordinator, over any transport."""
 
-    def __init__(self, state: MembershipClientState) -> None:
-        self.state = state
+    def __init__(self, worker: int, incarnation: int) -> None:
+        self.state = MembershipClientState(worker, incarnation, self.abort)
+        self._observer: GenerationObserver | None = None
+
+    def attach(self, observer: GenerationObserver) -> None:
+        """Notify an observer of generations that end, and of an eviction."""
+        self._observer = observer
+
+    def abort(self, generation: int, why: str) -> None:
+        """Notify the observer that a generation has ended."""
+        if self._observer is not None:
+            self._observer.generation_aborted(generation, why)
+
+    def _operations_begun(self) -> int:
+        return self._observer.operations_begun() if self._observer is not None else -1
 
     @property
     def pause_requested(self) -> bool:

@@ -10,14 +10,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.collective_ops import CollectiveOp as PendingRequests
 from stretto.errors import BrokenTransportError, TransportError
-from stretto.membership.loop_positions import LoopPosition
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
 from stretto.parameter_server.client_types import (
@@ -26,6 +24,7 @@ from stretto.parameter_server.client_types import (
     BrokenHandle,
     Channel,
     Contributions,
+    Exchange,
     PushHandle,
     RollbackRequiredError,
     RuleState,
@@ -35,13 +34,14 @@ from stretto.parameter_server.client_types import (
 )
 from stretto.parameter_server.framing import Chunks, concatenated
 from stretto.parameter_server.shard import by_name
-from stretto.transport.interface import Message, Traffic, as_bytes, made
+from stretto.transport.elastic import GenerationSource
+from stretto.transport.interface import JoinPosition, Message, Traffic, Transport, as_bytes, made
 
 SETTLED_PER_MESSAGE = 50_000
 """Number of batches whose numbers fit into the header of one message."""
 
 
-class ParameterServerClient:
+class ParameterServerClient(Transport):
     """One worker's client of a parameter server, with channels to the dispatcher and to every shard.
 
     `worker` and `workers` are this worker's rank among the current members and their number. They change with the
@@ -51,7 +51,7 @@ class ParameterServerClient:
     def __init__(
         self, worker: int, workers: int, dispatcher: Channel, shards: Sequence[Channel], elastic: bool = False
     ) -> None:
-        self.number, self.members, self.expected = worker, list(range(workers)), workers
+        self._number, self._members, self.expected = worker, list(range(workers)), workers
         self._dispatcher, self.channels = dispatcher, shards
         self.elastic = elastic
         """True if lost services are restarted, so that snapshots have to be taken."""
@@ -59,8 +59,6 @@ class ParameterServerClient:
         """Number of rollbacks so far."""
         self.rolled_back_to = -1
         """Snapshot of the last rollback; -1 before the first."""
-        self.join_position: m.Joined | None = None
-        """Position of the run when this worker joined it; None for a worker that started with it."""
         self.order: tuple[int, bytes] = 0, b""
         """Number of an epoch, and its order as it was broadcast."""
         self.order_epoch: int | None = None
@@ -70,19 +68,8 @@ class ParameterServerClient:
         """Barriers that this worker was called to: True where only for a snapshot."""
         self.barriers_passed = 0
         """Number of these barriers that the worker has passed."""
-        self.doing: Callable[[str, int], None] = lambda _text, _hand: None
-        """Receives a description of this worker's activity and its global step, for the heartbeats."""
-        self.clock_zero: Callable[[], tuple[bytes, float]] = lambda: (b"", 0.0)
-        """Returns the id of this boot and the zero of the run's clock on it, for joining workers."""
-        self.operations_begun: Callable[[], int] = lambda: -1
-        """Returns how many collective operations this worker has begun, for its heartbeats."""
-        self.place: Callable[[], LoopPosition | None] = lambda: None
-        """Returns the script's position in its loop, which the dispatcher compares in collective operations."""
-        self.on_snapshot_barrier: Callable[[bool], bool] = lambda _called: True
-        """Brings this worker to a snapshot barrier, with no request pending; returns True if the epoch was over."""
-        self.on_rolled_back: Callable[[], None] = lambda: None
-        """Takes over the servers' parameters after a rollback. Raises RollbackRequiredError if a service was lost
-        since."""
+        self._exchange: Exchange | None = None
+        self._membership: GenerationSource | None = None
         self._op = self._pushed = 0
         self._has_left_barrier = False
         self._epoch: tuple[m.BeginEpoch, Tensor] | None = None
@@ -94,16 +81,38 @@ class ParameterServerClient:
         """Last result of the dispatcher for all workers, which others may lack: no earlier one can be missing."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
+        for channel in (dispatcher, *shards):
+            channel.attach(self)
 
     @property
     def worker(self) -> int:
         """Rank of this worker among the current members."""
-        return bisect.bisect_left(self.members, self.number)
+        return bisect.bisect_left(self._members, self._number)
 
     @property
     def workers(self) -> int:
         """Number of current members."""
-        return len(self.members)
+        return len(self._members)
+
+    @property
+    def number(self) -> int:
+        """Permanent number of this worker."""
+        return self._number
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Permanent numbers of the current members."""
+        return tuple(self._members)
+
+    @property
+    def can_leave(self) -> bool:
+        """True if lost workers are replaced."""
+        return self.elastic
+
+    @property
+    def server(self) -> ParameterServerClient:
+        """This client."""
+        return self
 
     def on_close(self, then: Callable[[], None]) -> None:
         """Call `then` once this client is closed."""
@@ -143,22 +152,22 @@ class ParameterServerClient:
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers, in the order of their ranks."""
-        return self._collect(m.Gather(self._op + 1, None, self.place()), made(message))
+        return self._collect(m.Gather(self._op + 1, None, self._loop.place()), made(message))
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message at every worker; if the root failed, that of the first remaining worker."""
         while True:
             if self.order_epoch is not None and self.order[0] == self.order_epoch:
                 return self.order[1]  # it was broadcast before this worker joined
-            root_number = self.members[root]
+            root_number = self._members[root]
             op, order_epoch = self._op + 1, self.order_epoch
-            position = self.place()
+            position = self._loop.place()
             body = (
                 m.Gather(op, root_number, position)
                 if order_epoch is None
                 else m.BroadcastOrder(op, root_number, order_epoch, position)
             )
-            results = self._collect(body, made(message) if root_number == self.number else b"")
+            results = self._collect(body, made(message) if root_number == self._number else b"")
             if results:
                 self.order = (order_epoch, results[0]) if order_epoch is not None else self.order
                 return results[0]
@@ -179,11 +188,40 @@ class ParameterServerClient:
         """Return the result of a collective operation once it has arrived."""
         reply, results = self._dispatcher.wait(number)
         if isinstance(reply, m.MembersResult):
-            self.members = reply.members
+            self._members = reply.members
         if self.elastic:
             extra = (body.index, body.snapshot_only) if isinstance(body, m.Barrier) else ()
-            self._last_result = m.ReplayResult(body.op, self.members, *extra), results
+            self._last_result = m.ReplayResult(body.op, self._members, *extra), results
         return results
+
+    # --- membership --------------------------------------------------------------------------------------------
+
+    def join_coordinator(self, membership: GenerationSource) -> None:
+        """Follow the generations of a coordinator, and leave it once this client is closed."""
+        self._membership = membership
+        membership.attach(self)
+        self._on_close += [membership.leave, membership.close]
+
+    def generation_aborted(self, generation: int, why: str) -> None:
+        """Abort pending operations, called from the membership client's thread."""
+        self.abort()
+
+    def doing(self, text: str, global_step: int) -> None:
+        """Set this worker's status for heartbeats."""
+        if self._membership is not None:
+            self._membership.doing(text, global_step)
+
+    def abandon(self, stays_out: bool = False) -> None:
+        """Close the channels; leave gracefully first if this worker `stays_out`."""
+        self.leave() if stays_out else self.close()
+
+    def follow(self, exchange: Exchange | None) -> None:
+        """Let this exchange come to barriers for snapshots, and take over the parameters after a rollback."""
+        self._exchange = exchange
+
+    def snapshot_barrier(self, called: bool) -> bool:
+        """Come to a barrier for a snapshot, with no request pending; return True if the epoch was over then."""
+        return self._exchange is None or self._exchange.wait_at_barrier(called)
 
     # --- generations -------------------------------------------------------------------------------------------
 
@@ -195,11 +233,11 @@ class ParameterServerClient:
 
     def regroup(self, generation: int, members: Sequence[int], me: int) -> None:
         """Begin a generation of these members; pending operations of earlier generations are dropped."""
-        self.members, self.number = sorted(members), me
+        self._members, self._number = sorted(members), me
         self._op = generation * GENERATION
         self._contributions.clear()
         self._last_result = None
-        self._group = m.Group(generation, self.members)
+        self._group = m.Group(generation, self._members)
         for channel in (self._dispatcher, *self.channels):
             channel.reset()
             channel.send(self._group)
@@ -210,7 +248,7 @@ class ParameterServerClient:
         pairs = [channel.traffic() for channel in (self._dispatcher, *self.channels)]
         return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
 
-    def quit(self) -> None:
+    def leave(self) -> None:
         """Leave gracefully: the others continue without this worker."""
         channels = (*self.channels, self._dispatcher)
         for channel, request_id in [(channel, channel.send(m.Quit())) for channel in channels]:
@@ -355,7 +393,7 @@ class ParameterServerClient:
         self._dispatcher.send(*self._stored_order())
 
     def _stored_order(self) -> tuple[m.ReplayOrder, list[Tensor]]:
-        return m.ReplayOrder(self.order[0], *self.clock_zero()), [as_bytes(self.order[1])]
+        return m.ReplayOrder(self.order[0], *self._loop.clock_zero()), [as_bytes(self.order[1])]
 
     def _send_epoch(self) -> None:
         assert self._epoch is not None
@@ -428,7 +466,7 @@ class ParameterServerClient:
             return
         if not isinstance(body, m.Joined):
             raise TransportError(f"the coordinator answered {type(body).__name__} to a joining worker")
-        self.members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
+        self._members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
         self.barriers_passed, self.barriers_announced = body.barriers_passed, list(body.barriers_announced)
         positions = self._join_shards()
         while any(reply.recovery_epoch < 0 for reply in positions):  # a shard was restarted and has no parameters yet
@@ -440,7 +478,9 @@ class ParameterServerClient:
         self._has_left_barrier = True
         clock = min(reply.clock for reply in positions)
         self._request_all([m.ResumeClock(clock)] * self.shards)
-        self.join_position = msgspec.structs.replace(body, parameter_set=positions[0].parameter_set, clock=clock)
+        parameter_set = positions[0].parameter_set
+        self.join_position = JoinPosition(body.epoch_number, self.order[1], body.clock_zeros, parameter_set)
+        self.arrives = parameter_set > 0
 
     def _join_shards(self) -> list[m.Joined]:
         return [self._checked_joined(reply) for reply, _ in self._request_all([m.Join()] * self.shards)]
@@ -467,8 +507,8 @@ class ParameterServerClient:
         if self._epoch is not None:
             self._send_epoch()
         try:
-            if self.rolled_back_to >= 0:
-                self.on_rolled_back()
+            if self.rolled_back_to >= 0 and self._exchange is not None:
+                self._exchange.rolled_back()
         except RollbackRequiredError:
             return False
         return True

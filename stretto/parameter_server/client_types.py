@@ -45,8 +45,32 @@ def raise_refusals(peer: str, body: m.Body) -> None:
         raise RollbackRequiredError(f"{peer} was lost, and restarts from a snapshot")
 
 
+class Exchange(Protocol):
+    """A worker's exchange with an asynchronous server."""
+
+    def wait_at_barrier(self, called: bool = False) -> bool:
+        """Wait at a barrier with no request pending; return True if the epoch was over then."""
+        ...
+
+    def rolled_back(self) -> None:
+        """Take over the servers' parameters. Raises RollbackRequiredError if another service was lost since."""
+        ...
+
+
+class Replaying(Protocol):
+    """A client whose services may be restarted."""
+
+    def replay(self, channel: Channel) -> None:
+        """Send a restarted service the state that it may have lost."""
+        ...
+
+
 class Channel(Protocol):
     """A worker's connection to one service: requests and their replies."""
+
+    def attach(self, client: Replaying) -> None:
+        """Let this client replay its state when the service is back, before requests without a reply are sent again."""
+        ...
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a request; return its id, for `wait`. The tensors may not change until the reply has arrived."""

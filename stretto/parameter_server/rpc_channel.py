@@ -1,16 +1,15 @@
 """One worker's ZeroMQ connection to one service: requests and their replies, with a limit on every wait.
 
 A service that is restarted is awaited up to the failure timeout. Requests without a reply are then sent again, in
-order, with the same ids; before them `on_reconnect` sends the state that the service may have lost.
+order, with the same ids; before them the client replays the state that the service may have lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -21,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import Sink, raise_refusals
+from stretto.parameter_server.client_types import Replaying, Sink, raise_refusals
 from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_header, encode, with_offsets
 from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.security import SMALL_BYTES, WorkerKeys
@@ -66,8 +65,7 @@ class RpcChannel:
         """Requests without a reply, in order."""
         self._lost_at: float | None = None
         self._aborted = threading.Event()
-        self.on_reconnect: Callable[[], None] = lambda: None
-        """Called when a service is back, before requests without a reply are sent again."""
+        self._client: Replaying | None = None
         self._assembly = Assembly()
         self._last_id = 0
         self._replies: dict[int, tuple[m.Body, list[Chunks]]] = {}
@@ -89,6 +87,10 @@ class RpcChannel:
             watched |= zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(watched)
         self._socket.connect(self.address)
+
+    def attach(self, client: Replaying) -> None:
+        """Let this client replay its state when the service is back."""
+        self._client = client
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a request; return its id."""
@@ -213,7 +215,8 @@ class RpcChannel:
         self._disconnect(0)
         self._assembly = Assembly()
         self._connect()
-        self.on_reconnect()
+        if self._client is not None:
+            self._client.replay(self)
         for request_id, (body, tensors) in self._unanswered.items():
             self._send(request_id, body, tensors)
 
@@ -277,8 +280,6 @@ def connect_client(
         for address, name in zip(addresses, _peer_names(addresses), strict=True)
     ]
     client = ParameterServerClient(worker, workers, channels[0], channels[1:], elastic=failure_timeout_s is not None)
-    for channel in channels:
-        channel.on_reconnect = functools.partial(client.replay, channel)
     client.on_close(context.term)
     if incarnation:
         client.join()

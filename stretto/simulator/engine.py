@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from contextvars import Context
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -61,10 +61,6 @@ class Worker:
         self._final_calls: deque[Callable[[], None]] = deque()
         self._waiting_for: Callable[[], str] = str
         self.greenlet: greenlet | None = None
-        self.advance_step: Callable[[float], None] = lambda _: None
-        """Function that spends virtual time until the given fraction of the current step's computing is done."""
-        self.is_computing: Callable[[], bool] = lambda: False
-        """Function that returns True while its script computes a step."""
 
     @property
     def cost_model(self) -> CostModel:
@@ -206,6 +202,14 @@ class Worker:
         return self._waiting_for()
 
 
+class RestartingLauncher(Protocol):
+    """Restarts workers that have failed."""
+
+    def restart_pending(self) -> bool:
+        """Return True if a restart is pending while no worker is running."""
+        ...
+
+
 class Engine:
     """Workers, event queue and network; all workers share `processors` processors (None: each has its own).
 
@@ -233,8 +237,7 @@ class Engine:
         self.workers = [Worker(self, number) for number in range(workers)]
         self.workers_can_fail = False
         """True if workers can be killed and restarted."""
-        self.restart_pending: Callable[[], bool] = lambda: False
-        """Function that returns True if a restart is pending while no worker is running."""
+        self._launcher: RestartingLauncher | None = None
         self.fault_injector = FaultInjector(self.queue, self.network, plan)
         self._message_queues: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
         self.update_seconds: list[float] = []
@@ -248,6 +251,10 @@ class Engine:
         self._installed: Worker | None = None
         self._failed: tuple[Worker, BaseException] | None = None
         self._is_stopping = False
+
+    def attach(self, launcher: RestartingLauncher) -> None:
+        """Wait for the workers that this launcher will restart."""
+        self._launcher = launcher
 
     def run(
         self,
@@ -322,7 +329,7 @@ class Engine:
     def _run_events(self, tick: Callable[[], None]) -> None:
         """Process events until all workers have ended and no restart is pending; later events are dropped."""
         events = switches = idle = 0
-        while self._running_count or self.restart_pending():
+        while self._running_count or (self._launcher is not None and self._launcher.restart_pending()):
             idle = idle + 1 if self.switches == switches else 0
             switches = self.switches
             if not self.queue.step() or idle > IDLE_EVENTS:

@@ -131,17 +131,13 @@ class Simulator:
         """True if servers exist or may still be created."""
         self._generations = Generations(self.engine, links)
         self._coordinator: SimCoordinator | None = None
-        self.engine.fault_injector.on_fault = self._on_fault
         if simulation.workers_can_fail:
             self._coordinator = SimCoordinator(
                 self.engine, links, config, self._publish, self._print, self._worker_failed
             )
             self.engine.workers_can_fail = True
         self._barriers = SimBarriers(self.engine, self._returning)
-        self.engine.fault_injector.resolve, self.engine.fault_injector.apply_to_process = (
-            self._resolve,
-            self._apply_to_process,
-        )
+        self.engine.fault_injector.attach(self)
         self._speed = Pace(simulation.speeds, config.workers, config.seed)
         self._limit = Limit(simulation.samples, simulation.time_s, config.workers)
 
@@ -220,7 +216,7 @@ class Simulator:
         assert self._coordinator is not None
         return self._coordinator
 
-    def _on_fault(self, time: float, event: FaultEvent) -> None:
+    def on_fault(self, time: float, event: FaultEvent) -> None:
         """Record a fault, and reconnect workers after a pause or partition."""
         number = event.numbers[0]
         target = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[event.kind]
@@ -254,7 +250,7 @@ class Simulator:
     def _note(self, text: str, worker: int = 0) -> None:
         self._publish({"event": "warning", **of_process(worker), "text": text})
 
-    def _resolve(self, time: float, event: FaultEvent) -> FaultEvent | None:
+    def resolve(self, time: float, event: FaultEvent) -> FaultEvent | None:
         """Resolve a fault of a server that was drawn before the script's recipe decided the number of servers.
 
         Return None to postpone it until the first worker creates the servers.
@@ -267,7 +263,7 @@ class Simulator:
             return event
         return replace(event, numbers=(event.numbers[0] % self._servers.shards,))
 
-    def _apply_to_process(self, time: float, event: FaultEvent) -> None:
+    def apply_fault(self, time: float, event: FaultEvent) -> None:
         """Kill, pause or resume a process."""
         number, back_after_s = event.numbers[0], event.back_after_s
         if event.kind == "server":
@@ -432,9 +428,7 @@ class Simulator:
             return ElasticTransport(worker.number, membership, ServerRendezvous(self._server(recipe).client(worker)))
         membership.await_generation(ReadyReport(0))
         client = self._server(recipe).client(worker, worker.incarnation)
-        membership.on_abort = lambda _generation, _why: client.abort()
-        client.doing = membership.doing
-        client.on_close(membership.leave)
+        client.join_coordinator(membership)
         if worker.incarnation:
             self._join(worker, client)
         return client

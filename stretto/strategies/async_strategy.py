@@ -40,13 +40,12 @@ class AsyncStrategy(RecipeStrategy):
         recipe: Recipe,
         context: StrategyContext,
         observer: ExchangeObserver,
-        client: ParameterServerClient,
         parameter_sets: int = 0,
     ) -> None:
-        if client.join_position is not None:
-            parameter_sets = max(client.join_position.parameter_set - 1, 0)
+        if context.transport.join_position is not None:
+            parameter_sets = max(context.transport.join_position.parameter_set - 1, 0)
         super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
-        self._client = client
+        self._client: ParameterServerClient = context.transport.server
 
     @property
     def server(self) -> AsyncServer:

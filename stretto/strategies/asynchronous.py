@@ -111,6 +111,8 @@ class AsyncServer:
         self.blocked_s = 0.0
         self._sent: _Sent | None = None
         self._seq, self._recovery_epoch = 0, transport.recovery_epoch
+        self._is_open = False
+        """False while the parameters are sent to the server: a rollback must not overwrite them."""
         self._no_steps_since_exchange = True
         """True if no step was done since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
@@ -121,12 +123,9 @@ class AsyncServer:
         `rule_state` is the state of the server's rule in another run. A worker that joins later reads the parameters
         instead.
         """
-        transport = self._transport
-        # a rollback must not overwrite the parameters while they are sent to the server
-        transport.on_snapshot_barrier, transport.on_rolled_back = self.wait_at_barrier, _keep_parameters
+        self._transport.follow(self)
         self._set_parameters(rule_state)
-        self._recovery_epoch = transport.recovery_epoch
-        transport.on_rolled_back = self._follow
+        self._recovery_epoch, self._is_open = self._transport.recovery_epoch, True
 
     def _set_parameters(self, rule_state: RuleState | None) -> None:
         joined = self._transport.join_position
@@ -193,11 +192,13 @@ class AsyncServer:
             return self._transport.wait_at_barrier(self._seq, called)
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def rolled_back(self) -> None:
         """Continue from the snapshot that the servers rolled back to; the updates since then are computed again.
 
         Accumulated gradients are set to zero, too.
         """
+        if not self._is_open:
+            return
         if self._sent is not None:
             self._sent.ticket.discard()
         self._sent, self._seq, self._recovery_epoch, self._no_steps_since_exchange = (
@@ -267,7 +268,7 @@ class AsyncServer:
 
     def release(self) -> None:
         """Detach from the client, which stays open: the section has ended, and its parameters must no longer change."""
-        self._transport.on_snapshot_barrier, self._transport.on_rolled_back = (lambda _called: True), _keep_parameters
+        self._transport.follow(None)
 
     @property
     def shards(self) -> int:
@@ -485,10 +486,6 @@ class AsyncServer:
                 if not bool(torch.isfinite(flat_range.change[slot.start : slot.stop]).all()):
                     return NotFiniteError(f"the update of {slot.name} is NaN or infinite; it was not sent")
         return None
-
-
-def _keep_parameters() -> None:
-    """Keep the parameters after a rollback."""
 
 
 def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:

@@ -18,7 +18,6 @@ from stretto.strategies.flat_buffers import FlatBuffer
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
-from stretto.transport.elastic import attempted
 
 
 class AveragedModel:
@@ -51,7 +50,7 @@ class AveragedModel:
             operations = [flat.ask_mean(transport, share(), account) for flat, share in averaged]
             return [finish(one) for one in operations]
 
-        for (flat, _), received in zip(averaged, attempted(transport, means), strict=True):
+        for (flat, _), received in zip(averaged, transport.attempt(means), strict=True):
             flat.take(received)
         self._shown = [one.clone() for one in self._tensors]
 

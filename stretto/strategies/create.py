@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradients
 from stretto.strategies.async_strategy import AsyncStrategy
@@ -28,9 +27,9 @@ def create_strategy(
     if recipe is None:
         strategy = Strategy(model, optimizers, None, context, observer, parameter_sets)
     elif recipe.asynchronous:
-        if not isinstance(context.transport, ParameterServerClient):
+        if context.transport.server is None:
             raise TypeError(f"{recipe} needs a transport to a server")
-        strategy = AsyncStrategy(model, optimizers, recipe, context, observer, context.transport, parameter_sets)
+        strategy = AsyncStrategy(model, optimizers, recipe, context, observer, parameter_sets)
     elif isinstance(recipe.what, gradients):
         strategy = GradientStrategy(model, optimizers, recipe, context, observer, parameter_sets)
     else:

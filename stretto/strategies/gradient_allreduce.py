@@ -29,7 +29,6 @@ from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice
 from stretto.strategies.parameter_set import ParameterSet
-from stretto.transport.elastic import ElasticTransport, attempted, has_others
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -112,13 +111,13 @@ class GradientAllReduce:
         flat_parameters, transport, tally = parameter_set.flat_parameters, context.transport, context.tally
         assert flat_parameters is not None
         self._has_changed, self._on_changed = parameter_set.has_changed, on_changed
-        self._what, self._codec = (recipe.what, recipe.how) if has_others(transport) else (gradients(), exact())
+        self._what, self._codec = (recipe.what, recipe.how) if transport.has_others else (gradients(), exact())
         self._transport, self._timer, self._tally = transport, context.timer, tally
         self._runtime, self._pace, self._observer = context.runtime, context.pace, observer
         self._share = parameter_set.weights.share
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_in_tail = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
-        self._elastic = isinstance(transport, ElasticTransport)
+        self._elastic = transport.repeats_attempts
         self._buffer_sets = [
             GradientBuffers(flat_parameters, self._counts_in_tail) for _ in range(2 if self._elastic else 1)
         ]
@@ -323,7 +322,7 @@ class GradientAllReduce:
         """
         self._timer.switch("exchanging")
         self._began = self._timer.spent["exchanging"]
-        results = attempted(self._transport, lambda: finish(self._operations), self._retry)
+        results = self._transport.attempt(lambda: finish(self._operations), self._retry)
         self._timer.switch("encoding")
         counts = self._buffer_sets[0].counts
         if not self._counts_in_tail:

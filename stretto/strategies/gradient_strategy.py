@@ -14,7 +14,7 @@ from stretto.strategies.model_sync import watch_forward
 from stretto.strategies.optimizers import parameters_of
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
-from stretto.transport.elastic import Change, has_others
+from stretto.transport.interface import Change
 
 
 class GradientStrategy(RecipeStrategy):
@@ -43,7 +43,7 @@ class GradientStrategy(RecipeStrategy):
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps with gradients or parameters that no exchange includes."""
-        if self._gradients is not None and not is_carried and has_others(self._transport):
+        if self._gradients is not None and not is_carried and self._transport.has_others:
             self._gradients.refuse_unexchanged(parameters_of(self._optimizers.each[index]))
         self._refuse_late(self.sets[0])
 
@@ -127,7 +127,7 @@ class GradientStrategy(RecipeStrategy):
         return self.recipe.what.codec_state(state)
 
     def _pieces(self, parameter_set: ParameterSet) -> list[Piece]:
-        if self._gradients is None or not has_others(self._transport):
+        if self._gradients is None or not self._transport.has_others:
             return []
         return [
             Piece(self._codec_state(bucket.state), bucket.part, bucket.start, bucket.stop)

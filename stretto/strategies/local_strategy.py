@@ -12,7 +12,7 @@ from stretto.strategies.model_sync import Named
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
 from stretto.strategies.tensor_sync import OptimizerState
-from stretto.transport.elastic import Change
+from stretto.transport.interface import Change
 
 MEASURE_DRIFT_EVERY_S = 5.0
 

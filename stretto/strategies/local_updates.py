@@ -17,7 +17,6 @@ from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
-from stretto.transport.elastic import ElasticTransport, attempted
 
 
 class RoundRange:
@@ -64,7 +63,7 @@ class LocalUpdates:
         self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]
         self.drift: float | None = None
         self._began = 0.0
-        self._elastic = isinstance(transport, ElasticTransport)
+        self._elastic = transport.repeats_attempts
         self.codec_states = CodecStates([round_range.codec_state for round_range in self.ranges], self._elastic)
 
     @property
@@ -89,8 +88,8 @@ class LocalUpdates:
         self.codec_states.begin()
         for round_range in self.ranges if self._elastic else ():
             round_range.swap_scratch()
-        means, extra_means = attempted(
-            self._transport, lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
+        means, extra_means = self._transport.attempt(
+            lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
         )
         self._observer.exchange_ended(self._timer.spent["exchanging"] - self._began)
         self._refuse_not_finite(means)

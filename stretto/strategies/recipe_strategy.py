@@ -22,7 +22,6 @@ from stretto.strategies.optimizers import parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import FlatTensors
-from stretto.transport.elastic import attempted, has_others
 
 
 class RecipeStrategy(Strategy):
@@ -35,7 +34,7 @@ class RecipeStrategy(Strategy):
 
     def attach(self) -> None:
         """Refuse optimizers that the recipe can't train, then create an exchange of each set of parameters."""
-        if has_others(self._transport):
+        if self._transport.has_others:
             refuse_optimizers(self.recipe, self._optimizers, self._transport.workers)
             if isinstance(self.recipe.what, momenta):
                 self._frozen = FrozenVariance(self._optimizers.each[0], self.recipe.what, self._is_warm)
@@ -74,7 +73,7 @@ class RecipeStrategy(Strategy):
 
     def _agree_on_changes(self, at_start: bool) -> None:
         """If any worker's trained parameters have changed, do the round that is under way, and agree on the new set."""
-        if not has_others(self._transport):
+        if not self._transport.has_others:
             has_changed = any(parameter_set.has_changed() for parameter_set in self.sets)
             for parameter_set in self.sets if has_changed else ():
                 self._follow_changes(parameter_set, at_start)
@@ -115,7 +114,7 @@ class RecipeStrategy(Strategy):
 
     def _refuse_late(self, parameter_set: ParameterSet) -> None:
         """Raise ModelError if parameters began to train that no exchange includes."""
-        if parameter_set.has_changed() and has_others(self._transport) and (strangers := parameter_set.strangers()):
+        if parameter_set.has_changed() and self._transport.has_others and (strangers := parameter_set.strangers()):
             raise ModelError(_began_late(self.recipe, self._model, strangers))
 
     def _rebuild(self, parameter_set: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
@@ -199,7 +198,7 @@ class RecipeStrategy(Strategy):
             return finish(flat.ask_mean(self._transport, samples / total, account))
 
         with self._context.timer.on("exchanging"):
-            flat.take(attempted(self._transport, means))
+            flat.take(self._transport.attempt(means))
 
     def check(self, when: str) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare."""

@@ -18,7 +18,7 @@ from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.strategy_state import StrategyState
 from stretto.strategies.tensor_sync import MovingBuffers
-from stretto.transport.elastic import Change
+from stretto.transport.interface import Change
 
 
 class Strategy:

@@ -14,7 +14,7 @@ from typing import Any
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import Checkpoints, State
-from stretto.loader.epoch_batches import AssignedEpoch, members_of
+from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
@@ -22,7 +22,6 @@ from stretto.run_dir import CHECKPOINTS
 from stretto.runtime.event_writer import boot_id
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
-from stretto.transport.elastic import ElasticTransport
 
 LAST_S = 60.0
 """Seconds that the last checkpoint may take after the script has ended."""
@@ -53,7 +52,7 @@ class CheckpointManager:
             return False
         if due.rounds is not None:
             return trainer.rounds_done - self.saved_at >= due.rounds
-        return not isinstance(trainer.transport, ElasticTransport) and due.due(trainer.events.t(), trainer.rounds_done)
+        return not trainer.transport.repeats_attempts and due.due(trainer.events.t(), trainer.rounds_done)
 
     def on_snapshot(self) -> None:
         """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""
@@ -81,7 +80,7 @@ class CheckpointManager:
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
         states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
-        state_of = dict(zip(members_of(trainer.transport), states, strict=True))
+        state_of = dict(zip(trainer.transport.members, states, strict=True))
         if trainer.strategy.asynchronous:
             trainer.transport.broadcast_bytes(lambda: self._write(state_of))
         elif not trainer.transport.worker:
@@ -137,7 +136,7 @@ class CheckpointManager:
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
             "recipe": str(trainer.strategy.recipe),
-            "workers": list(members_of(trainer.transport)),
+            "workers": list(trainer.transport.members),
             "epochs": trainer.epochs,
             "peeks": trainer.peeks,
             "closing_epoch": trainer.closing_epoch is not None,

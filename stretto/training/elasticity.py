@@ -14,19 +14,17 @@ from safetensors.torch import load_file
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State, write_tensors
 from stretto.data.assignment import BatchAssignment
-from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork, members_of, number_of
+from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
 from stretto.membership.epoch_numbers import epoch_of
+from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status
-from stretto.parameter_server.client import ParameterServerClient
 from stretto.runtime.event_writer import boot_id
 from stretto.strategies.model_sync import draw_from
 from stretto.training.checkpoint_manager import CheckpointManager
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
-from stretto.transport import Transport
-from stretto.transport.elastic import Change, ElasticTransport
-from stretto.transport.interface import KnowsPlace
+from stretto.transport.interface import Change, JoinPosition
 from stretto.whole_files import written_whole
 
 
@@ -43,7 +41,7 @@ class ElasticAgent:
         self.left = False
         """True if this worker has left the run gracefully."""
         self.checkpoints = CheckpointManager(trainer, context)
-        self._members = members_of(trainer.transport)
+        self._members = trainer.transport.members
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
         self._is_agreeing = False
@@ -54,16 +52,9 @@ class ElasticAgent:
         """Number of samples in `_lost` that still count as trained, until they are assigned again."""
         self._reassigned: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
-        if isinstance(trainer.transport, ElasticTransport):
-            trainer.transport.position = lambda: (trainer.step_requests, trainer.section.rounds + trainer.rounds_done)
-            trainer.transport.on_change = self._changed
-        if isinstance(trainer.transport, KnowsPlace):
-            trainer.transport.place = trainer.place
-        if isinstance(trainer.transport, ParameterServerClient):
-            trainer.transport.operations_begun = self.place
-            trainer.transport.clock_zero = lambda: (boot_id(), trainer.events.zero)
+        trainer.transport.attach(self)
         if context.barrier is not None:
-            context.barrier.begin(self.place)
+            context.barrier.begin(self.operations_begun)
 
     # --- joining ----------------------------------------------------------------------------------------------
 
@@ -73,19 +64,17 @@ class ElasticAgent:
         self._trainer.section.state = None
         if state is not None:
             self._take(state)
-        if isinstance(transport, ElasticTransport) and transport.arrives:
-            self._seed_incarnation()
-        elif isinstance(transport, ParameterServerClient) and comes_late(transport):
-            self._join(transport)
+        if transport.arrives:
+            if transport.join_position is not None:
+                self._join(transport.join_position)
+            draw_from(f"{self._context.seed}:{self._context.worker}:{self._context.incarnation}".encode())
 
-    def _join(self, transport: ParameterServerClient) -> None:
+    def _join(self, position: JoinPosition) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
-        assert transport.join_position is not None
-        self._epochs_over = epoch_of(transport.join_position.epoch_number) - 1
-        self._trainer.peeks = list(unpack(transport.order[1]).peeks)
+        self._epochs_over = epoch_of(position.epoch_number) - 1
+        self._trainer.peeks = list(unpack(position.order).peeks)
         self._trainer.evaluator.restore([self._epochs_over - len(self._trainer.peeks), None])
-        self._trainer.events.zero = transport.join_position.clock_zeros.get(boot_id(), self._trainer.events.zero)
-        self._seed_incarnation()
+        self._trainer.events.zero = position.clock_zeros.get(boot_id(), self._trainer.events.zero)
 
     def _take(self, state: State) -> None:
         if not state.facts:
@@ -93,7 +82,7 @@ class ElasticAgent:
         trainer, facts = self._trainer, state.facts
         self._taken = state
         state_transfer.load_model(trainer.model, state.tensors)
-        own = state.own.get(number_of(trainer.transport)) if self._has_same_members(state) else None
+        own = state.own.get(trainer.transport.number) if self._has_same_members(state) else None
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.step_requests, trainer.global_steps_done = (
@@ -107,21 +96,17 @@ class ElasticAgent:
         trainer.peeks = list(facts["peeks"])
         trainer.evaluator.restore(facts["evaluator"])
         self.checkpoints.saved_at = facts["saved"]
-        trainer.events.start_at(facts["t"], facts["zero"] if comes_late(trainer.transport) else None, facts["boot"])
+        trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
 
     def _has_same_members(self, state: State) -> bool:
-        return sorted(state.own) == sorted(members_of(self._trainer.transport))
+        return sorted(state.own) == sorted(self._trainer.transport.members)
 
     def _orphans(self, state: State) -> list[state_transfer.Own]:
         """Return the own states of former members: worker 0 adds their residuals to its own."""
         if self._has_same_members(state) or self._trainer.transport.worker:
             return []
         return list(state.own.values())
-
-    def _seed_incarnation(self) -> None:
-        """Seed the random generators for this incarnation."""
-        draw_from(f"{self._context.seed}:{self._context.worker}:{self._context.incarnation}".encode())
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
@@ -140,14 +125,14 @@ class ElasticAgent:
             return None
         facts = self._taken.facts
         return unpack(facts["order"]), BatchAssignment.restored(
-            facts["assignment"], members_of(self._trainer.transport)
+            facts["assignment"], self._trainer.transport.members
         )
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
         if self._late is not None and self._late[0].global_step > self._trainer.step_requests:
             return self._late[1]
-        return members_of(self._trainer.transport)
+        return self._trainer.transport.members
 
     def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
@@ -187,7 +172,7 @@ class ElasticAgent:
         self._taken = None
         state_transfer.load_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
-        own = state.own.get(number_of(self._trainer.transport)) if self._has_same_members(state) else None
+        own = state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
         if own is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 
@@ -196,16 +181,12 @@ class ElasticAgent:
     @property
     def can_leave(self) -> bool:
         """True if the others can continue without this worker."""
-        transport = self._trainer.transport
-        return isinstance(transport, ElasticTransport) or (
-            isinstance(transport, ParameterServerClient) and transport.elastic
-        )
+        return self._trainer.transport.can_leave
 
     def ask_to_leave(self) -> None:
         """Leave gracefully as soon as possible; a signal handler may call this."""
         self._asked = True
-        if isinstance(self._trainer.transport, ElasticTransport):
-            self._trainer.transport.quit()
+        self._trainer.transport.request_leave()
 
     def step_assigned(self) -> None:
         """Note that a global step was assigned: the others wait for this worker until the step ends."""
@@ -214,57 +195,62 @@ class ElasticAgent:
 
     def doing(self, text: str) -> None:
         """Publish what this worker does."""
-        transport = self._trainer.transport
-        if isinstance(transport, ElasticTransport | ParameterServerClient):
-            transport.doing(text, self._trainer.step_requests)
+        self._trainer.transport.doing(text, self._trainer.step_requests)
+
+    # --- the loop, as the transport sees it ---------------------------------------------------------------------
+
+    def place(self) -> LoopPosition:
+        """Return where the script is in its loop; before a loop, once the section has ended."""
+        return self._trainer.place() if not self._trainer.is_over else LoopPosition()
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of assigned global steps, and of committed rounds."""
+        return self._trainer.step_requests, self._trainer.section.rounds + self._trainer.rounds_done
+
+    def operations_begun(self) -> int:
+        """Return a number that grows with each collective operation, or batch, that this worker begins."""
+        trainer = self._trainer
+        begun = trainer.transport.begun if trainer.transport.begun is not None else trainer.step_requests
+        return begun + trainer.section.epochs + trainer.epochs if trainer.strategy.asynchronous else begun
+
+    def clock_zero(self) -> tuple[bytes, float]:
+        """Return the id of this boot and the zero of the run's clock on it."""
+        return boot_id(), self._trainer.events.zero
 
     # --- barriers of the script ---------------------------------------------------------------------------------
 
-    def place(self) -> int:
-        """Return this worker's position, a number that grows with each collective operation, or batch, it begins."""
-        trainer, transport = self._trainer, self._trainer.transport
-        begun: int = getattr(
-            transport, "begun", trainer.step_requests
-        )  # a transport that counts no operations: batches count instead
-        return begun + trainer.section.epochs + trainer.epochs if trainer.strategy.asynchronous else begun
-
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""
-        if isinstance(self._trainer.transport, ElasticTransport):
-            self._trainer.transport.mend()
+        self._trainer.transport.mend()
 
     def is_catching_up(self) -> bool:
         """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
         trainer = self._trainer
-        return comes_late(trainer.transport) and trainer.epoch_batches is None and self.is_over(trainer.epochs)
+        return trainer.transport.arrives and trainer.epoch_batches is None and self.is_over(trainer.epochs)
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         transport = self._trainer.transport
-        if self._asked and isinstance(transport, ParameterServerClient):
+        if self._asked and transport.server is not None:
             self._trainer.push_all()
-            transport.quit()
+            transport.server.leave()
             status.leave()
             self.left = True
             raise SystemExit(0)
-        if isinstance(transport, ElasticTransport):
-            while transport.is_to_rest() and self._trainer.is_at_rest():
-                change = transport.rest()
-                if change is None:
-                    return
-                self._rested(change)
+        while transport.is_to_rest() and self._trainer.is_at_rest():
+            change = transport.rest(lambda: state_transfer.pack(self.checkpoints.state({})))
+            if change is None:
+                return
+            self._rested(change)
         if self.checkpoints.is_due():
             self.checkpoints.save()
 
     def _rested(self, change: Change) -> None:
-        transport = self._trainer.transport
-        assert isinstance(transport, ElasticTransport)
-        if transport.number in change.gone and transport.number not in change.members:
+        number = self._trainer.transport.number
+        if number in change.gone and number not in change.members:
             self._leave()
-        if change.came:
-            transport.tell_state(lambda: state_transfer.pack(self.checkpoints.state({})))
         if change.save:
             self.checkpoints.save()
 
@@ -295,9 +281,11 @@ class ElasticAgent:
 
     # --- membership changes ------------------------------------------------------------------------------------
 
-    def _changed(self, change: Change) -> None:
+    def on_generation(self, change: Change) -> None:
         """Apply a membership change. A worker that is a round behind first does that round with the former members."""
         trainer = self._trainer
+        if trainer.is_over:
+            return
         behind = trainer.section.rounds + trainer.rounds_done < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
@@ -328,7 +316,7 @@ class ElasticAgent:
         first = next(
             worker for worker in change.members if worker not in change.came
         )  # joining workers receive no change
-        if first == number_of(trainer.transport):
+        if first == trainer.transport.number:
             self._add_residuals_of(change.gone)
             self._write_change(change, back)
 
@@ -352,7 +340,7 @@ class ElasticAgent:
 
     def keep_uncommitted(self, epoch_batches: EpochBatches | None) -> None:
         """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
-        if not isinstance(self._trainer.transport, ElasticTransport) or not isinstance(epoch_batches, AssignedEpoch):
+        if not self._trainer.transport.repeats_attempts or not isinstance(epoch_batches, AssignedEpoch):
             return
         self._uncommitted.append(epoch_batches.uncommitted())
         self._lost += epoch_batches.unassigned()
@@ -361,7 +349,7 @@ class ElasticAgent:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
         transport = self._trainer.transport
         in_rounds = self._trainer.strategy.in_rounds
-        if not isinstance(transport, ElasticTransport) or not isinstance(epoch_batches, AssignedEpoch) or not in_rounds:
+        if not transport.repeats_attempts or not isinstance(epoch_batches, AssignedEpoch) or not in_rounds:
             return False
         self._is_agreeing = True
         replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.unassigned() else b"")
@@ -397,14 +385,3 @@ class ElasticAgent:
             self._trainer.samples_before -= self._counted
             self._lost, self._counted = [], 0
         return lost
-
-
-def comes_late(transport: Transport) -> bool:
-    """Return True if the worker joined a run that had begun, and so takes no part in its initial agreements."""
-    if isinstance(transport, ElasticTransport):
-        return transport.arrives
-    return (
-        isinstance(transport, ParameterServerClient)
-        and transport.join_position is not None
-        and transport.join_position.parameter_set > 0
-    )

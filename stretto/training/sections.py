@@ -21,22 +21,16 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import Checkpoints, State
 from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
-from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.epoch_numbers import section_of
-from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status
-from stretto.parameter_server.client import ParameterServerClient
 from stretto.run_dir import CHECKPOINTS, section_folder, section_folders, write_section
 from stretto.runtime.event_writer import open_folder
 from stretto.strategies.model_sync import trainable
 from stretto.training.arguments import Arguments
-from stretto.training.elasticity import comes_late
 from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
-from stretto.transport.elastic import ElasticTransport
-from stretto.transport.interface import KnowsPlace
 from stretto.whole_files import written_whole
 
 FINAL = "final.safetensors"
@@ -74,9 +68,9 @@ class Sections:
     @property
     def skipped(self) -> tuple[int, int] | None:
         """The number of a section that is skipped, and how many exchanges this worker has begun; None in others."""
-        if not self.is_skipped:
+        if not self.is_skipped or self._transport is None:
             return None
-        return self._number, self._transport.begun if isinstance(self._transport, ElasticTransport) else 0
+        return self._number, max(self._transport.operations_begun(), 0)
 
     def begin(self, arguments: Arguments) -> Trainer | None:
         """End the section before, and begin another. Return None if it was over before this worker came.
@@ -95,8 +89,7 @@ class Sections:
             context = self._section_context(section, transport, arguments.loader)
             trainer = Trainer(context, transport, arguments, section)
         except BaseException as error:
-            if isinstance(transport, ParameterServerClient):
-                transport.quit() if isinstance(error, StaysOutError) else transport.close()
+            transport.abandon(stays_out=isinstance(error, StaysOutError))
             raise
         self._trainer = self.last = trainer
         self._is_open = True
@@ -145,8 +138,8 @@ class Sections:
         """Write the rest of a failed section's log; return the seconds since the first section began."""
         trainer = self._trainer
         if trainer is None:
-            if isinstance(self._transport, ParameterServerClient):
-                self._transport.close()
+            if self._transport is not None:
+                self._transport.abandon()
             return self._context.runtime.clock() - self._zero if self._number else 0.0
         t = trainer.events.t() + trainer.section.seconds
         trainer.abandon()
@@ -163,11 +156,6 @@ class Sections:
         assert trainer is not None
         trainer.end(is_last)
         self._next = trainer.next_section()
-        if isinstance(trainer.transport, ElasticTransport):
-            position = trainer.step_requests, self._next.rounds
-            trainer.transport.position, trainer.transport.on_change = (lambda: position), (lambda _change: None)
-        if isinstance(trainer.transport, KnowsPlace):
-            trainer.transport.place = LoopPosition
         return trainer
 
     # --- where the others are -----------------------------------------------------------------------------------
@@ -197,14 +185,11 @@ class Sections:
 
     def _where(self, transport: Transport) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
-        if isinstance(transport, ElasticTransport) and transport.arrives:
-            state = state_transfer.unpack(transport.tell_state(b""))
-            transport.arrived()
-            return continued(state)
-        if isinstance(transport, ParameterServerClient) and comes_late(transport):
-            assert transport.join_position is not None
+        if transport.arrives and transport.join_position is not None:
             return Section(section_of(transport.join_position.epoch_number))
-        begins_again = isinstance(transport, ElasticTransport) and transport.begins_again
+        if transport.arrives:
+            return continued(state_transfer.unpack(transport.receive_state()))
+        begins_again = transport.begins_again
         if self._context.resume is None and not begins_again:
             return Section()
         notices: list[str] = []
@@ -234,10 +219,7 @@ class Sections:
         """Return the section that begins. A worker that came late to the section before is in time now."""
         if self._number == self._entered.number:
             return self._entered
-        if isinstance(transport, ElasticTransport):
-            transport.arrives = transport.begins_again = False
-        elif isinstance(transport, ParameterServerClient):
-            transport.join_position = None
+        transport.caught_up()
         return self._next
 
     def _section_context(self, section: Section, transport: Transport, loader: Any) -> WorkerContext:
@@ -248,7 +230,7 @@ class Sections:
         if section.number > self._entered.number:
             context = context.from_first_section()
         data, folder = digest_of(loader), self._folder(section.number)
-        if comes_late(transport):
+        if transport.arrives:
             refuse_other_data(data, folder, "comes to a section whose data are not its own")
         else:
             self._agree_on_data(transport, data)
@@ -277,7 +259,7 @@ class Sections:
             resumed = section_folder(self._context.resume, section.number)
             refuse_other_data(data, resumed, "continues with other data than the resumed run had")
         if folder is not None and self._context.run is not None:
-            absent = sorted(set(range(self._context.workers)) - set(members_of(transport)))
+            absent = sorted(set(range(self._context.workers)) - set(transport.members))
             write_section(self._context.run, folder, {"section": section.number, "data": data, "absent": absent})
         return b"made"
 
@@ -288,7 +270,7 @@ class Sections:
         """Write an event into the log of the whole run. An event that cannot be written is lost."""
         if self._context.run is None or self._transport is None:
             return
-        log = self._context.runtime.log(self._context.run, number_of(self._transport))
+        log = self._context.runtime.log(self._context.run, self._transport.number)
         log.write(kind, at - self._zero, at=round(at, 6), **carries)
         with contextlib.suppress(LogError):
             log.close()

@@ -6,7 +6,7 @@ import functools
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,17 +21,15 @@ from stretto.loader.data_digest import rows_digest
 from stretto.loader.epoch_batches import (
     AssignedEpoch,
     BatchSource,
+    Division,
     EpochBatches,
     is_leasable,
-    members_of,
-    number_of,
 )
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import CLOSED, COMING, LOOP, OVER, LoopPosition
 from stretto.membership.worker_status import status
-from stretto.parameter_server.client import ParameterServerClient
 from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
@@ -49,7 +47,7 @@ from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.arguments import Arguments
 from stretto.training.effective_batch import ScaledRate
-from stretto.training.elasticity import ElasticAgent, comes_late
+from stretto.training.elasticity import ElasticAgent
 from stretto.training.evaluator import Evaluator
 from stretto.training.iterators import EpochStart
 from stretto.training.not_finite import has_non_finite_gradient, non_finite_parameter
@@ -74,17 +72,15 @@ class Trainer:
         self.transport, self.section = transport, section
         self.is_over = False
         """True once the section has ended."""
-        is_late = comes_late(self.transport) or (
-            isinstance(self.transport, ParameterServerClient) and context.incarnation > 0
-        )
+        is_late = transport.arrives or (transport.server is not None and context.incarnation > 0)
         if is_late and not is_leasable(loader):
             raise StaysOutError("a restarted worker cannot rejoin in the middle of an iterable dataset")
         self.loader = loader
         self.events = EventWriter(
-            context.run, self.transport, context.runtime, number_of(self.transport), comes_late(self.transport)
+            context.run, self.transport, context.runtime, transport.number, transport.arrives
         )
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)
-        if not comes_late(self.transport):
+        if not transport.arrives:
             is_compared = self.transport.workers > 1 and section.number == 1 and is_leasable(loader)
             data = rows_digest(loader) if is_compared else ""
             agree_on_start(self.transport, model, recipe.spelled() if recipe else "", data)
@@ -92,18 +88,10 @@ class Trainer:
             part_random_states(self.transport, section.number)
         meet = evaluate_every * self.transport.workers if evaluate_every and evaluate else None
         when = recipe.when if recipe else None
-        self.batch_source = BatchSource(
-            loader,
-            self.transport,
-            context.global_batch_of,
-            when,
-            meet,
-            context.runtime,
-            context.rule,
-            context.workers,
-            arguments.assignment,
-            context.split,
+        division = Division(
+            when, context.global_batch_of, meet, context.rule, context.workers, arguments.assignment, context.split
         )
+        self.batch_source = BatchSource(loader, transport, self, division, context.runtime)
         self.arrivals = Arrivals(self.transport)
         self.evaluator = Evaluator(self, context, evaluate, evaluate_every)
         self.steps_of = [0] * len(optimizers)
@@ -186,7 +174,6 @@ class Trainer:
             [ScaledRate(optimizer, context.lr_factor) for optimizer in optimizers] if context.lr_factor != 1 else []
         )
         self.agent = ElasticAgent(self, context)
-        self.batch_source.members, self.batch_source.peeks = self.agent.members, lambda: self.peeks
         self.agent.arrive()
         for text in section.notices:
             self.events.notice(text)
@@ -250,8 +237,6 @@ class Trainer:
             self._pace.begin_epoch()
             self.epoch_batches = self.batch_source.begin_epoch(self.section.epoch_number(self.epochs), begun)
         if isinstance(self.epoch_batches, LeasedEpoch):
-            self.epoch_batches.push_all, self.epoch_batches.wait_at_barriers = self.push_all, self._wait_at_barriers
-            self.epoch_batches.on_snapshot = self.agent.checkpoints.on_snapshot
             self.samples_before = (self.epochs - 1) * self.epoch_batches.samples - self._untrained
         self.agent.epoch_begun()
         whole = begun is None or not begun[1].global_step
@@ -275,7 +260,7 @@ class Trainer:
             global_step = self.epoch_batches.next()
             self.step_requests += 1
             self.agent.step_assigned()
-            self._wait_at_barriers(self.epoch_batches.barriers_due())
+            self.wait_at_barriers(self.epoch_batches.barriers_due())
             if global_step is None:
                 self.timer.switch("other")
                 if not self.end_epoch(left=False):
@@ -415,7 +400,15 @@ class Trainer:
         if self._stepped_last:
             self.push_all()
 
-    def _wait_at_barriers(self, times: int) -> None:
+    def members(self) -> Sequence[int]:
+        """Return the members that an epoch which begins is assigned to."""
+        return self.agent.members()
+
+    def on_snapshot(self) -> None:
+        """Write a checkpoint if one is due: all workers have met for a snapshot."""
+        self.agent.checkpoints.on_snapshot()
+
+    def wait_at_barriers(self, times: int) -> None:
         """Meet the other workers this number of times; evaluate the server's model, and save it if that is due."""
         for _ in range(times):
             self.run_synced(self.evaluator.evaluate, called=True)
@@ -532,8 +525,7 @@ class Trainer:
         """Write the events of a failed script, and close the client, so that no other worker waits for it."""
         self._write_outcomes()
         self.events.flush()
-        if isinstance(self.transport, ParameterServerClient):
-            self.transport.close()
+        self.transport.abandon()
 
     def place(self) -> LoopPosition:
         """Return where the script is in its loop: the step under way, or the last one of a loop that it has left."""
@@ -736,7 +728,7 @@ class Trainer:
             is_compared = self.strategy.check(when)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(
-                self._step_record.difference(self.transport, members_of(self.transport)) or str(error)
+                self._step_record.difference(self.transport, self.transport.members) or str(error)
             ) from None
         if is_compared:
             self._step_record.clear()

@@ -31,6 +31,7 @@ class TrainerView(Protocol):
     strategy: Strategy
     evaluator: Evaluator
     settings: Settings
+    is_over: bool
     epoch_batches: EpochBatches | None
     closing_epoch: EpochBatches | None
     steps: int

@@ -199,11 +199,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
             membership.leave()
             membership.close()
             raise SystemExit(0) from None
-        membership.on_abort = lambda _generation, _why: client.abort()
-        client.doing = membership.doing
-        membership.place = lambda: client.operations_begun()
-        client.on_close(membership.leave)
-        client.on_close(membership.close)
+        client.join_coordinator(membership)
         return client
 
     return connect

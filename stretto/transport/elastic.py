@@ -20,20 +20,19 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp
 from stretto.errors import BrokenTransportError, MemberOutError
+from stretto.membership.client_state import GenerationObserver
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
 from stretto.membership.messages import EXCHANGING, Continue, GenerationView, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
-from stretto.transport.interface import Handle, Message, Traffic, Transport, made
+from stretto.transport.interface import Change, Collectives, Found, Handle, Message, Traffic, Transport, made
 from stretto.transport.positioned import opened, opened_all, sealed
 
-Found = TypeVar("Found")
 
-
-class AbortableTransport(Transport, Protocol):
+class AbortableTransport(Collectives, Protocol):
     """Transport of one generation."""
 
     def abort(self) -> None:
@@ -44,11 +43,6 @@ class AbortableTransport(Transport, Protocol):
 class GenerationSource(Protocol):
     """A worker's connection to the coordinator."""
 
-    on_abort: Callable[[int, str], None]
-    """Called from another thread with the generation that has ended, and the reason."""
-    place: Callable[[], int]
-    """Returns the number of collective exchanges that this worker has begun; may be called from any thread."""
-
     @property
     def pause_requested(self) -> bool:
         """True if all workers are requested to pause before their next global step."""
@@ -57,6 +51,10 @@ class GenerationSource(Protocol):
     @property
     def aborted(self) -> int:
         """Last generation that is known to have ended."""
+        ...
+
+    def attach(self, observer: GenerationObserver) -> None:
+        """Notify an observer of the end of generations, from another thread."""
         ...
 
     def await_generation(self, report: ReadyReport) -> GenerationView:
@@ -109,25 +107,6 @@ class Rendezvous(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Change of membership. Workers are given by their permanent numbers."""
-
-    generation: int
-    members: tuple[int, ...]
-    gone: tuple[int, ...]
-    came: tuple[int, ...]
-    global_step: int
-    """Largest global step that any member has been assigned."""
-    rounds: int
-    """Largest number of rounds that any member has committed."""
-    save: bool = False
-    incarnations: tuple[int, ...] = ()
-    """Incarnations of the workers in `gone`."""
-    behind: bool = False
-    """True if other workers have committed the attempt that this worker is in."""
-
-
 @dataclass(slots=True)
 class _LoggedHandle:
     """Operation in progress, whose result is logged."""
@@ -153,21 +132,17 @@ class _KnownHandle:
         return found
 
 
-class ElasticTransport:
+class ElasticTransport(Transport):
     """One worker's end. `worker` is its rank in the present generation, `number` its permanent number.
 
-    `position` returns the number of assigned global steps and of committed rounds. `on_change` is called with every
-    generation except the first, before anything is exchanged in it.
+    The loop is notified of every generation except the first.
     """
 
+    repeats_attempts = can_leave = True
+
     def __init__(self, number: int, coordinator: GenerationSource, rendezvous: Rendezvous) -> None:
-        self.number = number
-        self._coordinator, self._rendezvous = coordinator, rendezvous
-        self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.place: Callable[[], LoopPosition] = LoopPosition
-        """Returns the script's position in its loop: all workers in an exchange must be in the same epoch."""
+        self._number, self._coordinator, self._rendezvous = number, coordinator, rendezvous
         self._waits: Waits | None = None
-        self.on_change: Callable[[Change], None] = lambda _change: None
         self._inner: AbortableTransport | None = None
         self._form = GenerationView(0, [])
         self._generation = 0
@@ -181,13 +156,10 @@ class ElasticTransport:
         """Attempts that other workers have committed before this one."""
         self._go_on = 0
         self._ended = Traffic(0, 0, counted=True)
-        self.arrives = False
-        """True if this worker joins a run in progress, whose state it must receive first."""
-        coordinator.on_abort, coordinator.place = self._abort, lambda: self.begun
+        coordinator.attach(self)
         self._meet_again()
         self.arrives = _has_history(self._form)
         self.begins_again = any(member.incarnation for member in self._form.members)
-        """True if a member of the first generation is a restarted worker."""
         if not self.arrives:
             self._generation = self._form.generation
 
@@ -196,12 +168,17 @@ class ElasticTransport:
     @property
     def worker(self) -> int:
         """Rank in this generation."""
-        return self.members.index(self.number)
+        return self.members.index(self._number)
 
     @property
     def workers(self) -> int:
         """Number of members of this generation."""
         return len(self._form.members)
+
+    @property
+    def number(self) -> int:
+        """Permanent number of this worker."""
+        return self._number
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -213,6 +190,13 @@ class ElasticTransport:
         """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
         return max(self._begun, self._commits)
 
+    def operations_begun(self) -> int:
+        """Return `begun`, for heartbeats."""
+        return self.begun
+
+    def _place(self) -> LoopPosition:
+        return self._loop.place() or LoopPosition()
+
     def submit(self, op: CollectiveOp) -> Handle:
         """Start an operation of the present attempt."""
         if self._given:
@@ -221,7 +205,7 @@ class ElasticTransport:
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
-        place = self.place()
+        place = self._place()
         found = self.attempt(
             lambda: self._single(lambda: self._transport().all_gather_bytes(sealed(place, message))), kind="all_gather"
         )
@@ -229,7 +213,7 @@ class ElasticTransport:
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message, evaluated once. If the root has failed, the first remaining member is the root."""
-        place, whole = self.place(), sealed(self.place(), message)
+        place, whole = self._place(), sealed(self._place(), message)
         who, once = self.members[root], functools.cache(lambda: made(whole))
 
         def reply() -> bytes:
@@ -237,7 +221,7 @@ class ElasticTransport:
             return self._transport().broadcast_bytes(once, rank)
 
         found: bytes = self.attempt(lambda: self._single(reply), alone=True, kind="broadcast")
-        return opened(who, found, self.number, place)
+        return opened(who, found, self._number, place)
 
     def attempt(
         self,
@@ -250,8 +234,8 @@ class ElasticTransport:
 
         `alone`: one worker can commit it before others have begun it.
         """
-        todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self.place())
-        self._coordinator.doing(EXCHANGING, self.position()[0], self._waits)
+        todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self._place())
+        self._coordinator.doing(EXCHANGING, self._loop.counts()[0], self._waits)
         while True:
             try:
                 found = todo()
@@ -261,7 +245,7 @@ class ElasticTransport:
                 continue
             self._commit(alone)
             self._waits = None
-            self.doing("computing", self.position()[0])
+            self.doing("computing", self._loop.counts()[0])
             return found
 
     def traffic(self) -> Traffic:
@@ -284,34 +268,46 @@ class ElasticTransport:
         """Set this worker's status for heartbeats."""
         self._coordinator.doing(text, global_step)
 
-    def quit(self) -> None:
+    def request_leave(self) -> None:
         """Request to leave gracefully at the next pause. May be called from a signal handler."""
         self._coordinator.quit()
 
     def is_to_rest(self) -> bool:
         """Return True if a pause is requested and this worker has reached the global step it must complete first."""
-        return self._coordinator.pause_requested and self.position()[0] >= self._go_on
+        return self._coordinator.pause_requested and self._loop.counts()[0] >= self._go_on
 
-    def rest(self) -> Change | None:
-        """Pause until all workers do. Return the change; None if this worker must first complete a later step."""
-        global_step, rounds = self.position()
+    def rest(self, state: Callable[[], bytes]) -> Change | None:
+        """Pause until all workers do, and broadcast the state to workers that join. Return the change of membership.
+
+        Returns None if this worker must first complete a later step.
+        """
+        global_step, rounds = self._loop.counts()
         reply = self._coordinator.pause_between_steps(self._report(between_steps=True))
         if isinstance(reply, Continue):
             self._go_on = reply.global_step
             return None
         if reply.generation == self._form.generation:
             return Change(reply.generation, self.members, (), (), global_step, rounds, reply.save)
-        if self.number not in reply.numbers:
+        if self._number not in reply.numbers:
             self._let_go()
-            return Change(reply.generation, reply.numbers, (self.number,), (), global_step, rounds)
-        return self._take(reply) or self._meet_again()
+            return Change(reply.generation, reply.numbers, (self._number,), (), global_step, rounds)
+        change = self._take(reply) or self._meet_again()
+        if change.came:
+            self._broadcast_state(state)
+        return change
 
     def mend(self) -> None:
         """Join the next generation if this one has ended: other workers may wait for this outside of exchanges."""
         if self._inner is not None and self._coordinator.aborted >= self._form.generation:
             self._recover("the generation is over")
 
-    def tell_state(self, message: Message) -> bytes:
+    def receive_state(self) -> bytes:
+        """Receive the state of the run, as a worker that arrives."""
+        state = self._broadcast_state(b"")
+        self._generation = self._form.generation
+        return state
+
+    def _broadcast_state(self, message: Message) -> bytes:
         """Broadcast the state of the run from the first member that has it to joining members."""
 
         found: bytes = self.attempt(
@@ -321,10 +317,6 @@ class ElasticTransport:
         )
         return found
 
-    def arrived(self) -> None:
-        """Note that this worker has received the state of the run."""
-        self._generation = self._form.generation
-
     # --- generations --------------------------------------------------------------------------------------------
 
     def _transport(self) -> AbortableTransport:
@@ -332,13 +324,13 @@ class ElasticTransport:
             raise BrokenTransportError("the transport is closed")
         return self._inner
 
-    def _abort(self, generation: int, why: str) -> None:
+    def generation_aborted(self, generation: int, why: str) -> None:
         """Abort the generation, called from the membership client's thread."""
         if generation == self._form.generation:
             (self._inner or self._rendezvous).abort()
 
     def _report(self, between_steps: bool = False) -> ReadyReport:
-        global_step, rounds = self.position()
+        global_step, rounds = self._loop.counts()
         waits = None if between_steps else self._waits
         return ReadyReport(
             self._generation, self._commits, global_step, between_steps, self._rendezvous.address, rounds, waits
@@ -354,7 +346,7 @@ class ElasticTransport:
         change = None
         while change is None:
             form = self._coordinator.await_generation(self._report())
-            if self.number not in form.numbers:
+            if self._number not in form.numbers:
                 self._coordinator.close()
                 raise SystemExit(0)  # the run has ended, or this worker was requested to leave
             change = self._take(form)
@@ -379,7 +371,7 @@ class ElasticTransport:
         change = self._change(before, form)
         if self._generation:
             self._generation = form.generation
-            self.on_change(change)
+            self._loop.on_generation(change)
         return change
 
     def _form_unless_over(self, form: GenerationView) -> AbortableTransport:
@@ -467,16 +459,6 @@ class ElasticTransport:
 def _has_history(form: GenerationView) -> bool:
     """Return True if a member has taken part in an earlier generation."""
     return any(member.report.has_history for member in form.members)
-
-
-def has_others(transport: Transport) -> bool:
-    """Return True if other workers are present or may join."""
-    return transport.workers > 1 or isinstance(transport, ElasticTransport)
-
-
-def attempted(transport: Transport, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
-    """Run operations that belong together; an elastic transport repeats them after a failure."""
-    return transport.attempt(act, again) if isinstance(transport, ElasticTransport) else act()
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:

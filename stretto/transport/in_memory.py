@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
 from stretto.errors import TransportError
-from stretto.transport.interface import Message, Traffic, made, nbytes
+from stretto.transport.interface import Message, Traffic, Transport, made, nbytes
 
 
 class _Table:
@@ -76,12 +76,11 @@ class _Handle:
         return found.clone() if isinstance(found, Tensor) else [one.clone() for one in found]
 
 
-class InMemoryTransport:
+class InMemoryTransport(Transport):
     """One worker's end of an in-memory transport. Traffic is computed as that of a ring."""
 
     def __init__(self, worker: int, table: _Table) -> None:
-        self.worker = worker
-        self.workers = table.workers
+        super().__init__(worker, table.workers)
         self.table = table
         self._round = 0
         self._bytes_sent = 0

@@ -1,10 +1,10 @@
-"""Transport interface: collective operations on tensors, and on bytes, among the present workers."""
+"""Transport interface: collective operations on tensors, and on bytes, among the workers; and a worker's membership."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.collective_ops import Answer, CollectiveOp
 from stretto.membership.loop_positions import LoopPosition
 
+Found = TypeVar("Found")
 Message: TypeAlias = bytes | Callable[[], bytes]
 """Bytes, or a function that returns them; of a broadcast it is called at the root only."""
 
@@ -33,7 +34,7 @@ class Handle(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Collectives(Protocol):
     """Collective operations among workers, which all make the same calls in the same order.
 
     Every wait has the time limit that the transport was created with; a failure raises TransportError.
@@ -73,12 +74,191 @@ class Transport(Protocol):
         ...
 
 
-@runtime_checkable
-class KnowsPlace(Protocol):
-    """Transport that compares the positions of the workers in their loops."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change of membership. Workers are given by their permanent numbers."""
 
-    place: Callable[[], LoopPosition]
-    """Returns this worker's position; the trainer sets it."""
+    generation: int
+    members: tuple[int, ...]
+    gone: tuple[int, ...]
+    came: tuple[int, ...]
+    global_step: int
+    """Largest global step that any member has been assigned."""
+    rounds: int
+    """Largest number of rounds that any member has committed."""
+    save: bool = False
+    incarnations: tuple[int, ...] = ()
+    """Incarnations of the workers in `gone`."""
+    behind: bool = False
+    """True if other workers have committed the attempt that this worker is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPosition:
+    """Position of a run over a server when a worker joined it."""
+
+    epoch_number: int
+    order: bytes
+    """Order of that epoch."""
+    clock_zeros: dict[bytes, float]
+    """Zeros of the run's clock, by the id of a machine's boot."""
+    parameter_set: int
+
+
+class Loop(Protocol):
+    """A worker's training loop, as its transport sees it. Heartbeats call `operations_begun` from another thread."""
+
+    def place(self) -> LoopPosition | None:
+        """Return the script's position in its loop: all workers in one operation must be in the same epoch."""
+        ...
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of assigned global steps, and of committed rounds."""
+        ...
+
+    def operations_begun(self) -> int:
+        """Return a number that grows with each collective operation, or batch, that the worker begins."""
+        ...
+
+    def clock_zero(self) -> tuple[bytes, float]:
+        """Return the id of this boot and the zero of the run's clock on it, for joining workers."""
+        ...
+
+    def on_generation(self, change: Change) -> None:
+        """Follow a changed membership, before anything is exchanged among the new members."""
+        ...
+
+
+class NoLoop:
+    """A loop that has not begun."""
+
+    def place(self) -> LoopPosition | None:
+        """Return None: the position is unknown."""
+        return None
+
+    def counts(self) -> tuple[int, int]:
+        """Return zeros."""
+        return 0, 0
+
+    def operations_begun(self) -> int:
+        """Return -1."""
+        return -1
+
+    def clock_zero(self) -> tuple[bytes, float]:
+        """Return no boot."""
+        return b"", 0.0
+
+    def on_generation(self, change: Change) -> None:
+        """Do nothing."""
+
+
+class Transport(Collectives):
+    """Collective operations among the workers of a run, and this worker's membership.
+
+    As defined here the membership is fixed: nothing joins, leaves or is repeated.
+    """
+
+    repeats_attempts = False
+    """True if workers may fail: the others repeat an attempt, whose inputs and results have to be kept."""
+    arrives = False
+    """True if this worker joined a run that had begun, and so takes no part in its initial agreements."""
+    begins_again = False
+    """True if a member of the first generation is a restarted worker."""
+    join_position: JoinPosition | None = None
+    """Position of a run over a server when this worker joined it; None for a worker that started with it."""
+    _loop: Loop = NoLoop()
+
+    def __init__(self, worker: int, workers: int) -> None:
+        self._worker, self._workers = worker, workers
+
+    @property
+    def worker(self) -> int:
+        """Rank of this worker among the present workers."""
+        return self._worker
+
+    @property
+    def workers(self) -> int:
+        """Number of present workers."""
+        return self._workers
+
+    @property
+    def number(self) -> int:
+        """Permanent number of this worker."""
+        return self.worker
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Permanent numbers of the present workers."""
+        return tuple(range(self.workers))
+
+    @property
+    def has_others(self) -> bool:
+        """True if other workers are present or may join."""
+        return self.workers > 1 or self.repeats_attempts
+
+    @property
+    def can_leave(self) -> bool:
+        """True if the others can continue without this worker."""
+        return False
+
+    @property
+    def begun(self) -> int | None:
+        """Number of operations that this worker has begun, equal at all workers between two; None if not counted."""
+        return None
+
+    @property
+    def server(self) -> Any:
+        """The parameter-server client, for requests of this worker alone; None without a server."""
+        return None
+
+    def attempt(self, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
+        """Run operations that belong together. If they break, `again` (or `act`) runs among the remaining members."""
+        return act()
+
+    # --- membership -----------------------------------------------------------------------------------------------
+
+    def attach(self, loop: Loop) -> None:
+        """Follow the position of this training loop, and notify it of changes."""
+        self._loop = loop
+
+    def operations_begun(self) -> int:
+        """Return the number of operations that the loop has begun, for heartbeats; -1 before the first loop."""
+        return self._loop.operations_begun()
+
+    def doing(self, text: str, global_step: int) -> None:
+        """Publish what this worker does, and its global step."""
+
+    def receive_state(self) -> bytes:
+        """Return the state of the run at a worker that arrives, from the first member that has it."""
+        return b""
+
+    def caught_up(self) -> None:
+        """Note that this worker has reached the others, with which it begins a section."""
+        self.arrives = self.begins_again = False
+        self.join_position = None
+
+    def is_to_rest(self) -> bool:
+        """Return True if a pause is requested, and this worker is as far as the others."""
+        return False
+
+    def rest(self, state: Callable[[], bytes]) -> Change | None:
+        """Pause until all workers do; give the `state` to workers that join. Return the change of membership.
+
+        Returns None if this worker must first complete a later step.
+        """
+        return None
+
+    def mend(self) -> None:
+        """Take part in forming the next generation, for which other workers may wait outside of operations."""
+
+    def request_leave(self) -> None:
+        """Request to leave gracefully at the next pause. May be called from a signal handler."""
+
+    def abandon(self, stays_out: bool = False) -> None:
+        """Let the others continue after the script has failed here, if they would wait for this worker.
+
+        `stays_out` is True for a worker that takes no part in the run.
+        """
 
 
 def made(message: Message) -> bytes:

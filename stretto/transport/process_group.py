@@ -27,7 +27,7 @@ from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveO
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
-from stretto.transport.interface import Handle, Message, Traffic, as_bytes, made, nbytes
+from stretto.transport.interface import Handle, Message, Traffic, Transport, as_bytes, made, nbytes
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -49,7 +49,7 @@ moment inherits a lock of CPython 3.11 that is never released, and the child (a 
 """
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """One worker's end of a process group. A wait fails after `timeout_s` without data.
 
     An `elastic` one can be aborted by `abort`, and aborts itself at the first failure, which shuts the connections and
@@ -65,8 +65,7 @@ class ProcessGroupTransport:
         device: torch.device | None = None,
         elastic: bool = False,
     ) -> None:
-        self.worker = worker
-        self.workers = workers
+        super().__init__(worker, workers)
         self.timeout_s = timeout_s
         before = _sockets()
         self._control = _form(dist.ProcessGroupGloo, store, "control", worker, workers, timeout_s)

@@ -18,6 +18,7 @@ class LastWorkerTransport(SingleWorkerTransport):
     """Transport of the only remaining member. It can be aborted as any generation can."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._is_broken = False
 
     def abort(self) -> None:

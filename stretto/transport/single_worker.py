@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
-from stretto.transport.interface import Message, Traffic, made
+from stretto.transport.interface import Message, Traffic, Transport, made
 
 
 @dataclass(slots=True)
@@ -19,11 +19,11 @@ class DoneHandle:
         return self.ask.tensor if isinstance(self.ask, AllReduceMean) else answer([self.ask])
 
 
-class SingleWorkerTransport:
+class SingleWorkerTransport(Transport):
     """Transport of the only worker: a mean is its own contribution, and no byte is sent."""
 
-    worker = 0
-    workers = 1
+    def __init__(self) -> None:
+        super().__init__(0, 1)
 
     def submit(self, op: CollectiveOp) -> DoneHandle:
         """Return a completed operation."""

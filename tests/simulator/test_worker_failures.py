@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from shutil import rmtree
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -446,7 +446,7 @@ def test_killed_worker_schedules_nothing_more() -> None:
     scene = Scene(1)
     first = scene.engine.workers[0]
     scene.kill(0, 1.0, 0.0)
-    scene.engine.restart_pending = lambda: scene.engine.queue.now <= 1.0
+    scene.engine.attach(SimpleNamespace(restart_pending=lambda: scene.engine.queue.now <= 1.0))
     assert scene.lived(live).queue.now == pytest.approx(4.0)
     assert done == [("begins", 0.0), ("begins", 1.0), ("has worked", 3.0), ("ends", 3.0)]
     assert first.greenlet is not None

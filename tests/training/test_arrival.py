@@ -47,6 +47,9 @@ class Server:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [b"open"] * self.workers
 
+    def follow(self, exchange: Any) -> None:
+        pass
+
     def leave_barrier(self) -> None:
         pass
 

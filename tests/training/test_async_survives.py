@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -99,10 +100,12 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
         )
         batches = DataLoader(data, batch_sampler=sampler)
         for number in range(client.join_position.epoch_number if client.join_position is not None else 1, EPOCHS + 1):
-            epochs[:] = [LeasedEpoch(batches, sampler, number)]
-            epochs[0].on_snapshot = functools.partial(take_snapshot, number)
-            epochs[0].push_all = lambda: exchange.finish(*unsent()) and None
-            epochs[0].wait_at_barriers = wait_at_barriers
+            loop: Any = SimpleNamespace(
+                push_all=lambda: exchange.finish(*unsent()),
+                wait_at_barriers=wait_at_barriers,
+                on_snapshot=functools.partial(take_snapshot, number),
+            )
+            epochs[:] = [LeasedEpoch(batches, sampler, loop, number)]
             while True:
                 assigned = epochs[0].next()
                 wait_at_barriers(epochs[0].barriers_due())
@@ -115,7 +118,7 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
                 exchange.run(*unsent())
                 if worker.is_to_quit:
                     exchange.finish(*unsent())
-                    client.quit()
+                    client.leave()
                     return
                 epochs[0].ask_ahead()
             exchange.finish(*unsent())

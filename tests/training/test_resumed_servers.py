@@ -113,9 +113,8 @@ def test_finished_batches_are_not_repeated_when_a_worker_and_then_the_coordinato
         order = EpochOrder([[one] for one in range(BATCHES)], 0)
         start = order, BatchAssignment.from_settled(bounds_of(order.sizes), range(DONE), 2)
         batches = DataLoader(data, batch_sampler=sampler)
-        epochs.append(LeasedEpoch(batches, sampler, 1, start if client.join_position is None else None))
-        epochs[0].push_all = lambda: exchange.finish(*unsent()) and None
-        epochs[0].wait_at_barriers = lambda _times: None
+        loop: Any = SimpleNamespace(push_all=lambda: exchange.finish(*unsent()), wait_at_barriers=lambda _times: None)
+        epochs.append(LeasedEpoch(batches, sampler, loop, 1, start if client.join_position is None else None))
         while (assigned := epochs[0].next()) is not None:
             with torch.no_grad():
                 for one in assigned.batch[0]:

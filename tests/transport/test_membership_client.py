@@ -58,6 +58,19 @@ def until(what: Callable[[], bool]) -> float:
     return time.monotonic() - start
 
 
+class _Observer:
+    """Passes on the generations that end."""
+
+    def __init__(self, note: Callable[[int], object]) -> None:
+        self._note = note
+
+    def generation_aborted(self, generation: int, _why: str) -> None:
+        self._note(generation)
+
+    def operations_begun(self) -> int:
+        return -1
+
+
 class Scene:
     """A membership server in a thread, and its clients."""
 
@@ -84,15 +97,8 @@ class Scene:
         self.events += events
 
     def client(self, worker: int, incarnation: int = 0, keys: WorkerKeys = WORKER_KEYS) -> MembershipClient:
-        made = MembershipClient(
-            worker,
-            incarnation,
-            self.call.address,
-            keys,
-            self.failure_timeout_s,
-            LIMIT_S,
-            lambda one, _: self.aborts.append((worker, one)),
-        )
+        made = MembershipClient(worker, incarnation, self.call.address, keys, self.failure_timeout_s, LIMIT_S)
+        made.attach(_Observer(lambda one: self.aborts.append((worker, one))))
         self.clients.append(made)
         return made
 
@@ -307,7 +313,7 @@ def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(s
     there = scene(2, failure_timeout_s=1.0)
     crew = there.crew(2)
     told: list[float] = []
-    crew[0].on_abort = lambda _generation, _why: told.append(time.monotonic())
+    crew[0].attach(_Observer(lambda _generation: told.append(time.monotonic())))
     matrix, end, limit = torch.rand(1500, 1500), time.monotonic() + 2.5, time.monotonic() + LIMIT_S
     there.pool.submit(lambda: (time.sleep(1.8), crew[1].broken(1, "gone")))
     while time.monotonic() < end or (not told and time.monotonic() < limit):
@@ -393,11 +399,8 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
 
     try:
         for worker in range(3):
-            crew.append(
-                MembershipClient(
-                    worker, 0, place.address, WORKER_KEYS, START_S, START_S, lambda one, _: aborts.append(one)
-                )
-            )
+            crew.append(MembershipClient(worker, 0, place.address, WORKER_KEYS, START_S, START_S))
+            crew[-1].attach(_Observer(aborts.append))
         assert {one.result(START_S).generation for one in all_stand(ReadyReport(0))} == {1}
         crew[0].broken(1, "closed")
         until(lambda: len(aborts) >= 3)

@@ -17,7 +17,7 @@ from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
 from stretto.simulator.network.topology import Exchange, Links
-from stretto.transport.interface import Message, Traffic, made
+from stretto.transport.interface import Message, Traffic, Transport, made
 
 _all_reduce_bytes = functools.lru_cache(wire_bytes.all_reduce_bytes)
 _all_reduce_messages = functools.lru_cache(wire_bytes.all_reduce_messages)
@@ -274,14 +274,13 @@ class _Handle:
         return answered
 
 
-class SimTransport:
+class SimTransport(Transport):
     """One worker's transport in a group. It counts the bytes that a live transport would put on its sockets."""
 
     def __init__(self, worker: Worker, group: SimGroup, limit_s: float) -> None:
         self._sim_worker, self._group, self._limit_s = worker, group, limit_s
-        self.worker, self.workers = group.members.index(worker.number), group.workers
+        super().__init__(group.members.index(worker.number), group.workers)
         self._number = 0
-        self.place: Callable[[], LoopPosition] = LoopPosition
         self._sent, self._received = wire_bytes.connect_bytes(self.workers)
 
     @property
@@ -352,7 +351,7 @@ class SimTransport:
 
     def _contribute(self, contribution: object) -> int:
         self._number += 1
-        number, place = self._number, self.place()
+        number, place = self._number, self._loop.place() or LoopPosition()
         self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution, place))
         return number
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import inf
+from typing import Protocol
 
 from stretto.errors import LaunchError
 from stretto.faults.plan import SAID, FaultEvent
@@ -13,6 +14,22 @@ from stretto.simulator.network.flows import SimNetwork
 
 FAULT = 0
 """Priority of faults: before all other events of the same time."""
+
+
+class Processes(Protocol):
+    """The processes of a simulation, which faults hit."""
+
+    def resolve(self, time: float, event: FaultEvent) -> FaultEvent | None:
+        """Resolve a target that was unknown at the time of drawing; return None to postpone the fault."""
+        ...
+
+    def on_fault(self, time: float, event: FaultEvent) -> None:
+        """Note a fault, before it is applied."""
+        ...
+
+    def apply_fault(self, time: float, event: FaultEvent) -> None:
+        """Apply a fault of a process, other than a pause of a worker."""
+        ...
 
 
 class FaultInjector:
@@ -24,14 +41,12 @@ class FaultInjector:
         self._next = next(self._plan, None)
         self._pauses: dict[int, list[tuple[float, float]]] = {}
         """Begin and end of the pauses of each worker, in virtual seconds; infinity for an end that is not drawn yet."""
-        self.on_fault: Callable[[float, FaultEvent], None] = lambda *_: None
-        """Function called with each fault."""
-        self.resolve: Callable[[float, FaultEvent], FaultEvent | None] = lambda _, number: number
-        """Function called first, which resolves a target unknown at the time of drawing; returns None to postpone the
-        fault."""
-        self.apply_to_process: Callable[[float, FaultEvent], None] = refuse
-        """Function that applies faults of processes, other than pauses of workers."""
+        self._processes: Processes | None = None
         self._schedule_next()
+
+    def attach(self, processes: Processes) -> None:
+        """Let these processes have the faults."""
+        self._processes = processes
 
     def end_of_computing(self, worker: int, start: float, seconds: float) -> float:
         """Return the end of `seconds` of computing that begins at `start`; pauses delay it."""
@@ -95,16 +110,17 @@ class FaultInjector:
 
     def apply(self, time: float, drawn: FaultEvent) -> None:
         """Apply a fault."""
-        event = self.resolve(time, drawn)
+        event = self._processes.resolve(time, drawn) if self._processes is not None else drawn
         if event is None:
             return
-        self.on_fault(time, event)
+        if self._processes is not None:
+            self._processes.on_fault(time, event)
         endpoints = [number if event.kind == "worker" else -1 - number for number in event.numbers]
         network = self._network
         if event.verb == "kill" and event.kind == "worker":
             network.resume(endpoints)
         if event.verb in ("kill", "back") or (event.kind != "worker" and event.verb in ("pause", "resume")):
-            self.apply_to_process(time, event)
+            self._apply_to_process(time, event)
         elif event.verb == "pause":
             network.pause(endpoints)
         elif event.verb == "resume":
@@ -115,10 +131,17 @@ class FaultInjector:
             network.heal(endpoints)
         elif event.verb == "slow":
             if event.kind == "server":
-                self.apply_to_process(time, event)
+                self._apply_to_process(time, event)
             network.slow(endpoints, event.factor)
         elif event.verb == "restore":
             network.restore(endpoints, event.factor)
+
+
+    def _apply_to_process(self, time: float, event: FaultEvent) -> None:
+        if self._processes is None:
+            refuse(time, event)
+        else:
+            self._processes.apply_fault(time, event)
 
 
 def refuse(time: float, event: FaultEvent, why: str = "the run could not continue after it") -> None:

@@ -12,7 +12,7 @@ from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explai
 from stretto.events import COORDINATOR, Event, of_process
 from stretto.launcher.config import is_free
 from stretto.launcher.supervisor import pause_s
-from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
+from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
@@ -49,14 +49,8 @@ class SimMembershipClient(CoordinatorConnection):
 
     def __init__(self, coordinator: SimCoordinator, worker: Worker) -> None:
         self._coordinator, self.worker, self.incarnation = coordinator, worker, worker.incarnation
-        self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
-        """Function called with a generation that was aborted, and the reason."""
-        state = MembershipClientState(
-            worker.number, worker.incarnation, lambda generation, why: self.on_abort(generation, why)
-        )
-        super().__init__(state)
+        super().__init__(worker.number, worker.incarnation)
         self._doing = ("starting", 0, worker.now())
-        self.place: Callable[[], int] = lambda: -1
         self._waits: Waits | None = None
         self._broken = Broken(0, "")
         self._leaves = False
@@ -92,7 +86,7 @@ class SimMembershipClient(CoordinatorConnection):
         if with_heartbeat:
             doing, step, since = self._doing
             for_s = self._coordinator.now - since
-            heartbeat = Heartbeat(self.state.generation, doing, for_s, step, self.place(), self._waits)
+            heartbeat = Heartbeat(self.state.generation, doing, for_s, step, self._operations_begun(), self._waits)
             self._coordinator.send(self, heartbeat)
         if self._broken.generation > self.aborted:
             self._coordinator.send(self, self._broken)
@@ -161,9 +155,7 @@ class SimCoordinator:
         self._next_heartbeat = 0.0
         self._run_finished = False
         """True if a worker has finished the run, after which no worker is restarted."""
-        engine.restart_pending = lambda: (
-            not self._run_finished and (bool(self._unnoticed_exits or self._restarting or self._inbox) or self.is_down)
-        )
+        engine.attach(self)
         engine.queue.schedule(self._tick_s, self._tick, ARRIVAL)
 
     @property
@@ -201,6 +193,11 @@ class SimCoordinator:
     def worker_finished(self) -> None:
         """Record that a worker has finished the run."""
         self._run_finished = True
+
+    def restart_pending(self) -> bool:
+        """Return True if a restart is pending while no worker is running."""
+        is_pending = bool(self._unnoticed_exits or self._restarting or self._inbox) or self.is_down
+        return not self._run_finished and is_pending
 
     def _restart_worker(self, number: int) -> None:
         """Restart a worker, unless another worker has finished the run."""
@@ -348,7 +345,7 @@ class SimCoordinator:
             client.reachable_at = self.now
         silent_s, alone = self.now - client.reachable_at, client.state.is_alone and not self.asynchronous
         if alone and not client.worker.has_failed and silent_s > ALONE * self._config.failure_timeout_s:
-            client.on_abort(client.state.generation, "the coordinator is unreachable")
+            client.abort(client.state.generation, "the coordinator is unreachable")
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         membership = self._active_membership

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client_types import Sink, raise_refusals
+from stretto.parameter_server.client_types import Replaying, Sink, raise_refusals
 from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, dtype_name
 from stretto.parameter_server.handler import OutgoingMessage
 from stretto.simulator.engine import Engine, Worker
@@ -77,8 +77,7 @@ class SimChannel:
         self._engine, self.worker, self._server, self.incarnation = engine, worker, server, incarnation
         self.channels = channels
         self._encrypted, self._limit_s, self._servers_can_fail = encrypted, limit_s, servers_can_fail
-        self.before_resend: Callable[[], None] = lambda: None
-        """Function called when the server is restarted, before unanswered requests are sent again."""
+        self._client: Replaying | None = None
         self._unanswered: dict[int, _Request] = {}
         """Requests without a reply, in order, if servers can fail and requests may have to be sent again."""
         self._last_number: int = before._last_number if before is not None else 0
@@ -92,6 +91,10 @@ class SimChannel:
         """Tensors of the last reply that was waited for."""
         self._sent, self._received = handshake_bytes(worker.number, encrypted)
         self._is_open = True
+
+    def attach(self, client: Replaying) -> None:
+        """Let this client replay its state when the server is restarted, before unanswered requests are sent again."""
+        self._client = client
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a request at this worker's virtual time, with a copy of its tensors, and return its number."""
@@ -178,7 +181,8 @@ class SimChannel:
         if self.worker.has_ended or not self._is_open:
             return
         sent_requests = [request for request in self._unanswered.values() if request.was_sent]
-        self.before_resend()
+        if self._client is not None:
+            self._client.replay(self)
         for request in sent_requests:
             self._send_request(request)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -200,10 +199,7 @@ class SimServers:
             if previous.worker is not worker or previous.incarnation != incarnation:
                 channels[worker.number] = self._make_channel(worker, server, channels, previous, incarnation)
         channels = [channels[worker.number] for channels in self._channels]
-        client = _SimServerClient(worker.number, len(self._channels[0]), channels[0], channels[1:], self._can_fail)
-        for channel in channels:
-            channel.before_resend = functools.partial(client.replay, channel)
-        return client
+        return _SimServerClient(worker.number, len(self._channels[0]), channels[0], channels[1:], self._can_fail)
 
     def drop_replies(self, worker: int) -> None:
         """Drop the replies to a worker that was killed."""

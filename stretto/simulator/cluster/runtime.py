@@ -115,10 +115,6 @@ class SimPace:
         self._progress = 0.0
         worker.steps += 1
 
-    def is_on(self) -> bool:
-        """True while a step is computed."""
-        return self._watch.phase == "computing"
-
     def go_on(self, progress: float = 1.0) -> None:
         """Spend time until this fraction of the step's computing is done."""
         seconds, self._progress = (progress - self._progress) * self._step_s, max(progress, self._progress)
@@ -159,9 +155,7 @@ class SimRuntime(Runtime):
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
         """Return the pace that the simulation's speeds determine."""
-        pace = SimPace(self._worker, self._speed, watch)
-        self._worker.advance_step, self._worker.is_computing = pace.go_on, pace.is_on
-        return pace
+        return SimPace(self._worker, self._speed, watch)
 
     def after_backward(self, callback: Callable[[], None]) -> None:
         """Call a function after the backward pass and after all calls that it deferred."""
