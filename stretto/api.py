@@ -160,7 +160,7 @@ def log(**values: float | torch.Tensor) -> None:
     """
     trainer = _current.get()
     if isinstance(trainer, Trainer):
-        trainer.events.record(trainer.global_steps_done, trainer.samples, values)
+        trainer.events.record(trainer.progress.global_steps, trainer.progress.samples, values)
 
 
 def no_sync() -> AbstractContextManager[None]:
@@ -177,11 +177,11 @@ def no_sync() -> AbstractContextManager[None]:
 
 @contextmanager
 def _accumulating(trainer: Trainer) -> Iterator[None]:
-    trainer.accumulate(True)
+    trainer.global_steps.accumulate(True)
     try:
         yield
     finally:
-        trainer.accumulate(False)
+        trainer.global_steps.accumulate(False)
 
 
 def finish() -> None:

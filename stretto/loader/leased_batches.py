@@ -72,10 +72,8 @@ class LeasedBatchSampler(BatchSampler):
         transport, number = self.transport, self._number
         if transport.order[0] == number:
             return unpack(transport.order[1])
-        transport.order_epoch = number if self._stores_order else None
-        order = self._draw()
-        transport.order_epoch = None
-        return order
+        with transport.storing_order(number if self._stores_order else None):
+            return self._draw()
 
     def at_rest(self) -> BatchAssignment:
         """Return the epoch's assignment with no update in flight: trained batches, and those to be assigned again.

@@ -255,7 +255,8 @@ class MembershipClient(CoordinatorConnection):
             is_registered = self.state.settings is not None
         if with_heartbeat:
             doing, global_step, since = self._doing
-            self._send(Heartbeat(generation, doing, time.monotonic() - since, global_step, self._operations_begun(), self._waits))
+            for_s, place = time.monotonic() - since, self._operations_begun()
+            self._send(Heartbeat(generation, doing, for_s, global_step, place, self._waits))
             if not is_registered:
                 self._send(Register(socket.gethostname(), os.getpid()))
         if self._broken is not None and self._broken.generation > aborted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class ParameterServerClient(Transport):
         """Snapshot of the last rollback; -1 before the first."""
         self.order: tuple[int, bytes] = 0, b""
         """Number of an epoch, and its order as it was broadcast."""
-        self.order_epoch: int | None = None
+        self._order_epoch: int | None = None
         """Number of the epoch whose order the next broadcast carries, for the dispatcher to store; None for other
         broadcasts."""
         self.barriers_announced: list[bool] = []
@@ -157,10 +157,10 @@ class ParameterServerClient(Transport):
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message at every worker; if the root failed, that of the first remaining worker."""
         while True:
-            if self.order_epoch is not None and self.order[0] == self.order_epoch:
+            if self._order_epoch is not None and self.order[0] == self._order_epoch:
                 return self.order[1]  # it was broadcast before this worker joined
             root_number = self._members[root]
-            op, order_epoch = self._op + 1, self.order_epoch
+            op, order_epoch = self._op + 1, self._order_epoch
             position = self._loop.place()
             body = (
                 m.Gather(op, root_number, position)
@@ -386,6 +386,13 @@ class ParameterServerClient(Transport):
         if self.join_position is None or self.join_position.epoch_number != number:
             self.take_snapshot()
         self.leave_barrier()
+
+    @contextlib.contextmanager
+    def storing_order(self, number: int | None) -> Iterator[None]:
+        """Let the dispatcher store what is broadcast in a `with` block as the order of this epoch."""
+        self._order_epoch = number
+        yield
+        self._order_epoch = None
 
     def store_order(self, number: int, order: bytes) -> None:
         """Send an order that was not broadcast to the dispatcher, for joining workers."""

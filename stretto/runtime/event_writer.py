@@ -37,6 +37,10 @@ class EventWriter:
         """Adopt the clock of a run that is at `t`; on the same boot of the same machine by its zero, which is exact."""
         self.zero = zero if zero is not None and boot == boot_id() else self._clock() - t
 
+    def join(self, zeros: Mapping[bytes, float]) -> None:
+        """Adopt the zero of a run's clock on this boot, if it is among these."""
+        self.zero = zeros.get(boot_id(), self.zero)
+
     def t(self) -> float:
         """Return the seconds since the start of training, on the clock that all workers share."""
         return self._clock() - self.zero

@@ -144,7 +144,7 @@ class AsyncStrategy(RecipeStrategy):
         )
         server.open(rule_state)
         if self._server is not None:
-            server.blocked_s, server.outcomes = self._server.blocked_s, self._server.outcomes
+            server.continue_counts(self._server)
             server.read()
             server.start_from_read()
         self._server = server
@@ -164,10 +164,7 @@ class AsyncStrategy(RecipeStrategy):
 
     def take_outcomes(self) -> list[Outcome]:
         """Return the updates of this worker that the server has applied since the last call."""
-        if self._server is None:
-            return []
-        outcomes, self._server.outcomes = self._server.outcomes, []
-        return outcomes
+        return self._server.take_outcomes() if self._server is not None else []
 
     @property
     def shards(self) -> int:

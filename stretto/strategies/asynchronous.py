@@ -106,8 +106,8 @@ class AsyncServer:
         self.versions = self._computed_on = [0] * transport.shards
         self.versions_read = self.versions
         """Version of each shard at the last read."""
-        self.outcomes: list[Outcome] = []
-        """Applied updates of this worker; the reader clears the list."""
+        self._outcomes: list[Outcome] = []
+        """Applied updates of this worker that were not taken yet."""
         self.blocked_s = 0.0
         self._sent: _Sent | None = None
         self._seq, self._recovery_epoch = 0, transport.recovery_epoch
@@ -142,6 +142,15 @@ class AsyncServer:
             is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanges ----------------------------------------------------------------------------------------------
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Return the updates of this worker that the server has applied since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def continue_counts(self, before: AsyncServer) -> None:
+        """Continue the counts of the exchange before this one."""
+        self.blocked_s, self._outcomes = before.blocked_s, before.take_outcomes()
 
     def stepped(self) -> None:
         """Note that the optimizer has done a step."""
@@ -442,7 +451,7 @@ class AsyncServer:
         return result
 
     def _note_outcomes(self, result: PushResult) -> None:
-        self.outcomes += result.applied
+        self._outcomes += result.applied
 
     def _copy_piece(self, part: int, at: int, version: Tensor) -> None:
         """Copy a piece of a version into the parameters."""

@@ -48,27 +48,29 @@ class CheckpointManager:
     def is_due(self) -> bool:
         """Return True if a checkpoint is due at a rest point, by rounds, or by seconds in a fixed membership."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.strategy.asynchronous or not trainer.is_at_rest():
+        if due is None or trainer.strategy.asynchronous or not trainer.global_steps.is_at_rest():
             return False
         if due.rounds is not None:
-            return trainer.rounds_done - self.saved_at >= due.rounds
-        return not trainer.transport.repeats_attempts and due.due(trainer.events.t(), trainer.rounds_done)
+            return trainer.progress.rounds - self.saved_at >= due.rounds
+        return not trainer.transport.repeats_attempts and due.due(trainer.events.t(), trainer.progress.rounds)
 
     def on_snapshot(self) -> None:
         """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""
         if self.is_save_requested():
-            self._trainer.push_stepped()
-            self._trainer.run_synced(self.save)
+            self._trainer.epochs.push_stepped()
+            self._trainer.epochs.run_synced(self.save)
 
     def is_save_requested(self) -> bool:
         """Return True if the first of the asynchronous workers finds that a checkpoint is due; all must call this."""
         trainer, due = self._trainer, self._every
         if due is None or not trainer.strategy.asynchronous:
             return False
-        t = trainer.events.t()
-        return (
-            trainer.transport.broadcast_bytes(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
-        )
+        t, rounds = trainer.events.t(), trainer.progress.rounds
+        return trainer.transport.broadcast_bytes(lambda: b"save" if due.due(t, rounds) else b"no") == b"save"
+
+    def restore(self, saved_at: int) -> None:
+        """Continue after a checkpoint that was written after this number of rounds."""
+        self.saved_at = saved_at
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class CheckpointManager:
         Asynchronous workers wait until it has read the server's parameters and the sample counts.
         """
         trainer = self._trainer
-        self.saved_at = trainer.rounds_done
+        self.saved_at = trainer.progress.rounds
         states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
         state_of = dict(zip(trainer.transport.members, states, strict=True))
         if trainer.strategy.asynchronous:
@@ -101,11 +103,12 @@ class CheckpointManager:
             if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
                 trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
-        self._number, before = trainer.rounds_done, self._number
+        self._number, before = trainer.progress.rounds, self._number
         if trainer.strategy.asynchronous:
-            self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
+            self._number = max(trainer.progress.rounds, before + 1, self._checkpoints.highest() + 1)
         self._writer.submit(kept, self._number)
-        trainer.events.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
+        progress = trainer.progress
+        trainer.events.write("checkpoint", step=progress.steps, round=self._number, samples=progress.samples)
         return b"written"
 
     def pass_on(self) -> None:
@@ -128,33 +131,23 @@ class CheckpointManager:
     def state(self, own: dict[int, state_transfer.Own]) -> State:
         """Return the state of the run, with each worker's own. Raises RollbackRequiredError when a server was lost."""
         trainer = self._trainer
-        epoch_batches = (
-            trainer.epoch_batches if isinstance(trainer.epoch_batches, AssignedEpoch | LeasedEpoch) else None
-        )
+        current, progress = trainer.epochs.current, trainer.progress
+        epoch_batches = current if isinstance(current, AssignedEpoch | LeasedEpoch) else None
         assignment = epoch_batches.at_rest() if epoch_batches is not None else None
+        counts = progress.facts()
+        if assignment is not None:
+            counts["samples"] = progress.samples_before + assignment.assigned_samples
+        if isinstance(epoch_batches, LeasedEpoch):
+            counts["step_requests_before"] = progress.step_requests
         strategy, tensors = trainer.strategy.state.replicated()
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
             "recipe": str(trainer.strategy.recipe),
             "workers": list(trainer.transport.members),
-            "epochs": trainer.epochs,
-            "peeks": trainer.peeks,
-            "closing_epoch": trainer.closing_epoch is not None,
+            **counts,
+            "closing_epoch": trainer.epochs.closing is not None,
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,
-            "steps": trainer.steps,
-            "steps_of": trainer.steps_of,
-            "step_requests": trainer.step_requests,
-            "global_steps": trainer.global_steps_done,
-            "stepless_global_steps": trainer.stepless_global_steps,
-            "rounds": trainer.rounds_done,
-            "samples": trainer.samples_before + assignment.assigned_samples
-            if assignment is not None
-            else trainer.samples,
-            "samples_before": trainer.samples_before,
-            "step_requests_before": trainer.step_requests
-            if isinstance(epoch_batches, LeasedEpoch)
-            else trainer.step_requests_before,
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "strategy": strategy,

@@ -60,8 +60,7 @@ class ElasticAgent:
 
     def arrive(self) -> None:
         """Load the state of the running workers, or of a checkpoint, if there is one."""
-        transport, state = self._trainer.transport, self._trainer.section.state
-        self._trainer.section.state = None
+        transport, state = self._trainer.transport, self._trainer.section.take_state()
         if state is not None:
             self._take(state)
         if transport.arrives:
@@ -71,10 +70,10 @@ class ElasticAgent:
 
     def _join(self, position: JoinPosition) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
-        self._epochs_over = epoch_of(position.epoch_number) - 1
-        self._trainer.peeks = list(unpack(position.order).peeks)
-        self._trainer.evaluator.restore([self._epochs_over - len(self._trainer.peeks), None])
-        self._trainer.events.zero = position.clock_zeros.get(boot_id(), self._trainer.events.zero)
+        self._epochs_over, peeks = epoch_of(position.epoch_number) - 1, unpack(position.order).peeks
+        self._trainer.progress.joined(peeks)
+        self._trainer.evaluator.restore([self._epochs_over - len(peeks), None])
+        self._trainer.events.join(position.clock_zeros)
 
     def _take(self, state: State) -> None:
         if not state.facts:
@@ -85,17 +84,9 @@ class ElasticAgent:
         own = state.own.get(trainer.transport.number) if self._has_same_members(state) else None
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
-        trainer.steps, trainer.step_requests, trainer.global_steps_done = (
-            facts["steps"],
-            facts["step_requests"],
-            facts["global_steps"],
-        )
-        trainer.steps_of, trainer.stepless_global_steps = list(facts["steps_of"]), facts.get("stepless_global_steps", 0)
-        trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
-        trainer.samples_before, trainer.step_requests_before = facts["samples_before"], facts["step_requests_before"]
-        trainer.peeks = list(facts["peeks"])
+        trainer.progress.restore(facts)
         trainer.evaluator.restore(facts["evaluator"])
-        self.checkpoints.saved_at = facts["saved"]
+        self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
 
@@ -130,41 +121,38 @@ class ElasticAgent:
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
-        if self._late is not None and self._late[0].global_step > self._trainer.step_requests:
+        if self._late is not None and self._late[0].global_step > self._trainer.progress.step_requests:
             return self._late[1]
         return self._trainer.transport.members
 
     def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
-        late, self._late = self._late, None
-        epoch_batches = self._trainer.epoch_batches
-        if (
-            late is not None
-            and isinstance(epoch_batches, AssignedEpoch)
-            and late[0].global_step > self._trainer.step_requests_before
-        ):
-            epoch_batches.change_members(late[0], late[0].global_step - self._trainer.step_requests_before, 0)
+        (late, _), self._late = self._late or (None, ()), None
+        epoch_batches, progress = self._trainer.epochs.current, self._trainer.progress
+        if late is not None and isinstance(epoch_batches, AssignedEpoch):
+            ahead = late.global_step - progress.step_requests_before
+            if ahead > 0:
+                epoch_batches.change_members(late, ahead, 0)
         self._reassign_lost(())
-        if self._taken is not None and self._trainer.epochs >= self._taken.facts["epochs"]:
+        if self._taken is not None and progress.epochs >= self._taken.facts["epochs"]:
             self._continue_from(self._taken)
 
     def undo_epoch(self) -> None:
         """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
         (lost, counted), self._reassigned = self._reassigned, ([], 0)
         self._lost, self._counted = lost + self._lost, counted + self._counted
-        self._trainer.samples += counted
-        self._trainer.samples_before += counted
+        self._trainer.progress.uncount_lost(-counted)
 
     def epoch_skipped(self) -> None:
         """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
-        taken = self._taken
-        if taken is not None and taken.facts["closing_epoch"] and self._trainer.epochs == taken.facts["epochs"]:
+        taken, epochs = self._taken, self._trainer.progress.epochs
+        if taken is not None and taken.facts["closing_epoch"] and epochs == taken.facts["epochs"]:
             self._continue_from(taken)
 
     def epoch_begins(self) -> None:
         """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
         self._reassigned = [], 0
-        if self._taken is not None and self._trainer.epochs > self._taken.facts["epochs"]:
+        if self._taken is not None and self._trainer.progress.epochs > self._taken.facts["epochs"]:
             self._continue_from(self._taken)
 
     def _continue_from(self, state: State) -> None:
@@ -195,23 +183,24 @@ class ElasticAgent:
 
     def doing(self, text: str) -> None:
         """Publish what this worker does."""
-        self._trainer.transport.doing(text, self._trainer.step_requests)
+        self._trainer.transport.doing(text, self._trainer.progress.step_requests)
 
     # --- the loop, as the transport sees it ---------------------------------------------------------------------
 
     def place(self) -> LoopPosition:
         """Return where the script is in its loop; before a loop, once the section has ended."""
-        return self._trainer.place() if not self._trainer.is_over else LoopPosition()
+        return self._trainer.progress.place() if not self._trainer.is_over else LoopPosition()
 
     def counts(self) -> tuple[int, int]:
         """Return the number of assigned global steps, and of committed rounds."""
-        return self._trainer.step_requests, self._trainer.section.rounds + self._trainer.rounds_done
+        progress = self._trainer.progress
+        return progress.step_requests, self._trainer.section.rounds + progress.rounds
 
     def operations_begun(self) -> int:
         """Return a number that grows with each collective operation, or batch, that this worker begins."""
-        trainer = self._trainer
-        begun = trainer.transport.begun if trainer.transport.begun is not None else trainer.step_requests
-        return begun + trainer.section.epochs + trainer.epochs if trainer.strategy.asynchronous else begun
+        trainer, progress, begun = self._trainer, self._trainer.progress, self._trainer.transport.begun
+        begun = begun if begun is not None else progress.step_requests
+        return begun + trainer.section.epochs + progress.epochs if trainer.strategy.asynchronous else begun
 
     def clock_zero(self) -> tuple[bytes, float]:
         """Return the id of this boot and the zero of the run's clock on it."""
@@ -226,7 +215,7 @@ class ElasticAgent:
     def is_catching_up(self) -> bool:
         """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
         trainer = self._trainer
-        return trainer.transport.arrives and trainer.epoch_batches is None and self.is_over(trainer.epochs)
+        return trainer.transport.arrives and trainer.epochs.current is None and self.is_over(trainer.progress.epochs)
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
@@ -234,12 +223,12 @@ class ElasticAgent:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         transport = self._trainer.transport
         if self._asked and transport.server is not None:
-            self._trainer.push_all()
+            self._trainer.epochs.push_all()
             transport.server.leave()
             status.leave()
             self.left = True
             raise SystemExit(0)
-        while transport.is_to_rest() and self._trainer.is_at_rest():
+        while transport.is_to_rest() and self._trainer.global_steps.is_at_rest():
             change = transport.rest(lambda: state_transfer.pack(self.checkpoints.state({})))
             if change is None:
                 return
@@ -283,36 +272,37 @@ class ElasticAgent:
 
     def on_generation(self, change: Change) -> None:
         """Apply a membership change. A worker that is a round behind first does that round with the former members."""
-        trainer = self._trainer
+        trainer, progress = self._trainer, self._trainer.progress
         if trainer.is_over:
             return
-        behind = trainer.section.rounds + trainer.rounds_done < change.rounds
+        current, closing = trainer.epochs.current, trainer.epochs.closing
+        behind = trainer.section.rounds + progress.rounds < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
-        ahead = change.global_step - trainer.step_requests_before
-        if isinstance(trainer.epoch_batches, AssignedEpoch) and trainer.epoch_batches.is_over:
+        ahead = change.global_step - progress.step_requests_before
+        if isinstance(current, AssignedEpoch) and current.is_over:
             if (
                 self._is_agreeing and change.behind
             ):  # the others have closed the epoch with the model that is averaged now
-                left = trainer.epoch_batches.uncommitted()
+                left = current.uncommitted()
                 back = {worker: self._mark_lost(left.take(worker)) for worker in change.gone}
-                trainer.epoch_batches.batch_assignment.commit()
-            back |= trainer.epoch_batches.change_members_at_end(change)
-        elif isinstance(trainer.epoch_batches, AssignedEpoch):
-            assignment = trainer.epoch_batches.batch_assignment
-            back = trainer.epoch_batches.change_members(
+                current.batch_assignment.commit()
+            back |= current.change_members_at_end(change)
+        elif isinstance(current, AssignedEpoch):
+            assignment = current.batch_assignment
+            back = current.change_members(
                 change, max(ahead, assignment.global_step), assignment.global_step if behind else assignment.committed
             )
-        if isinstance(trainer.closing_epoch, AssignedEpoch):
-            trainer.closing_epoch.change_members_at_end(change)
-        if trainer.epoch_batches is None and change.global_step > trainer.step_requests:
+        if isinstance(closing, AssignedEpoch):
+            closing.change_members_at_end(change)
+        if current is None and change.global_step > progress.step_requests:
             self._late = (change, before)
         trainer.strategy.on_generation(change, behind)
         if not behind:
             for worker, samples in self._reassign_lost(change.gone).items():
                 back[worker] = back.get(worker, 0) + samples
-        if isinstance(trainer.epoch_batches, AssignedEpoch):
-            trainer.samples = trainer.samples_before + trainer.epoch_batches.assigned_samples
+        if isinstance(current, AssignedEpoch):
+            progress.follow_assignment(current.assigned_samples)
         first = next(
             worker for worker in change.members if worker not in change.came
         )  # joining workers receive no change
@@ -324,7 +314,7 @@ class ElasticAgent:
         """Write the new membership, and the reassigned samples, into the event log."""
         events = self._trainer.events
         facts = {"generation": change.generation, "departed": list(change.gone), "joined": list(change.came)}
-        if self._trainer.batch_source.assignment == "contiguous" and self._trainer.epoch_batches is not None:
+        if self._trainer.batch_source.assignment == "contiguous" and self._trainer.epochs.current is not None:
             events.notice(
                 "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
                 "batch does not fit its stretches until the next epoch"
@@ -357,7 +347,7 @@ class ElasticAgent:
         if b"more" not in replies:
             return False
         epoch_batches.reopen()
-        self._trainer.step_requests_before += 1
+        self._trainer.progress.reopen()
         return True
 
     def carried(self) -> None:
@@ -377,11 +367,10 @@ class ElasticAgent:
         Returns the number of samples by worker.
         """
         lost = {worker: sum(self._mark_lost(work.take(worker)) for work in self._uncommitted) for worker in gone}
-        epoch_batches = self._trainer.epoch_batches
+        epoch_batches = self._trainer.epochs.current
         if self._lost and isinstance(epoch_batches, AssignedEpoch) and not epoch_batches.is_over:
             epoch_batches.append(self._lost)
             self._reassigned = self._reassigned[0] + self._lost, self._reassigned[1] + self._counted
-            self._trainer.samples -= self._counted
-            self._trainer.samples_before -= self._counted
+            self._trainer.progress.uncount_lost(self._counted)
             self._lost, self._counted = [], 0
         return lost

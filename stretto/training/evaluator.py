@@ -20,13 +20,15 @@ from stretto.checkpoint.state_transfer import state_dict_of
 from stretto.checkpoint.storage import KINDS
 from stretto.data.leases import audit
 from stretto.errors import EvaluateError, LogError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.strategy import Strategy
 from stretto.training.evaluation import Evaluate, run
+from stretto.training.figures import Figures
+from stretto.training.progress import LoopProgress
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
@@ -49,18 +51,13 @@ class EvaluatedTrainer(Protocol):
     events: EventWriter
     arrivals: Arrivals
     strategy: Strategy
-    agent: StatusPublisher
-    steps: int
-    samples: int
-    samples_before: int
-    own_samples: int
-    global_steps_done: int
+    batch_source: BatchSource
+    progress: LoopProgress
+    figures: Figures
 
-    def training_s(self) -> float:
-        """Return the seconds of training so far."""
-
-    def measured(self) -> dict[str, Any]:
-        """Return this worker's cumulative figures."""
+    @property
+    def agent(self) -> StatusPublisher:
+        """The worker's part in a changing membership."""
 
 
 @dataclass(frozen=True)
@@ -103,31 +100,47 @@ class Evaluator:
         """Load a state that `state` returned."""
         self._epoch, self._evaluated_at = state[0] or 0, state[1]
 
+    @property
+    def _evaluates_newest(self) -> bool:
+        """True if worker 0 evaluates alone: no service counts a stream's batches where workers do not wait."""
+        return self._trainer.strategy.asynchronous and not self._trainer.batch_source.is_counted
+
+    def announce(self) -> None:
+        """Notify the user if worker 0 evaluates alone."""
+        if self._evaluate is not None and self._every is not None and self._evaluates_newest:
+            self._trainer.events.notice(
+                f"evaluate_every={self._every} over a stream: worker 0 evaluates the server's newest parameters "
+                "after this number of its own steps; the samples at these evaluations are estimates"
+            )
+
     def evaluate_if_due(self) -> None:
-        """Evaluate if the number of steps that the script asked for has passed."""
-        steps = self._trainer.steps
-        if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
+        """Evaluate if the number of steps that the script asked for has passed; at barriers, if workers do not wait."""
+        steps = self._trainer.progress.steps
+        if self._evaluates_newest:
+            self._evaluate_newest_if_due()
+        if self._trainer.strategy.asynchronous or self._every is None:
+            return
+        if steps // self._every == (self._evaluated_at or 0) // self._every:
             return
         self._trainer.strategy.sync_for_evaluation()
         self.evaluate()
         self._trainer.strategy.resume()
 
-    def evaluate_newest_if_due(self) -> None:
+    def _evaluate_newest_if_due(self) -> None:
         """Evaluate a server's newest version at worker 0, when it has made as many steps as the script asked for.
 
         The other workers do not wait. Their samples since the last meeting are unknown: worker 0 assumes that each has
         trained as many as itself.
         """
-        trainer, every = self._trainer, self._every
-        if self._evaluate is None or every is None or trainer.steps // every == self._newest_at // every:
+        trainer, every, progress = self._trainer, self._every, self._trainer.progress
+        if self._evaluate is None or every is None or progress.steps // every == self._newest_at // every:
             return
-        self._newest_at = trainer.steps
+        self._newest_at = progress.steps
         if trainer.transport.worker:
             return
-        since = trainer.samples - trainer.samples_before
-        estimate = trainer.samples_before + since * trainer.transport.workers
+        estimate = progress.samples_before + progress.samples_of_epoch * trainer.transport.workers
         self._newest_samples = max(estimate, self._newest_samples)
-        training_s = trainer.training_s()
+        training_s = trainer.figures.training_s()
         with trainer.timer.on("evaluating"), trainer.strategy.newest():
             self._evaluate_here(training_s, self._newest_samples)
         trainer.events.flush()
@@ -135,11 +148,11 @@ class Evaluator:
     def evaluate(self) -> None:
         """Evaluate the current model at worker 0; the other workers wait."""
         trainer = self._trainer
-        at = trainer.steps if not trainer.strategy.asynchronous else trainer.samples
+        at = trainer.progress.steps if not trainer.strategy.asynchronous else trainer.progress.samples
         if self._evaluate is None or (self._evaluated_at == at and not trainer.strategy.asynchronous):
             return
         is_new, self._evaluated_at = self._evaluated_at != at, at
-        training_s = trainer.training_s()
+        training_s = trainer.figures.training_s()
         with trainer.timer.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
             trainer.transport.broadcast_bytes(lambda: self._evaluate_here(training_s) if is_new else b"evaluated")
         trainer.events.flush()
@@ -156,8 +169,8 @@ class Evaluator:
             to_type = "return the numbers, and leave the loop on every worker"
             got = f"sys.exit({error.code!r})"
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
-        samples = trainer.samples if estimated is None else estimated
-        fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
+        samples = trainer.progress.samples if estimated is None else estimated
+        fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.progress.steps, "samples": samples}
         if trainer.strategy.asynchronous:
             fields["versions"] = trainer.strategy.versions_read
         trainer.events.write("evaluation", **fields, training_s=training_s, metrics=metrics)
@@ -166,27 +179,27 @@ class Evaluator:
 
     def close_epoch(self, epoch_batches: EpochBatches) -> None:
         """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""
-        trainer, samples = self._trainer, self._trainer.samples
+        trainer, progress, samples = self._trainer, self._trainer.progress, self._trainer.progress.samples
         self._epoch += 1
         with trainer.timer.on("waiting"):
             trainer.transport.all_gather_bytes(b"")
         if not trainer.strategy.asynchronous:
             trainer.arrivals.settle(trainer.timer)
-        training_s = trainer.training_s()
+        training_s = trainer.figures.training_s()
         if self._every is None:
             self.evaluate()
         own: dict[str, Any] = {
             "worker": trainer.events.worker,
-            "samples": trainer.own_samples,
-            "steps": trainer.steps,
+            "samples": progress.own_samples,
+            "steps": progress.steps,
         }
-        own |= {"drift": trainer.strategy.drift, **trainer.measured()}
+        own |= {"drift": trainer.strategy.drift, **trainer.figures.measured()}
         figures = trainer.transport.all_gather_bytes(msgspec.msgpack.encode(own))
         is_countable = epoch_batches.samples and not isinstance(
             epoch_batches, LeasedEpoch
         )  # streams have no counts; the coordinator has those of leases
         counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(epoch_batches)) if is_countable else None
-        summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, epoch_batches, counts, figures)
+        summary = EpochSummary(self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures)
         with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
             trainer.transport.broadcast_bytes(lambda: self._write_epoch(summary))
         trainer.events.flush()

@@ -9,25 +9,21 @@ script's own loader, which does not count.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stretto.errors import ScriptError, explain
+from stretto.training.epochs import Epochs
+from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 
 
 class Iterated(Protocol):
     """The part of a trainer that an iterator uses."""
 
-    iterations: int
+    progress: LoopProgress
+    epochs: Epochs
     loader: Any
     schedules: Schedules
-
-    def begin_epoch(self) -> bool:
-        """Begin an iteration; return False if it repeats a peek of an earlier life."""
-
-    def next_batch(self) -> Any:
-        """Return this worker's next batch, or None at the end of the epoch."""
 
 
 class Batches(Iterator[Any]):
@@ -39,16 +35,16 @@ class Batches(Iterator[Any]):
     def __init__(self, trainer: Iterated) -> None:
         self._trainer = trainer
         self._is_over, self._number = False, 0
-        counts = trainer.begin_epoch()
-        self._number = trainer.iterations
+        counts = trainer.epochs.begin_epoch()
+        self._number = trainer.progress.iterations
         self._repeated = None if counts else iter(trainer.loader)
 
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        if self._number != self._trainer.iterations:
+        if self._number != self._trainer.progress.iterations:
             _refuse_outdated()
-        batch = next(self._repeated, None) if self._repeated is not None else self._trainer.next_batch()
+        batch = next(self._repeated, None) if self._repeated is not None else self._trainer.epochs.next_batch()
         if batch is None:
             self._is_over = True
             self._trainer.schedules.leave_loop()
@@ -57,7 +53,7 @@ class Batches(Iterator[Any]):
 
     def __del__(self) -> None:
         """Note that the script has left its loop, unless a later iteration has begun."""
-        if not self._is_over and self._number == self._trainer.iterations:
+        if not self._is_over and self._number == self._trainer.progress.iterations:
             self._trainer.schedules.leave_loop()
 
 
@@ -70,24 +66,3 @@ def _refuse_outdated() -> None:
             to_type="keep the script's own loader under another name, and use that one for the inner loop",
         )
     )
-
-
-@dataclass(frozen=True)
-class EpochStart:
-    """The state of a worker's counters when its epoch began."""
-
-    steps: int
-    counted: int
-    """Steps with those that are only counted because a gradient scaler may have skipped them."""
-    global_steps: int
-    own_samples: int
-    whole: bool
-    """True if this worker takes part from the epoch's first global step."""
-
-    def is_stepless(self, steps: int, global_steps: int) -> bool:
-        """Return True if batches were given since, and the optimizer made no step."""
-        return self.whole and steps == self.steps and global_steps > self.global_steps
-
-    def is_peek(self, steps: int, global_steps: int) -> bool:
-        """Return True if one batch was given since, or none, and the optimizer made no step."""
-        return self.whole and steps == self.steps and global_steps <= self.global_steps + 1

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from stretto.errors import ScriptError, explain
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import EventWriter
+from stretto.training.progress import LoopProgress
 from stretto.training.schedulers import is_initial, length_of, position_of, total_of
 from stretto.transport import Transport
 
@@ -54,11 +55,15 @@ class Run(Protocol):
     events: EventWriter
     loader: Any
     batch_source: Any
-    epoch_batches: Any
-    global_step: Any
-    steps: int
-    samples: int
-    samples_before: int
+    progress: LoopProgress
+
+    @property
+    def epoch_batches(self) -> Any:
+        """The epoch under way."""
+
+    @property
+    def global_step(self) -> Any:
+        """The global step under way."""
 
 
 @dataclass
@@ -204,7 +209,7 @@ class Schedules:
     def _now(self) -> Both:
         """The batches of the script that all workers have got in this epoch."""
         run = self._run
-        samples, order = run.samples - run.samples_before, getattr(run.epoch_batches, "order", None)
+        samples, order = run.progress.samples_of_epoch, getattr(run.epoch_batches, "order", None)
         if order is None:
             return self._counted(self._streamed * self._global_batch_of)
         size = getattr(run.loader, "batch_size", None)
@@ -269,7 +274,7 @@ class Schedules:
 
     def _is_last(self) -> bool:
         run = self._run
-        return bool(0 < run.epoch_batches.samples <= run.samples - run.samples_before)
+        return bool(0 < run.epoch_batches.samples <= run.progress.samples_of_epoch)
 
     def _length(self) -> int | None:
         """Batches of an epoch in one process; None for a stream that does not know it."""

@@ -38,6 +38,11 @@ class Section:
     notices: list[str] = field(default_factory=list)
     """Notices that arose before the event log was open."""
 
+    def take_state(self) -> State | None:
+        """Return the state to continue from, and let go of it."""
+        state, self.state = self.state, None
+        return state
+
     def epoch_number(self, own: int) -> int:
         """Return the number by which a server knows epoch `own` of this section."""
         return numbered(self.number, own)

@@ -106,50 +106,33 @@ class JoinPosition:
 
 
 class Loop(Protocol):
-    """A worker's training loop, as its transport sees it. Heartbeats call `operations_begun` from another thread."""
+    """A worker's training loop, as its transport sees it. Heartbeats call `operations_begun` from another thread.
+
+    The bodies here are those of a loop that has not begun.
+    """
 
     def place(self) -> LoopPosition | None:
         """Return the script's position in its loop: all workers in one operation must be in the same epoch."""
-        ...
-
-    def counts(self) -> tuple[int, int]:
-        """Return the number of assigned global steps, and of committed rounds."""
-        ...
-
-    def operations_begun(self) -> int:
-        """Return a number that grows with each collective operation, or batch, that the worker begins."""
-        ...
-
-    def clock_zero(self) -> tuple[bytes, float]:
-        """Return the id of this boot and the zero of the run's clock on it, for joining workers."""
-        ...
-
-    def on_generation(self, change: Change) -> None:
-        """Follow a changed membership, before anything is exchanged among the new members."""
-        ...
-
-
-class NoLoop:
-    """A loop that has not begun."""
-
-    def place(self) -> LoopPosition | None:
-        """Return None: the position is unknown."""
         return None
 
     def counts(self) -> tuple[int, int]:
-        """Return zeros."""
+        """Return the number of assigned global steps, and of committed rounds."""
         return 0, 0
 
     def operations_begun(self) -> int:
-        """Return -1."""
+        """Return a number that grows with each collective operation, or batch, that the worker begins."""
         return -1
 
     def clock_zero(self) -> tuple[bytes, float]:
-        """Return no boot."""
+        """Return the id of this boot and the zero of the run's clock on it, for joining workers."""
         return b"", 0.0
 
     def on_generation(self, change: Change) -> None:
-        """Do nothing."""
+        """Follow a changed membership, before anything is exchanged among the new members."""
+
+
+class NoLoop(Loop):
+    """A loop that has not begun."""
 
 
 class Transport(Collectives):

@@ -152,11 +152,11 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
 
     def run(worker: Worker) -> None:
         events = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
-        counts = {"rounds_done": 5, "steps": 5, "samples": 1}
+        progress = SimpleNamespace(rounds=5, steps=5, samples=1)
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         strategy = SimpleNamespace(asynchronous=True)
         trainer: Any = SimpleNamespace(
-            transport=worker.client, strategy=strategy, events=events, optimizers=optimizers, **counts
+            transport=worker.client, strategy=strategy, events=events, optimizers=optimizers, progress=progress
         )
         context: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)

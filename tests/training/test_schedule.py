@@ -23,6 +23,7 @@ from stretto import api
 from stretto.errors import ScriptError
 from stretto.events import read_events
 from stretto.interval import every
+from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 
 BATCH, EPOCHS = 4, 3
@@ -374,13 +375,14 @@ def test_schedule_of_a_simulated_worker_that_was_killed_ends_with_the_others(rec
 def test_batches_that_are_assigned_again_after_a_rollback_advance_a_schedule_once() -> None:
     epoch = SimpleNamespace(samples=10 * BATCH, order=SimpleNamespace())
     loader = DataLoader(regression(10 * BATCH), batch_size=BATCH)
-    run = SimpleNamespace(loader=loader, epoch_batches=epoch, global_step=epoch, recipe=None, steps=0, samples_before=0)
+    run = SimpleNamespace(loader=loader, epoch_batches=epoch, global_step=epoch, recipe=None)
+    run.progress = LoopProgress(1, 0)
     run.transport, run.events = SimpleNamespace(workers=2), SimpleNamespace(notice=lambda _: None)
     optimizer = torch.optim.SGD(small_net().parameters(), lr=0.1)
     scheduler = schedulers.LambdaLR(optimizer, lambda _: 1.0)
     schedules = Schedules(run, [optimizer])  # type: ignore[arg-type]
     for batches in (2, 4, 6, 8, 4, 6, 8, 10):
-        run.samples = batches * BATCH
+        run.progress.follow_assignment(batches * BATCH)
         schedules.begin_global_step(has_stepped=True, streamed=0)
         schedules.call(scheduler, scheduler.step, has_arguments=False)
     assert scheduler.last_epoch == 10

@@ -1,0 +1,321 @@
+"""The epochs of one worker's loop: how each begins, gives batches, and ends with the other workers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from stretto.errors import ScriptError, explain
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
+from stretto.loader.leased_batches import LeasedEpoch
+from stretto.membership.loop_positions import CLOSED, LOOP
+from stretto.membership.worker_status import status
+from stretto.recipe.recipe import Recipe
+from stretto.runtime.event_writer import EventWriter
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.runtime.runtime import StopTraining
+from stretto.strategies.model_sync import refuse_all_frozen
+from stretto.strategies.strategy import Strategy
+from stretto.training.arguments import Arguments
+from stretto.training.elasticity import ElasticAgent
+from stretto.training.evaluator import Evaluator
+from stretto.training.global_steps import GlobalSteps
+from stretto.training.progress import LoopProgress
+from stretto.training.schedule import Schedules
+from stretto.training.section import Section
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
+
+
+class LoopingTrainer(Protocol):
+    """The attributes of a trainer that its epochs use."""
+
+    model: nn.Module
+    recipe: Recipe | None
+    loader: Any
+    transport: Transport
+    section: Section
+    timer: Stopwatch
+    events: EventWriter
+    progress: LoopProgress
+    schedules: Schedules
+    evaluator: Evaluator
+    global_steps: GlobalSteps
+    strategy: Strategy
+    agent: ElasticAgent
+    is_over: bool
+
+
+class Epochs:
+    """Begins and ends epochs with all workers, and gives this worker's batches to the script's loop."""
+
+    def __init__(self, trainer: LoopingTrainer, context: WorkerContext, arguments: Arguments) -> None:
+        self._trainer, self._runtime = trainer, context.runtime
+        self._progress, self._transport, self._timer = trainer.progress, trainer.transport, trainer.timer
+        evaluates, workers = bool(arguments.evaluate_every and arguments.evaluate), trainer.transport.workers
+        division = Division(
+            trainer.recipe.when if trainer.recipe else None,
+            context.global_batch_of,
+            (arguments.evaluate_every or 0) * workers if evaluates else None,
+            context.rule,
+            context.workers,
+            arguments.assignment,
+            context.split,
+        )
+        self.source = BatchSource(trainer.loader, trainer.transport, self, division, context.runtime)
+        self.current: EpochBatches | None = None
+        """The epoch under way."""
+        self.closing: EpochBatches | None = None
+        """The epoch that is being closed; None at other times."""
+        self._has_peeked = self._all_peeked = False
+        """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
+        self._schedules_before: dict[str, Any] = {}
+        """The schedules' state at the beginning of this epoch."""
+        self.is_stopped = False
+        """True if the run ends before the script does."""
+
+    # --- for the source of batches ------------------------------------------------------------------------------
+
+    @property
+    def peeks(self) -> Sequence[int]:
+        """Numbers of the iterations over the loader that were peeks."""
+        return self._progress.peeks
+
+    def members(self) -> Sequence[int]:
+        """Return the members that an epoch which begins is assigned to."""
+        return self._trainer.agent.members()
+
+    def push_all(self) -> None:
+        """Push the remaining update to a server, and wait until it is applied."""
+        self._uncount_stepless()
+        self._trainer.strategy.push_all()
+
+    def wait_at_barriers(self, times: int) -> None:
+        """Meet the other workers this number of times; evaluate the server's model, and save it if that is due."""
+        for _ in range(times):
+            self.run_synced(self._trainer.evaluator.evaluate, called=True)
+            self.on_snapshot()
+
+    def on_snapshot(self) -> None:
+        """Save the server's model if that is due: all workers have met."""
+        self._trainer.agent.checkpoints.on_snapshot()
+
+    # --- begin --------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> bool:
+        """Begin an epoch; first end one that the script left early.
+
+        An epoch that was over before this worker joined is empty. An epoch of which only one batch was peeked begins
+        again. Returns False for an iteration that was a peek in an earlier incarnation of this worker, and is one
+        again.
+        """
+        self._refuse_if_over()
+        self.end_peek() or self.end_epoch()
+        if not self._progress.begin_iteration(self._trainer.strategy.asynchronous):
+            return False
+        self._has_peeked = False
+        self._enter_epoch()
+        return True
+
+    def _enter_epoch(self) -> None:
+        trainer, progress = self._trainer, self._progress
+        strategy, agent, steps = trainer.strategy, trainer.agent, trainer.global_steps
+        steps.begin_epoch()
+        self._schedules_before = trainer.schedules.state()
+        if agent.is_over(progress.epochs):
+            trainer.schedules.skip_epoch()
+            agent.epoch_skipped()
+            return
+        progress.enter_loop()
+        if trainer.recipe is not None and not progress.global_steps:
+            refuse_all_frozen(trainer.model)
+        strategy.resume(own=False)
+        begun = agent.begun_epoch(progress.epochs)
+        strategy.begin_epoch(together=begun is None)
+        if begun is None:
+            progress.begin_epoch()
+        agent.epoch_begins()
+        with self._timer.on("loading"):
+            steps.pace.begin_epoch()
+            self.current = self.source.begin_epoch(trainer.section.epoch_number(progress.epochs), begun)
+        if isinstance(self.current, LeasedEpoch):
+            progress.begin_leased(self.current.samples)
+        agent.epoch_begun()
+        progress.begin_loop(whole=begun is None or not begun[1].global_step)
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Any:
+        """End the last global step, and return this worker's next batch; None when the epoch is over."""
+        self._refuse_if_over()
+        agent, steps = self._trainer.agent, self._trainer.global_steps
+        steps.take_batch()
+        if self.current is None:
+            return None
+        while True:
+            agent.rest()
+            if self._is_limit_reached():
+                self.is_stopped = True
+                raise StopTraining
+            self._timer.switch("loading")
+            global_step = self.current.next()
+            self._progress.request_step()
+            agent.step_assigned()
+            self.wait_at_barriers(self.current.barriers_due())
+            if global_step is None:
+                self._timer.switch("other")
+                if not self.end_epoch(left=False):
+                    continue
+                if self._runtime.has_reached_limit():
+                    raise StopTraining
+                return None
+            steps.begin(global_step)
+            if not global_step.idle:
+                steps.pace.begin()
+                self._timer.switch("computing")
+                return global_step.batch
+            steps.follow(global_step)
+
+    def _is_limit_reached(self) -> bool:
+        """Return True if the run ends before the next global step; all sections count."""
+        before, progress = self._trainer.section, self._progress
+        global_steps, samples = before.global_steps + progress.global_steps, before.samples + progress.samples
+        return self._runtime.is_limit_reached(global_steps, samples, before.seconds + self._trainer.events.t())
+
+    def _refuse_if_over(self) -> None:
+        """Raise ScriptError if the section has ended: its loader has no batches any more."""
+        if self._trainer.is_over:
+            raise ScriptError(
+                explain(
+                    "the run that this loader is of has ended",
+                    got="a loop over its batches after stretto.finish(), or after another stretto.distribute",
+                    expected="the loader that the last stretto.distribute returned",
+                    to_type="loader = stretto.distribute(model, optimizer, loader) before the loop",
+                )
+            )
+
+    # --- epochs without a step ----------------------------------------------------------------------------------
+
+    def is_peek(self) -> bool:
+        """Return True if this epoch has given one batch, or none, and the optimizer made no step."""
+        return self.current is not None and self._trainer.global_steps.may_be_peek() and self._progress.is_peek()
+
+    def end_peek(self) -> bool:
+        """Undo an epoch that the script has only peeked at, where all workers do the same. Return True if it was one.
+
+        Workers that do not wait for each other agree on it when they end the epoch.
+        """
+        trainer = self._trainer
+        if trainer.strategy.asynchronous or not self.is_peek():
+            return False
+        trainer.global_steps.abandon()
+        trainer.global_steps.forget_epoch()
+        self._progress.end_peek()
+        trainer.agent.undo_epoch()
+        self.current = None
+        trainer.schedules.take(self._schedules_before)
+        return True
+
+    def _uncount_stepless(self) -> None:
+        """Remove the samples of an epoch without any optimizer step from the counts."""
+        if self.current is not None and self._progress.is_stepless():
+            self._trainer.global_steps.forget_epoch()
+            self._progress.uncount_stepless(only_own=self._trainer.strategy.asynchronous)
+            self.current.uncount()
+
+    def _notice_unstepped(self) -> None:
+        """Write a notice about samples of the ending epoch that do not count, if there are any."""
+        trainer = self._trainer
+        if samples := self._progress.take_unstepped():
+            whose = f"worker {self._transport.worker} in epoch" if trainer.strategy.asynchronous else "epoch"
+            trainer.events.notice(
+                f"{whose} {trainer.evaluator.epoch + 1} made no optimizer step: its {samples} samples are not counted "
+                "as trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives "
+                "each worker a part of the data"
+            )
+
+    # --- end ----------------------------------------------------------------------------------------------------
+
+    def end_epoch(self, left: bool = True) -> bool:
+        """End the epoch: average the model, compare the replicas, evaluate, and share the workers' counts.
+
+        Returns False if the epoch continues, since a worker failed with work that was not exchanged; never if the
+        script has `left` the epoch.
+        """
+        if self.current is None:
+            return True
+        trainer, progress = self._trainer, self._progress
+        strategy, agent, steps = trainer.strategy, trainer.agent, trainer.global_steps
+        steps.end(left=True)
+        self._has_peeked = left and self.is_peek()
+        self.push_all()
+        if left and isinstance(self.current, LeasedEpoch):
+            self.current.leave()
+        progress.enter(CLOSED)
+        status.note(progress.place())
+        if left and isinstance(self.current, AssignedEpoch) and self.current.has_more:
+            # a worker that has not left waits in an all-gather: gloo fails on a different operation
+            self._transport.broadcast_bytes(b"left")
+        if progress.unstepped and not strategy.asynchronous:
+            strategy.average_buffers(progress.unstepped_here)
+        strategy.sync_for_evaluation()
+        if agent.reopens(self.current) and not left:
+            progress.enter(LOOP)
+            strategy.resume()
+            return False
+        if strategy.asynchronous and self._end_asynchronous(self.current):
+            return True
+        if not strategy.is_carried:
+            agent.keep_uncommitted(self.current)
+        steps.settle_leases()
+        if progress.unstepped:
+            trainer.schedules.take(self._schedules_before)
+        self._notice_unstepped()
+        trainer.schedules.end_epoch()
+        steps.check("at the end of an epoch")
+        self.closing, self.current = self.current, None
+        trainer.evaluator.close_epoch(self.closing)
+        if agent.checkpoints.is_save_requested():
+            agent.checkpoints.save()
+        self.closing = None
+        return True
+
+    def _end_asynchronous(self, epoch_batches: EpochBatches) -> bool:
+        """Agree on the samples of workers that do not wait for each other. Return True if all have only peeked."""
+        self._count_all_samples()
+        self._progress.count_untrained(epoch_batches.samples)
+        if self._all_peeked:
+            self._progress.note_peek()
+            self._progress.take_unstepped()
+            self.current = None
+            self._trainer.schedules.take(self._schedules_before)
+        return self._all_peeked
+
+    def push_stepped(self) -> None:
+        """Push the remaining update, unless gradients are accumulated: a lease settles with its step."""
+        if self._trainer.global_steps.stepped_last:
+            self.push_all()
+
+    def run_synced(self, then: Callable[[], None], called: bool = False) -> None:
+        """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""
+        self._timer.switch("other")
+        if self._trainer.strategy.asynchronous:
+            self._trainer.strategy.sync_for_evaluation(called)
+        self._count_all_samples()
+        then()
+        self._trainer.strategy.resume()
+
+    def _count_all_samples(self) -> None:
+        """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
+        is_counted = self.source.is_counted
+        own = self._progress.samples if is_counted else self._progress.own_samples
+        counts = [
+            struct.unpack("<q?", count)
+            for count in self._transport.all_gather_bytes(struct.pack("<q?", own, self._has_peeked))
+        ]
+        samples = [count for count, _ in counts]
+        self._progress.count_all(max(samples) if is_counted else sum(samples))
+        self._all_peeked = all(peeked for _, peeked in counts)

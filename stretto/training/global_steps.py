@@ -1,0 +1,383 @@
+"""The global steps of one worker's loop: its optimizers' steps, its exchanges, and the work that they carry."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.data.leases import Lease
+from stretto.errors import NotFiniteError, ReplicasDifferError
+from stretto.loader.epoch_batches import EpochBatches
+from stretto.loader.global_step import GlobalStep
+from stretto.loader.sample_weights import Arrivals
+from stretto.membership.worker_status import status
+from stretto.recipe.recipe import Recipe
+from stretto.runtime.event_writer import ADVICE, EventWriter
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.context import Push, StrategyContext
+from stretto.strategies.create import create_strategy
+from stretto.strategies.model_sync import SeveralModels
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
+from stretto.strategies.traffic_counters import Tally
+from stretto.training import idle_worker
+from stretto.training.effective_batch import ScaledRate
+from stretto.training.evaluator import Evaluator
+from stretto.training.figures import Figures
+from stretto.training.not_finite import has_non_finite_gradient, non_finite_parameter
+from stretto.training.progress import LoopProgress
+from stretto.training.schedule import Schedules
+from stretto.training.section import Section
+from stretto.training.step_record import StepRecord
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
+
+CHECK_EVERY_ROUNDS = 100
+
+
+class ExchangeListener(Protocol):
+    """The part of a trainer that keeps work until an exchange has carried it."""
+
+    def carried(self) -> None:
+        """Note that an exchange has carried all work."""
+
+
+class SteppedTrainer(Protocol):
+    """The attributes of a trainer that its global steps use."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    recipe: Recipe | None
+    transport: Transport
+    section: Section
+    timer: Stopwatch
+    events: EventWriter
+    arrivals: Arrivals
+    progress: LoopProgress
+    schedules: Schedules
+    settings: idle_worker.Settings
+    evaluator: Evaluator
+    figures: Figures
+
+    @property
+    def agent(self) -> ExchangeListener:
+        """The worker's part in a changing membership."""
+
+    @property
+    def epoch_batches(self) -> EpochBatches | None:
+        """The epoch under way."""
+
+
+class GlobalSteps:
+    """Hooks the optimizers, and carries out the recipe's strategy in the global steps of a loop."""
+
+    def __init__(self, trainer: SteppedTrainer, context: WorkerContext, tally: Tally) -> None:
+        optimizers, recipe, transport = trainer.optimizers, trainer.recipe, trainer.transport
+        self._trainer, self._optimizers, self._progress = trainer, optimizers, trainer.progress
+        self._transport, self._timer, self._events = transport, trainer.timer, trainer.events
+        self.current: GlobalStep | None = None
+        """The global step under way."""
+        self._thread = threading.get_ident()
+        """The thread that took the last batch."""
+        self._rounds_at_step = [0] * len(optimizers)
+        """Number of exchanges at each optimizer's last step."""
+        self._rounds_before = 0
+        self._accumulated_batches: int | None = 0
+        """Successive batches whose gradients were exchanged without a step; None once the notice was written."""
+        self._leases: list[Any] = []
+        self._worked = 0
+        """Number of these leases whose work an optimizer step includes."""
+        self._accumulated = False
+        self._stepped_last = True
+        """True if the optimizer stepped in the last global step."""
+        self._stepped_here: set[int] = set()
+        """The optimizers that have stepped in this global step."""
+        self._step_record = StepRecord()
+        self._samples_sent = 0
+        self._is_held = False
+        """True if every trainable parameter was found in an optimizer, in this epoch."""
+        self._idle_workers = idle_worker.IdleWorkers(transport, optimizers, trainer.settings, trainer.timer)
+        self.pace = context.runtime.pace(trainer.timer, context.slow)
+        self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
+        strategy_context = StrategyContext(
+            transport, trainer.timer, trainer.events, tally, context.runtime, self.pace, self._skips
+        )
+        parameter_sets = trainer.section.parameter_sets
+        self.strategy = create_strategy(trainer.model, optimizers, recipe, strategy_context, self, parameter_sets)
+        self._outside = OutsideOptimizers(
+            trainer.model, optimizers, lambda: self._progress.global_steps if self.current is not None else None
+        )
+        watch(self._outside.before_step)
+        self._hooks = [
+            hook
+            for index, optimizer in enumerate(optimizers)
+            for hook in (
+                optimizer.register_step_pre_hook(functools.partial(self._before_step, index)),
+                optimizer.register_step_post_hook(functools.partial(self._after_step, index)),
+            )
+        ]
+        # after the hooks above, which send updates of the scaled rate
+        self._rates = (
+            [ScaledRate(optimizer, context.lr_factor) for optimizer in optimizers] if context.lr_factor != 1 else []
+        )
+
+    def close(self) -> None:
+        """Remove all hooks when the section has ended."""
+        unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        for rate in self._rates:
+            rate.release()
+        self.strategy.close()
+
+    # --- global steps -------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Look at the trainable parameters again in the epoch that begins."""
+        self._is_held = False
+
+    def take_batch(self) -> None:
+        """End the last global step, and note the thread that takes the next batch."""
+        self._thread = threading.get_ident()
+        self.end()
+
+    def begin(self, global_step: GlobalStep) -> None:
+        """Begin a global step."""
+        self._trainer.schedules.begin_global_step(bool(self._stepped_here), global_step.streamed)
+        self.current = global_step
+        if global_step.total:
+            self.strategy.add_samples(global_step.own, global_step.total, global_step.parts)
+        self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
+        self._stepped_here.clear()
+        self._rounds_before = self._progress.rounds
+        status.note(self._progress.place())
+        self._accumulated = False
+        if global_step.lease is not None:
+            self._leases.append(global_step.lease)
+
+    def follow(self, global_step: GlobalStep) -> None:
+        """Follow the other workers through a global step that has no batch for this worker."""
+        self._timer.switch("waiting")
+        self._idle_workers.follow(global_step, self.strategy, self._count_step)
+        self.end()
+
+    def end(self, left: bool = False) -> None:
+        """End a global step: notify idle workers, evaluate if due, and write progress.
+
+        `left` is True if the script has left its epoch in the middle of the step.
+        """
+        if self.current is None:
+            return
+        self._timer.switch("other")
+        self.pace.go_on()
+        global_step, self.current = self.current, None
+        progress, has_stepped = self._progress, bool(self._stepped_here)
+        self._stepped_last = global_step.idle or has_stepped
+        if self.strategy.exchanges_gradients and not global_step.idle:
+            self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
+        if not global_step.idle:
+            if left and len(self._leases) > self._worked:  # the script left without a step with these batches
+                progress.drop_batch(global_step.own)
+                del self._leases[self._worked :]
+            if not left:
+                self._count_skipped_step(global_step)
+            self._idle_workers.end(global_step)
+            self._notice_accumulation()
+        if self._trainer.recipe is None:
+            self.settle_leases()
+        with self._naming_step():
+            self.strategy.end_global_step(bool(self._stepped_here))
+        if self.strategy.exchanges_gradients:
+            self._check_if_due()
+        self._trainer.evaluator.evaluate_if_due()
+        if self._events.due():
+            self._trainer.figures.write("progress")
+            self._events.flush()
+
+    def abandon(self) -> None:
+        """Drop the global step under way: the script has only peeked at it."""
+        self._timer.switch("other")
+        self.pace.go_on()
+        self.current = None
+
+    def accumulate(self, on: bool) -> None:
+        """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
+        self._accumulated = True
+        self.strategy.accumulate(on)
+
+    def may_be_peek(self) -> bool:
+        """Return True unless other workers are idle in this global step, or gradients are accumulated."""
+        return not self._accumulated and (self.current is None or not self.current.incomplete)
+
+    def is_at_rest(self) -> bool:
+        """Return True if no computed gradient or update waits for an exchange or a step."""
+        return self.strategy.is_carried and self.current is None and self._stepped_last
+
+    @property
+    def stepped_last(self) -> bool:
+        """True if the optimizer stepped in the last global step."""
+        return self._stepped_last
+
+    def _notice_accumulation(self) -> None:
+        """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""
+        if not self.strategy.exchanges_gradients or self._accumulated_batches is None or self._transport.workers == 1:
+            return
+        if not self._stepped_here and self._progress.rounds > self._rounds_before:
+            self._accumulated_batches += 1
+        elif self._stepped_here and self._accumulated_batches:
+            batches, self._accumulated_batches = self._accumulated_batches + 1, None
+            self._events.notice(
+                f"the gradients of {batches} batches are accumulated for a step and exchanged {batches} times: "
+                f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
+            )
+
+    # --- optimizer steps ----------------------------------------------------------------------------------------
+
+    def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Check and prepare a step; hook before an optimizer's step."""
+        progress = self._progress
+        if self._transport.workers > 1:
+            is_in_epoch = self._trainer.epoch_batches is not None
+            refuse_step_outside(progress.iterations, self._thread == threading.get_ident(), is_in_epoch)
+        if not self._is_held:
+            self._outside.check_held()
+            self._is_held = True
+        before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
+        self.strategy.before_step(index, self._idle_workers.is_following or progress.rounds > before)
+
+    def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step and exchange if due; hook after an optimizer's step."""
+        before = self._timer.switch("other")
+        self.pace.go_on()
+        if getattr(optimizer, "found_inf", None) is None and not self._skips:
+            self._refuse_not_finite(optimizer)
+        self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients)
+        self._count_step(index)
+        self._timer.switch(before)
+
+    def _count_step(self, index: int, is_done: bool = True) -> None:
+        self._progress.count_step(index, is_done)
+        self._stepped_here.add(index)
+        self._worked = len(self._leases)
+        if self._trainer.epoch_batches is not None:
+            self._trainer.epoch_batches.ask_ahead()
+        with self._naming_step():
+            is_equal = self.strategy.after_step(index, self._progress.steps_of[index])
+        if is_equal:
+            self._check_if_due()
+
+    def _count_skipped_step(self, global_step: GlobalStep) -> None:
+        """Count a step that a gradient scaler skipped at this worker only: the others would wait for its exchange."""
+        if not self.strategy.in_rounds or self._accumulated or self._is_evaluating():
+            return
+        progress = self._progress
+        trained_steps = progress.global_steps - progress.stepless_global_steps
+        for index in [other for other in range(len(self._optimizers)) if other not in self._stepped_here]:
+            steps_each_time = progress.steps_of[index] > 0 and progress.steps_of[index] == trained_steps - 1
+            is_non_finite = has_non_finite_gradient(self._optimizers.each[index])
+            if (steps_each_time and len(self._optimizers) == 1) or is_non_finite:
+                action = idle_worker.step_of(index) if is_non_finite else idle_worker.COUNT
+                self._idle_workers.announce(global_step, action)
+                self._count_step(index, is_done=is_non_finite)
+
+    def _is_evaluating(self) -> bool:
+        """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
+        model = self._trainer.model
+        models = model.given if isinstance(model, SeveralModels) else [model]
+        is_training = torch.is_grad_enabled() and any(one.training for one in models)
+        return not self._progress.has_stepped_in_epoch and not is_training
+
+    def _refuse_not_finite(self, optimizer: Optimizer) -> None:
+        """Raise NotFiniteError if the last parameter's gradient is not finite: a NaN in the loss reaches it first."""
+        name = non_finite_parameter(self._trainer.model, optimizer)
+        if name is None:
+            return
+        self._events.flush()
+        raise NotFiniteError(
+            f"the loss became NaN or infinite: the gradient of {name} is not finite "
+            f"at step {self._progress.steps + 1} on worker {self._transport.worker}; {ADVICE}"
+        )
+
+    @contextmanager
+    def _naming_step(self) -> Iterator[None]:
+        """Add this step and worker to a NotFiniteError of the block."""
+        try:
+            yield
+        except NotFiniteError as error:
+            where = f"step {self._progress.steps}, worker {self._transport.worker}"
+            raise NotFiniteError(f"{error}; {where}; {ADVICE}") from None
+
+    # --- exchanges, as the strategy reports them ----------------------------------------------------------------
+
+    def exchange_begins(self) -> None:
+        """Notify idle workers that an exchange of gradients begins."""
+        self._idle_workers.announce(self.current, idle_worker.EXCHANGE)
+
+    def exchange_ended(self, blocked_s: float) -> None:
+        """Count an exchange, and settle the work that it has carried."""
+        self._progress.count_round()
+        if self.strategy.asynchronous:
+            return
+        self._trainer.arrivals.note(self._events.t(), blocked_s)
+        if self.strategy.carried():
+            self._trainer.agent.carried()
+            self.settle_leases()
+
+    def push(self, push: Push) -> None:
+        """Push the work that no exchange has carried yet to a server."""
+        samples, self._samples_sent = self._progress.own_samples - self._samples_sent, self._progress.own_samples
+        leases = self._take_leases()
+        with ExitStack() as scaled:
+            for rate in self._rates:
+                scaled.enter_context(rate.applied())
+            is_sent = push(samples, leases)
+        if not is_sent:
+            worker = self._transport.worker
+            text = f"worker {worker} left out an update with NaN or infinity: {samples} samples do not count"
+            self._events.write("warning", text=text)
+            self._events.flush()
+
+    def settle(self, leases: Sequence[Lease]) -> None:
+        """Count the work on these leases as trained."""
+        if self._trainer.epoch_batches is not None:
+            self._trainer.epoch_batches.settle(leases)
+
+    def settle_leases(self) -> None:
+        """Count the work since the last exchange as trained."""
+        self.settle(self._take_leases())
+
+    def _take_leases(self) -> list[Lease]:
+        """Return the leases of the work since the last exchange, and clear them."""
+        leases, self._leases, self._worked = self._leases, [], 0
+        return leases
+
+    def forget_epoch(self) -> None:
+        """Forget the work of this epoch, in which no step was made."""
+        self.strategy.forget(self._progress.global_steps_of_epoch)
+        self._take_leases()
+
+    # --- comparison of the replicas -----------------------------------------------------------------------------
+
+    def _check_if_due(self) -> None:
+        if self._progress.rounds % CHECK_EVERY_ROUNDS == 1:
+            self.check(f"after exchange {self._progress.rounds}")
+
+    def check(self, when: str) -> None:
+        """Compare the replicas of all workers, which must be equal now."""
+        try:
+            is_compared = self.strategy.check(when)
+        except ReplicasDifferError as error:
+            raise ReplicasDifferError(
+                self._step_record.difference(self._transport, self._transport.members) or str(error)
+            ) from None
+        if is_compared:
+            self._step_record.clear()
+        if is_compared and self._transport.worker == 0:
+            self._events.write("check", step=self._progress.steps, round=self._progress.rounds, equal=True)
