@@ -306,7 +306,7 @@ class EpochLoop(LeasingLoop, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the batches of the script are divided among the workers."""
+    """Division of the script's batches among the workers."""
 
     when: When | None
     global_batch_of: int
