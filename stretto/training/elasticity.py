@@ -115,9 +115,7 @@ class ElasticAgent:
         if self._taken is None or number != self._taken.facts["epochs"]:
             return None
         facts = self._taken.facts
-        return unpack(facts["order"]), BatchAssignment.restored(
-            facts["assignment"], self._trainer.transport.members
-        )
+        return unpack(facts["order"]), BatchAssignment.restored(facts["assignment"], self._trainer.transport.members)
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""

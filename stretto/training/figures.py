@@ -52,9 +52,7 @@ class Figures:
         """Write an event with the figures, after this worker's applied updates and their staleness."""
         self.write_outcomes()
         progress = self._trainer.progress
-        self._trainer.events.write(
-            kind, step=progress.steps, samples=progress.own_samples, **fields, **self.measured()
-        )
+        self._trainer.events.write(kind, step=progress.steps, samples=progress.own_samples, **fields, **self.measured())
 
     def write_outcomes(self) -> None:
         """Write an event with this worker's applied updates and their staleness."""

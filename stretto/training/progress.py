@@ -170,7 +170,7 @@ class LoopProgress:
         self.step_requests += 1
 
     def begin_global_step(self, own: int, assigned_samples: int) -> None:
-        """Begin a global step with `own` samples of this worker. `assigned_samples` of the epoch are assigned to all."""
+        """Begin a global step with `own` samples of this worker. Of the epoch `assigned_samples` are assigned."""
         self.global_steps += 1
         self.own_samples += own
         self.follow_assignment(assigned_samples)

@@ -73,9 +73,7 @@ class Trainer:
 
     def _codec_context(self, seed: int) -> CodecContext:
         events = self.events
-        return CodecContext(
-            self.transport.worker, self.transport.workers, seed, clock=events.t, notice=events.notice
-        )
+        return CodecContext(self.transport.worker, self.transport.workers, seed, clock=events.t, notice=events.notice)
 
     @property
     def epoch_batches(self) -> EpochBatches | None:

@@ -136,7 +136,6 @@ class FaultInjector:
         elif event.verb == "restore":
             network.restore(endpoints, event.factor)
 
-
     def _apply_to_process(self, time: float, event: FaultEvent) -> None:
         if self._processes is None:
             refuse(time, event)
