@@ -129,6 +129,7 @@ class Loop(Protocol):
 
     def on_generation(self, change: Change) -> None:
         """Follow a changed membership, before anything is exchanged among the new members."""
+        return
 
 
 class NoLoop(Loop):
