@@ -70,13 +70,13 @@ class when_it_pays(Placed):
     def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
         trial: TrialState = state
         refuse_not_finite(x, self)
-        now = trial.round % (self.rounds + self.again)
-        encoded = trial.encodes if trial.clock is None or now >= self.rounds else now % 2 == 1
-        since = trial.read()
+        position = trial.round % (self.rounds + self.again)
+        encoded = trial.encodes if trial.clock is None or position >= self.rounds else position % 2 == 1
+        started_s = trial.read()
         result = yield from (self.codec.average(x, trial.inner, residual) if encoded else _exactly(x, residual))
-        if 2 <= now < self.rounds:
-            trial.seconds[encoded].append(trial.read() - since)
-        if trial.clock and now == self.rounds - 1:
+        if 2 <= position < self.rounds:
+            trial.seconds[encoded].append(trial.read() - started_s)
+        if trial.clock and position == self.rounds - 1:
             self._decide(trial, cast("Tensor", (yield AllReduceMean(trial.times().to(x.device)))))
         trial.round += 1
         return result
@@ -86,11 +86,11 @@ class when_it_pays(Placed):
         exactly, encoded, workers = agreed.tolist()
         trial.encodes = encoded < exactly
         trial.seconds = ([], [])
-        way = "encoding" if trial.encodes else "sending exactly"
+        choice = "encoding" if trial.encodes else "sending exactly"
         if trial.notice and trial.worker == 0:
             trial.notice(
                 f"an exchange took {encoded / workers:.3g} s with {self.codec} and {exactly / workers:.3g} s without: "
-                f"{way} for {self.again} rounds"
+                f"{choice} for {self.again} rounds"
             )
 
     def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:

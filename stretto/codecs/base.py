@@ -94,9 +94,9 @@ class Codec(Answer):
         """Yield the codec and all codecs that it is composed of."""
         yield self
         for field in fields(self):  # type: ignore[arg-type]
-            part = getattr(self, field.name)
-            if isinstance(part, Codec):
-                yield from part.components()
+            value = getattr(self, field.name)
+            if isinstance(value, Codec):
+                yield from value.components()
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
         """Return a new state for tensors like this one; None for a codec without state."""
@@ -120,9 +120,9 @@ class Codec(Answer):
 
     def add_residual(self, state: Any, residual: Tensor) -> None:
         """Add the residual that another worker has left: e <- e + residual. A codec without residual drops it."""
-        mine = self.residual(state)
-        if mine is not None:
-            mine.add_(residual)
+        own_residual = self.residual(state)
+        if own_residual is not None:
+            own_residual.add_(residual)
 
     def values_sent(self, message: Tensor, like: Tensor) -> int:
         """Return how many numbers of `like` a message contains."""
@@ -182,9 +182,9 @@ class SingleRound(Codec):
 
     def _sum(self, messages: Answered, total: Tensor) -> Tensor:
         total.zero_()
-        for one in messages:
-            if one.numel():
-                self.add_to(total, one)
+        for message in messages:
+            if message.numel():
+                self.add_to(total, message)
         return total
 
 

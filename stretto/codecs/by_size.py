@@ -88,13 +88,13 @@ class by_size(Placed):
 
     def residual(self, state: Any) -> Tensor | None:
         parts: list[PartState] = state
-        kept = [(part, residual) for part in parts if (residual := part.codec.residual(part.state)) is not None]
-        if not kept:
+        residuals = [(part, residual) for part in parts if (residual := part.codec.residual(part.state)) is not None]
+        if not residuals:
             return None
-        whole = kept[0][1].new_zeros(kept[0][0].whole)
-        for part, residual in kept:
-            part.scatter(residual, whole)
-        return whole
+        total = residuals[0][1].new_zeros(residuals[0][0].whole)
+        for part, residual in residuals:
+            part.scatter(residual, total)
+        return total
 
     def add_residual(self, state: Any, residual: Tensor) -> None:
         parts: list[PartState] = state
@@ -110,7 +110,7 @@ class by_size(Placed):
         blocks = context.blocks or [Block("", 0, like.numel(), (like.numel(),))]
         large = [block for block in blocks if block.stop - block.start >= self.least]
         small = [block for block in blocks if block.stop - block.start < self.least]
-        return [(codec, its) for codec, its in ((self.large, large), (self.small, small)) if its]
+        return [(codec, parameters) for codec, parameters in ((self.large, large), (self.small, small)) if parameters]
 
 
 class PartState(State):
@@ -126,13 +126,13 @@ class PartState(State):
 
     def gather(self, flat: Tensor) -> Tensor:
         """Return the numbers of this class: a view if they are one run, else a copy."""
-        pieces = [flat[run.start : run.stop] for run in self.runs]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        slices = [flat[run.start : run.stop] for run in self.runs]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def scatter(self, numbers: Tensor, flat: Tensor) -> None:
         """Write the numbers of this class back."""
-        for run, piece in zip(self.runs, torch.split(numbers, [len(run) for run in self.runs]), strict=True):
-            flat[run.start : run.stop] = piece
+        for run, values in zip(self.runs, torch.split(numbers, [len(run) for run in self.runs]), strict=True):
+            flat[run.start : run.stop] = values
 
 
 def conserves(codec: Codec) -> bool:
@@ -158,9 +158,9 @@ def _merged(blocks: Sequence[Block]) -> list[range]:
 
 def _moved_up(blocks: Sequence[Block]) -> list[Block]:
     """Return the blocks moved next to each other."""
-    moved, at = [], 0
+    moved, start = [], 0
     for block in blocks:
         length = block.stop - block.start
-        moved.append(replace(block, start=at, stop=at + length))
-        at += length
+        moved.append(replace(block, start=start, stop=start + length))
+        start += length
     return moved

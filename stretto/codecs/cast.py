@@ -35,8 +35,8 @@ class cast(SingleRound):
         """Return the message; the excess over the range of fp16 stays in the residual instead of becoming infinite."""
         refuse_not_finite(x, self)
         residual.add_(x)
-        most = MOST[self.to]
-        message = self.encode(residual.clamp(-most, most), state)
+        limit = MOST[self.to]
+        message = self.encode(residual.clamp(-limit, limit), state)
         residual.sub_(message)
         return message
 

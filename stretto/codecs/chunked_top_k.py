@@ -91,11 +91,11 @@ class chunked(Sparsifier):
     def _magnitudes(self, sizes: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
         count = int(chunks[-1]) + 1 if sizes.numel() else 0
         largest = sizes.new_zeros(count).scatter_reduce(0, chunks, sizes, "amax")
-        least = sizes.new_full((count,), MOST).scatter_reduce(0, chunks, sizes, "amin")
-        high = sizes > (least / 2 + largest / 2)[chunks]
-        which = 2 * chunks + high
-        sums = sizes.new_zeros(2 * count, dtype=torch.float64).index_add_(0, which, sizes.double())
-        means = sums / which.bincount(minlength=2 * count).clamp(min=1)
+        smallest = sizes.new_full((count,), MOST).scatter_reduce(0, chunks, sizes, "amin")
+        high = sizes > (smallest / 2 + largest / 2)[chunks]
+        group = 2 * chunks + high
+        sums = sizes.new_zeros(2 * count, dtype=torch.float64).index_add_(0, group, sizes.double())
+        means = sums / group.bincount(minlength=2 * count).clamp(min=1)
         return means.clamp(max=MOST).bfloat16(), high.to(torch.uint8)
 
     def _levels(self, sizes: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ def check_codec(
             for workers in (1, 2, 3):
                 _check_mean(codec, dtype, length, workers, tolerance)
                 _check_residual(codec, dtype, length, workers, tolerance)
-            _check_handed_over(codec, dtype, length)
+            _check_residual_added(codec, dtype, length)
         _check_kinds(codec, dtype, tolerance, huge)
         _check_refuses(codec, dtype)
         if codec.pair:
@@ -74,39 +74,39 @@ def check_codec(
         _check_contraction(codec)
 
 
-def hold(conversations: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
+def hold(coroutines: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
     """Run the coroutines of all workers in one process; return their results and the operations of each turn."""
-    asks = [next(one) for one in conversations]
-    turns = [[_kept(ask) for ask in asks]]
+    ops = [next(coroutine) for coroutine in coroutines]
+    turns = [[_copy_of(op) for op in ops]]
     while True:
-        answer = _answered(asks)
-        said = [_send(one, answer) for one in conversations]
-        results = [result for _, result in said if result is not None]
+        answer = _answered(ops)
+        outcomes = [_send(coroutine, answer) for coroutine in coroutines]
+        results = [result for _, result in outcomes if result is not None]
         if results:
-            assert len(results) == len(said), "some workers have ended their coroutine and others have not"
+            assert len(results) == len(outcomes), "some workers have ended their coroutine and others have not"
             return results, turns
-        asks = [ask for ask, _ in said if ask is not None]
-        turns.append([_kept(ask) for ask in asks])
+        ops = [op for op, _ in outcomes if op is not None]
+        turns.append([_copy_of(op) for op in ops])
 
 
-def _kept(ask: CollectiveOp) -> CollectiveOp:
+def _copy_of(op: CollectiveOp) -> CollectiveOp:
     """Return the operation with a copy of its tensor, which the coroutine may overwrite later."""
-    return type(ask)(ask.tensor.clone())
+    return type(op)(op.tensor.clone())
 
 
-def _send(conversation: CollectiveCoroutine, answer: Answer) -> tuple[CollectiveOp | None, Tensor | None]:
-    given = answer.clone() if isinstance(answer, Tensor) else [one.clone() for one in answer]
+def _send(coroutine: CollectiveCoroutine, answer: Answer) -> tuple[CollectiveOp | None, Tensor | None]:
+    copied = answer.clone() if isinstance(answer, Tensor) else [tensor.clone() for tensor in answer]
     try:
-        return conversation.send(given), None
+        return coroutine.send(copied), None
     except StopIteration as end:
         return None, end.value
 
 
-def _answered(asks: Sequence[CollectiveOp]) -> Answer:
-    kinds = {(type(ask), ask.tensor.dtype) for ask in asks}
+def _answered(ops: Sequence[CollectiveOp]) -> Answer:
+    kinds = {(type(op), op.tensor.dtype) for op in ops}
     assert len(kinds) == 1, "the workers submit different things in one turn"
-    tensors = [ask.tensor.clone() for ask in asks]
-    if not isinstance(asks[0], AllReduceMean):
+    tensors = [op.tensor.clone() for op in ops]
+    if not isinstance(ops[0], AllReduceMean):
         return tensors
     return torch.stack(tensors).sum(0).to(tensors[0].dtype)
 
@@ -114,7 +114,7 @@ def _answered(asks: Sequence[CollectiveOp]) -> Answer:
 # --- test inputs ----------------------------------------------------------------------------------------------------
 
 
-class _Crew:
+class _WorkerGroup:
     """Workers with their states, in one process. They exchange all `length` numbers, or those in blocks."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype, length: int, workers: int, in_blocks: bool = False) -> None:
@@ -139,35 +139,35 @@ class _Crew:
         return [self.drawn(kind) / self.workers * self._mask for _ in range(self.workers)]
 
     def round(
-        self, given: Sequence[Tensor], with_residual: bool = False
+        self, inputs: Sequence[Tensor], with_residual: bool = False
     ) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
         """Run one exchange of all workers, then move the parameters."""
         if with_residual:
-            told = zip(given, self.states, self.residual, strict=True)
-            talks = [self.codec.average(x.clone(), state, residual) for x, state, residual in told]
+            arguments = zip(inputs, self.states, self.residual, strict=True)
+            coroutines = [self.codec.average(x.clone(), state, residual) for x, state, residual in arguments]
         else:
-            talks = [self.codec.average(x.clone(), state) for x, state in zip(given, self.states, strict=True)]
+            coroutines = [self.codec.average(x.clone(), state) for x, state in zip(inputs, self.states, strict=True)]
         move = 0.1 * self.drawn(_normal)
-        found = hold(talks)
+        exchanged = hold(coroutines)
         for theta in self.thetas:
             theta.add_(move)
-        return found
+        return exchanged
 
     def surroundings(self) -> tuple[list[Tensor], Tensor]:
         """Return copies of the parameters and of the random state."""
-        return [one.clone() for one in self.thetas], self._source.get_state()
+        return [theta.clone() for theta in self.thetas], self._source.get_state()
 
     def surround(self, thetas: Sequence[Tensor], source: Tensor) -> None:
         """Set the parameters and the random state."""
-        for theta, one in zip(self.thetas, thetas, strict=True):
-            theta.copy_(one)
+        for theta, stored in zip(self.thetas, thetas, strict=True):
+            theta.copy_(stored)
         self._source.set_state(source)
 
     def residuals(self) -> list[Tensor]:
         """Return the workers' residuals."""
         if not self.codec.keeps_residual:
             return self.residual
-        return [kept for one in self.states if (kept := self.codec.residual(one)) is not None]
+        return [residual for state in self.states if (residual := self.codec.residual(state)) is not None]
 
     def __str__(self) -> str:
         return f"{self.codec} on {self.length} numbers of {self.dtype} from {self.workers} workers"
@@ -175,10 +175,13 @@ class _Crew:
 
 def _blocks(length: int) -> list[Block]:
     """Return a matrix and a vector with padding between them, if there is room."""
-    side, rest = int((length * 0.8) ** 0.5), length // 10
+    side, vector_length = int((length * 0.8) ** 0.5), length // 10
     if length < 64:
         return [Block("all", 0, length, (length,))]
-    return [Block("matrix", 0, side * side, (side, side)), Block("vector", length - rest, length, (rest,))]
+    return [
+        Block("matrix", 0, side * side, (side, side)),
+        Block("vector", length - vector_length, length, (vector_length,)),
+    ]
 
 
 def _normal(length: int, source: torch.Generator) -> Tensor:
@@ -206,39 +209,43 @@ def _scaled(size: float) -> Kind:
 
 def _check_mean(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
     for in_blocks in (False, True):
-        crew = _Crew(codec, dtype, length, workers, in_blocks)
-        given = crew.contributions(_normal)
-        results, turns = crew.round(given)
-        _same_everywhere(results, given[0], str(crew))
-        _near(results[0], given, tolerance, str(crew))
+        group = _WorkerGroup(codec, dtype, length, workers, in_blocks)
+        inputs = group.contributions(_normal)
+        results, turns = group.round(inputs)
+        _assert_equal_results(results, inputs[0], str(group))
+        _assert_near(results[0], inputs, tolerance, str(group))
         if not in_blocks:
-            _check_bytes(codec, given[0], turns, str(crew))
+            _check_bytes(codec, inputs[0], turns, str(group))
 
 
-def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[CollectiveOp]], what: str) -> None:
+def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[CollectiveOp]], description: str) -> None:
     declared = codec.bytes_of(x)
     for worker in range(len(turns[0])):
-        said = sum(turn[worker].tensor.nbytes for turn in turns)
-        assert said <= declared, f"{what}: {said} bytes were sent, at most {declared} declared"
-        assert said == declared or not codec.fixed_size, f"{what}: {said} bytes were sent, {declared} declared"
+        sent_bytes = sum(turn[worker].tensor.nbytes for turn in turns)
+        assert sent_bytes <= declared, f"{description}: {sent_bytes} bytes were sent, at most {declared} declared"
+        assert sent_bytes == declared or not codec.fixed_size, (
+            f"{description}: {sent_bytes} bytes were sent, {declared} declared"
+        )
 
 
-def _same_everywhere(results: Sequence[Tensor], like: Tensor, what: str) -> None:
-    for one in results:
-        assert one.shape == like.shape, f"{what}: shape {tuple(one.shape)}"
-        assert one.dtype == like.dtype, f"{what}: dtype {one.dtype}"
-        assert torch.equal(one, results[0]), f"{what}: the workers' results differ"
+def _assert_equal_results(results: Sequence[Tensor], like: Tensor, description: str) -> None:
+    for result in results:
+        assert result.shape == like.shape, f"{description}: shape {tuple(result.shape)}"
+        assert result.dtype == like.dtype, f"{description}: dtype {result.dtype}"
+        assert torch.equal(result, results[0]), f"{description}: the workers' results differ"
 
 
-def _near(result: Tensor, given: Sequence[Tensor], tolerance: float, what: str) -> None:
-    exact = torch.stack([one.double() for one in given]).sum(0)
-    apart = float((result.double() - exact).abs().amax()) if result.numel() else 0.0
-    assert apart <= tolerance * _largest(given), f"{what}: off by {apart:.2e}, with {_largest(given):.2e} the largest"
+def _assert_near(result: Tensor, inputs: Sequence[Tensor], tolerance: float, description: str) -> None:
+    exact = torch.stack([x.double() for x in inputs]).sum(0)
+    error = float((result.double() - exact).abs().amax()) if result.numel() else 0.0
+    assert error <= tolerance * _largest(inputs), (
+        f"{description}: off by {error:.2e}, with {_largest(inputs):.2e} the largest"
+    )
 
 
-def _largest(given: Sequence[Tensor]) -> float:
+def _largest(inputs: Sequence[Tensor]) -> float:
     """Return the sum of the workers' largest numbers."""
-    return sum(float(one.abs().max()) for one in given if one.numel())
+    return sum(float(x.abs().max()) for x in inputs if x.numel())
 
 
 def _check_kinds(codec: Codec, dtype: torch.dtype, tolerance: float, huge: float) -> None:
@@ -251,27 +258,27 @@ def _check_kinds(codec: Codec, dtype: torch.dtype, tolerance: float, huge: float
     }
     for name, kind in kinds.items():
         for length in (1, 1000):
-            crew = _Crew(codec, dtype, length, 2)
-            what = f"{crew}, {name}"
+            group = _WorkerGroup(codec, dtype, length, 2)
+            description = f"{group}, {name}"
             for turn in range(2):
-                given = crew.contributions(kind)
-                results, _turns = crew.round(given)
-                _same_everywhere(results, given[0], what)
-                assert bool(results[0].isfinite().all()), f"{what}: the result is not finite"
+                inputs = group.contributions(kind)
+                results, _turns = group.round(inputs)
+                _assert_equal_results(results, inputs[0], description)
+                assert bool(results[0].isfinite().all()), f"{description}: the result is not finite"
                 if name == "zeros":
-                    assert not bool(results[0].any()), f"{what}: zeros became nonzero"
+                    assert not bool(results[0].any()), f"{description}: zeros became nonzero"
                 if turn == 0 and name != "denormal numbers":
-                    _near(results[0], given, tolerance, what)
+                    _assert_near(results[0], inputs, tolerance, description)
 
 
 def _check_turns(codec: Codec) -> None:
     """Check that kind and number of the operations do not depend on the data."""
-    said = []
+    schedules = []
     for kind in (_zeros, _normal, _scaled(1e4)):
-        crew = _Crew(codec, torch.float32, 100, 1)
-        rounds = [crew.round(crew.contributions(kind))[1] for _ in range(ROUNDS)]
-        said.append([[(type(asks[0]), asks[0].tensor.dtype) for asks in turns] for turns in rounds])
-    assert said[0] == said[1] == said[2], f"{codec}: the operations depend on the data"
+        group = _WorkerGroup(codec, torch.float32, 100, 1)
+        rounds = [group.round(group.contributions(kind))[1] for _ in range(ROUNDS)]
+        schedules.append([[(type(ops[0]), ops[0].tensor.dtype) for ops in turns] for turns in rounds])
+    assert schedules[0] == schedules[1] == schedules[2], f"{codec}: the operations depend on the data"
 
 
 def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
@@ -279,97 +286,97 @@ def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
     if codec.elementwise:
         return
     for wild in (float("nan"), float("inf"), -float("inf")):
-        crew = _Crew(codec, dtype, 5000, 1)
-        crew.round(crew.contributions(_normal))
-        x = crew.drawn(_normal)
+        group = _WorkerGroup(codec, dtype, 5000, 1)
+        group.round(group.contributions(_normal))
+        x = group.drawn(_normal)
         x[2500] = wild
-        acts: list[Callable[[], object]] = [lambda: next(codec.average(x.clone(), crew.states[0]))]  # noqa: B023
+        acts: list[Callable[[], object]] = [lambda: next(codec.average(x.clone(), group.states[0]))]  # noqa: B023
         if not codec.keeps_residual:
-            acts.append(lambda: next(codec.average(x.clone(), crew.states[0], crew.residual[0])))  # noqa: B023
+            acts.append(lambda: next(codec.average(x.clone(), group.states[0], group.residual[0])))  # noqa: B023
         if codec.pair:
-            acts.append(lambda: codec.encode(x.clone(), crew.states[0]))  # noqa: B023
-        before, residual = copy.deepcopy(crew.states[0]), crew.residual[0].clone()
+            acts.append(lambda: codec.encode(x.clone(), group.states[0]))  # noqa: B023
+        state_before, residual = copy.deepcopy(group.states[0]), group.residual[0].clone()
         for act in acts:
-            _refused(act, f"{crew}: {wild}")
-            assert _alike(before, crew.states[0]), f"{crew}: {wild} was refused and the state has changed"
-            assert torch.equal(residual, crew.residual[0]), f"{crew}: {wild} was refused and the residual has changed"
+            _assert_refused(act, f"{group}: {wild}")
+            assert _are_equal(state_before, group.states[0]), f"{group}: {wild} was refused and the state has changed"
+            assert torch.equal(residual, group.residual[0]), f"{group}: {wild} was refused and the residual has changed"
 
 
-def _refused(act: Callable[[], object], what: str) -> None:
+def _assert_refused(act: Callable[[], object], description: str) -> None:
     with suppress(NotFiniteError):
         act()
-        raise AssertionError(f"{what} was not refused")
+        raise AssertionError(f"{description} was not refused")
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _are_equal(a: Any, b: Any) -> bool:
     """Return True if two states are equal."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if one is None or isinstance(one, int | float | str | bytes) or callable(one):
-        return bool(callable(one) or one == other)
-    return type(one) is type(other) and _alike(dict(_held(one)), dict(_held(other)))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if a is None or isinstance(a, int | float | str | bytes) or callable(a):
+        return bool(callable(a) or a == b)
+    return type(a) is type(b) and _are_equal(dict(_attributes(a)), dict(_attributes(b)))
 
 
-def _held(thing: object) -> Iterator[tuple[str, Any]]:
-    names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    yield from ((name, getattr(thing, name)) for name in names if hasattr(thing, name))
-    yield from getattr(thing, "__dict__", {}).items()
+def _attributes(state: object) -> Iterator[tuple[str, Any]]:
+    names = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
+    yield from ((name, getattr(state, name)) for name in names if hasattr(state, name))
+    yield from getattr(state, "__dict__", {}).items()
 
 
-def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
+def _check_residual_added(codec: Codec, dtype: torch.dtype, length: int) -> None:
     """Check that one worker's residual can be added to another's, whole and unchanged."""
     for in_blocks in (False, True):
-        crew = _Crew(codec, dtype, length, 2, in_blocks)
-        crew.round(crew.contributions(_normal))
-        mine, theirs = (codec.residual(one) for one in crew.states)
-        if mine is None or theirs is None:
+        group = _WorkerGroup(codec, dtype, length, 2, in_blocks)
+        group.round(group.contributions(_normal))
+        first, second = (codec.residual(state) for state in group.states)
+        if first is None or second is None:
             return
-        together, left = mine + theirs, theirs.clone()
-        codec.add_residual(crew.states[0], left)
-        found = codec.residual(crew.states[0])
-        assert found is not None, f"{crew}: the residual has gone"
-        assert torch.equal(found, together), f"{crew}: the residual of another worker was not added whole"
-        assert torch.equal(left, theirs), f"{crew}: the added residual was changed"
+        expected, added = first + second, second.clone()
+        codec.add_residual(group.states[0], added)
+        total = codec.residual(group.states[0])
+        assert total is not None, f"{group}: the residual has gone"
+        assert torch.equal(total, expected), f"{group}: the residual of another worker was not added whole"
+        assert torch.equal(added, second), f"{group}: the added residual was changed"
 
 
 def _check_state(codec: Codec) -> None:
     """Check that a state continues where it was saved, in the same object and in another process; and can be reset."""
     for in_blocks in (False, True):
-        crew, other = (_Crew(codec, torch.float32, 1000, 2, in_blocks) for _ in range(2))
+        group, restored = (_WorkerGroup(codec, torch.float32, 1000, 2, in_blocks) for _ in range(2))
         for _ in range(2):
-            crew.round(crew.contributions(_normal))
-        saved = _saved(crew)
+            group.round(group.contributions(_normal))
+        saved = _saved(group)
         tensors: dict[str, Tensor] = {}
         file = json.dumps(pack(saved, "codec", tensors))
-        for state, one in zip(other.states, unpack(json.loads(file), tensors), strict=True):
-            load_into(state, one)
-        given = [crew.contributions(_normal) for _ in range(ROUNDS)]
-        surroundings = crew.surroundings()
-        results = [[crew.round(one)[0][0].clone() for one in given]]
-        other.surround(*surroundings)
-        results.append([other.round(one)[0][0].clone() for one in given])
-        crew.surround(*surroundings)
-        for state, one in zip(crew.states, saved, strict=True):
-            load_into(state, one)
-        results.append([crew.round(one)[0][0].clone() for one in given])
-        for where, found in zip(("in another process", "in the same object"), results[1:], strict=True):
-            same = all(map(torch.equal, results[0], found))
-            assert same, f"{crew}: the rounds after a saved state was restored {where} differ"
+        for state, stored in zip(restored.states, unpack(json.loads(file), tensors), strict=True):
+            load_into(state, stored)
+        inputs = [group.contributions(_normal) for _ in range(ROUNDS)]
+        surroundings = group.surroundings()
+        results = [[group.round(x)[0][0].clone() for x in inputs]]
+        restored.surround(*surroundings)
+        results.append([restored.round(x)[0][0].clone() for x in inputs])
+        group.surround(*surroundings)
+        for state, stored in zip(group.states, saved, strict=True):
+            load_into(state, stored)
+        results.append([group.round(x)[0][0].clone() for x in inputs])
+        for place, sums in zip(("in another process", "in the same object"), results[1:], strict=True):
+            are_equal = all(map(torch.equal, results[0], sums))
+            assert are_equal, f"{group}: the rounds after a saved state was restored {place} differ"
         for members in (Members(3), Members(2, joined=True)):
-            for state in crew.states:
+            for state in group.states:
                 reset(state, members)
-        _same_everywhere(crew.round(given[0])[0], given[0][0], f"{crew}, after a change of members")
+        _assert_equal_results(group.round(inputs[0])[0], inputs[0][0], f"{group}, after a change of members")
 
 
-def _saved(crew: _Crew) -> list[Any]:
+def _saved(group: _WorkerGroup) -> list[Any]:
     try:
-        return [copied(save(state, f"the state of {crew.codec}")) for state in crew.states]
+        return [copied(save(state, f"the state of {group.codec}")) for state in group.states]
     except RecipeError as error:
         raise AssertionError(str(error)) from error
 
@@ -379,25 +386,25 @@ def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int,
     if not getattr(codec, "conserves", not codec.keeps_residual):
         return
     for in_blocks in (False, True):
-        crew = _Crew(codec, dtype, length, workers, in_blocks)
-        given_all = torch.zeros(length, dtype=torch.float64)
-        carried_all = torch.zeros(length, dtype=torch.float64)
+        group = _WorkerGroup(codec, dtype, length, workers, in_blocks)
+        input_sum = torch.zeros(length, dtype=torch.float64)
+        decoded_sum = torch.zeros(length, dtype=torch.float64)
         size = 0.0
         for _ in range(ROUNDS):
-            given = crew.contributions(_normal)
-            before = [one.clone() for one in crew.residuals()]
-            results, _turns = crew.round(given, with_residual=not codec.keeps_residual)
-            _same_everywhere(results, given[0], str(crew))
-            given_all += sum(one.double() for one in given)
-            carried_all += results[0].double()
-            size += _largest(given) + _largest(before) + _largest(results[:1])
+            inputs = group.contributions(_normal)
+            residuals_before = [residual.clone() for residual in group.residuals()]
+            results, _turns = group.round(inputs, with_residual=not codec.keeps_residual)
+            _assert_equal_results(results, inputs[0], str(group))
+            input_sum += sum(x.double() for x in inputs)
+            decoded_sum += results[0].double()
+            size += _largest(inputs) + _largest(residuals_before) + _largest(results[:1])
             if workers == 1 and getattr(codec, "exact_split", False):
-                kept = torch.equal(results[0] + crew.residuals()[0], before[0] + given[0])
-                assert kept, f"{crew}: decoded numbers and residual do not sum to the input, to the bit"
-        lost = given_all - carried_all - sum(one.double() for one in crew.residuals())
+                is_exact = torch.equal(results[0] + group.residuals()[0], residuals_before[0] + inputs[0])
+                assert is_exact, f"{group}: decoded numbers and residual do not sum to the input, to the bit"
+        missing = input_sum - decoded_sum - sum(residual.double() for residual in group.residuals())
         allowed = size * (8 * torch.finfo(dtype).eps + (tolerance if codec.linear else 0.0))
-        apart = float(lost.abs().amax()) if length else 0.0
-        assert apart <= allowed, f"{crew}: {apart:.2e} of a number is lost in {ROUNDS} rounds"
+        error = float(missing.abs().amax()) if length else 0.0
+        assert error <= allowed, f"{group}: {error:.2e} of a number is lost in {ROUNDS} rounds"
 
 
 # --- laws of pairs ----------------------------------------------------------------------------------------------------
@@ -405,37 +412,41 @@ def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int,
 
 def _check_pair(codec: Codec, dtype: torch.dtype, tolerance: float) -> None:
     for length in LENGTHS:
-        crew = _Crew(codec, dtype, length, 1)
-        x = crew.drawn(_normal)
-        what = f"{codec}, a message about {length} numbers of {dtype}"
-        message = codec.encode(x.clone(), crew.states[0])
-        found = codec.decode(message.clone(), torch.full_like(x, 3.0))
-        _same_everywhere([found], x, what)
-        _near(found, [x], tolerance, what)
-        assert message.nbytes <= codec.bytes_of(x), f"{what}: {message.nbytes} bytes, {codec.bytes_of(x)} declared"
+        group = _WorkerGroup(codec, dtype, length, 1)
+        x = group.drawn(_normal)
+        description = f"{codec}, a message about {length} numbers of {dtype}"
+        message = codec.encode(x.clone(), group.states[0])
+        decoded = codec.decode(message.clone(), torch.full_like(x, 3.0))
+        _assert_equal_results([decoded], x, description)
+        _assert_near(decoded, [x], tolerance, description)
+        assert message.nbytes <= codec.bytes_of(x), (
+            f"{description}: {message.nbytes} bytes, {codec.bytes_of(x)} declared"
+        )
         assert 0 <= codec.values_sent(message, x) <= length, (
-            f"{what}: it contains {codec.values_sent(message, x)} numbers"
+            f"{description}: it contains {codec.values_sent(message, x)} numbers"
         )
         total = x.clone()
         codec.add_to(total, message.clone())
-        assert torch.allclose(total, x + found, rtol=4 * torch.finfo(dtype).eps, atol=1e-6), f"{what}: add_to differs"
+        assert torch.allclose(total, x + decoded, rtol=4 * torch.finfo(dtype).eps, atol=1e-6), (
+            f"{description}: add_to differs"
+        )
         if codec.linear and message.dtype.is_floating_point and length:
             summed = codec.decode(message + 2 * message, x.clone())
-            _near(summed, [3 * x], 4 * tolerance, f"{what}: not linear")
+            _assert_near(summed, [3 * x], 4 * tolerance, f"{description}: not linear")
 
 
 def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
     """Check that other bytes than messages are refused or decode to a tensor. A linear codec's numbers may be any."""
     for length in (0, 1, 64, 1000):
-        crew = _Crew(codec, dtype, length, 1)
-        message = codec.encode(crew.drawn(_normal), crew.states[0])
+        group = _WorkerGroup(codec, dtype, length, 1)
+        message = codec.encode(group.drawn(_normal), group.states[0])
         if message.dtype != torch.uint8:
             return
         like = torch.zeros(length, dtype=dtype)
         for garbage in _garbage(message):
             with suppress(TransportError, ValueError):
-                found = codec.decode(garbage, like.clone())
-                _same_everywhere([torch.nan_to_num(found)], like, f"{codec}, garbage of {garbage.numel()} bytes")
+                decoded = codec.decode(garbage, like.clone())
+                _assert_equal_results([torch.nan_to_num(decoded)], like, f"{codec}, garbage of {garbage.numel()} bytes")
 
 
 def _garbage(message: Tensor) -> Iterator[Tensor]:
@@ -451,8 +462,8 @@ def _garbage(message: Tensor) -> Iterator[Tensor]:
             yield damaged
 
 
-def _up_to(most: int, source: torch.Generator) -> int:
-    return int(torch.randint(most + 1, (1,), generator=source))
+def _up_to(largest: int, source: torch.Generator) -> int:
+    return int(torch.randint(largest + 1, (1,), generator=source))
 
 
 # --- promises ---------------------------------------------------------------------------------------------------------
@@ -460,20 +471,20 @@ def _up_to(most: int, source: torch.Generator) -> int:
 
 def _draws(codec: Codec, x: Tensor) -> Tensor:
     """Return the decoded x of many rounds: (rounds, n); of a few if it is always the same."""
-    crew = _Crew(codec, x.dtype, x.numel(), 1)
-    decoded = [crew.round([x])[0][0].clone() for _ in range(ROUNDS)]
-    if any(not torch.equal(one, decoded[0]) for one in decoded):
-        decoded += [crew.round([x])[0][0].clone() for _ in range(DRAWS - ROUNDS)]
+    group = _WorkerGroup(codec, x.dtype, x.numel(), 1)
+    decoded = [group.round([x])[0][0].clone() for _ in range(ROUNDS)]
+    if any(not torch.equal(result, decoded[0]) for result in decoded):
+        decoded += [group.round([x])[0][0].clone() for _ in range(DRAWS - ROUNDS)]
     return torch.stack(decoded).double()
 
 
 def _check_unbiased(codec: Codec) -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(5))
     decoded = _draws(codec, x)
-    apart, spread = (decoded.mean(0) - x).abs(), decoded.std(0)
+    bias, spread = (decoded.mean(0) - x).abs(), decoded.std(0)
     spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # some may not have been drawn yet
     allowed = SIGMAS * spread / len(decoded) ** 0.5 + 1e-5 * x.abs().max()
-    assert bool((apart <= allowed).all()), f"{codec}: biased by {float((apart - allowed).max()):.2e} beyond chance"
+    assert bool((bias <= allowed).all()), f"{codec}: biased by {float((bias - allowed).max()):.2e} beyond chance"
 
 
 def _check_contraction(codec: Codec) -> None:
@@ -484,8 +495,9 @@ def _check_contraction(codec: Codec) -> None:
             if delta is None or not bool(x.any()):
                 continue
             assert 0 < delta <= 1, f"{codec}: a contraction by {delta}"
-            left = (_draws(codec, x) - x.double()).square().sum(1) / x.double().square().sum()
-            allowed = 1 - delta + SIGMAS * float(left.std()) / len(left) ** 0.5 + 1e-5
-            assert float(left.mean()) <= allowed, (
-                f"{codec}: {float(left.mean()):.4f} of the square of {length} numbers is left, promised {1 - delta:.4f}"
+            lost_shares = (_draws(codec, x) - x.double()).square().sum(1) / x.double().square().sum()
+            allowed = 1 - delta + SIGMAS * float(lost_shares.std()) / len(lost_shares) ** 0.5 + 1e-5
+            assert float(lost_shares.mean()) <= allowed, (
+                f"{codec}: {float(lost_shares.mean()):.4f} of the square of {length} numbers is left, "
+                f"promised {1 - delta:.4f}"
             )

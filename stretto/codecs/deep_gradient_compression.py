@@ -86,5 +86,5 @@ class deep_gradient_compression(Sparsifier):
         if self.clip is None:
             return x
         norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-        most = self.clip / math.sqrt(workers)
-        return x.mul_(most / norm) if norm > most else x
+        limit = self.clip / math.sqrt(workers)
+        return x.mul_(limit / norm) if norm > limit else x

@@ -45,16 +45,16 @@ class low_rank(Placed):
 
     def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
         matrices, rest = _cut(x.numel(), context, self.rank)
-        factors = sum(self.rank * (one.rows + one.columns) for one in matrices)
+        factors = sum(self.rank * (matrix.rows + matrix.columns) for matrix in matrices)
         return _working(x.dtype).itemsize * (factors + sum(len(run) for run in rest))
 
     def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
         refuse_not_finite(x if residual is None else x.add_(residual), self)
-        own, plain = state.views(x)
+        matrices, plain = state.views(x)
         bases = state.bases()
-        agreed = yield from _mean([*((m @ q.T).T for m, q in zip(own, bases, strict=True)), *plain], self)
-        p, plain = orthonormal(agreed[: len(own)]), agreed[len(own) :]
-        turned = [basis @ m for m, basis in zip(own, p, strict=True)]
+        agreed = yield from _mean([*((m @ q.T).T for m, q in zip(matrices, bases, strict=True)), *plain], self)
+        p, plain = orthonormal(agreed[: len(matrices)]), agreed[len(matrices) :]
+        turned = [basis @ m for m, basis in zip(matrices, p, strict=True)]
         q = (yield from _mean(turned, self)) if turned else []
         if residual is not None:
             state.owe(residual.copy_(x), p, turned)
@@ -64,12 +64,12 @@ class low_rank(Placed):
 
 def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[CollectiveOp, Answer, list[Tensor]]:
     """Compute the means of tensors in one all-reduce, and check them before and after: a sum can overflow."""
-    sent = torch.cat([one.flatten() for one in tensors])
-    refuse_not_finite(sent, codec)
-    agreed = cast("Tensor", (yield AllReduceMean(sent)))
+    message = torch.cat([tensor.flatten() for tensor in tensors])
+    refuse_not_finite(message, codec)
+    agreed = cast("Tensor", (yield AllReduceMean(message)))
     refuse_not_finite(agreed, codec)
-    parts = torch.split(agreed, [one.numel() for one in tensors])
-    return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
+    means = torch.split(agreed, [tensor.numel() for tensor in tensors])
+    return [mean.view(tensor.shape) for mean, tensor in zip(means, tensors, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,13 @@ class LowRankState(State):
 
     def __init__(self, like: Tensor, context: CodecContext, rank: int) -> None:
         self.matrices, self.rest = _cut(like.numel(), context, rank)
-        self.q = [like.new_zeros((rank, one.columns), dtype=_working(like.dtype)) for one in self.matrices]
+        self.q = [like.new_zeros((rank, matrix.columns), dtype=_working(like.dtype)) for matrix in self.matrices]
         self.seed, self.round = context.seed, 0
 
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the matrices of a flat range and the other numbers, in the dtype of the computation."""
         flat = flat.to(_working(flat.dtype))
-        return [one.of(flat) for one in self.matrices], [flat[run.start : run.stop] for run in self.rest]
+        return [matrix.of(flat) for matrix in self.matrices], [flat[run.start : run.stop] for run in self.rest]
 
     def bases(self) -> list[Tensor]:
         """Return orthonormal Q of every matrix; zero rows, as all are at first, are replaced by random ones."""
@@ -111,24 +111,24 @@ class LowRankState(State):
     def reset(self, members: Members) -> None:
         """Drop the bases if one of the members does not know them."""
         if members.joined:
-            self.q, self.round = [torch.zeros_like(one) for one in self.q], 0
+            self.q, self.round = [torch.zeros_like(basis) for basis in self.q], 0
 
     def keep(self, q: list[Tensor]) -> None:
         """Keep the agreed Q for the next round."""
-        self.q, self.round = [one.clone() for one in q], self.round + 1
+        self.q, self.round = [basis.clone() for basis in q], self.round + 1
 
     def owe(self, residual: Tensor, p: Sequence[Tensor], q: Sequence[Tensor]) -> None:
         """Subtract what this worker sent from `residual`, which holds its whole input."""
-        for matrix, left, right in zip(self.matrices, p, q, strict=True):
-            its = matrix.of(residual)
-            its.addmm_(left.T, right, alpha=-1) if its.dtype == left.dtype else its.sub_(left.T @ right)
+        for matrix, p_i, q_i in zip(self.matrices, p, q, strict=True):
+            view = matrix.of(residual)
+            view.addmm_(p_i.T, q_i, alpha=-1) if view.dtype == p_i.dtype else view.sub_(p_i.T @ q_i)
         for run in self.rest:
             residual[run.start : run.stop] = 0
 
     def write(self, x: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
         """Write the agreed range over x; padding between the parameters becomes zero."""
-        for matrix, left, right in zip(self.matrices, p, q, strict=True):
-            _write_product(left, right, matrix.of(x))
+        for matrix, p_i, q_i in zip(self.matrices, p, q, strict=True):
+            _write_product(p_i, q_i, matrix.of(x))
         for run, numbers in zip(self.rest, plain, strict=True):
             x[run.start : run.stop] = numbers
         return x
@@ -136,9 +136,9 @@ class LowRankState(State):
 
 def _cut(numbers: int, context: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
     """Return the matrices of a range that become smaller, and the runs of all other numbers."""
-    whole = Block("", 0, numbers, _near_square(numbers))
+    square = Block("", 0, numbers, _near_square(numbers))
     matrices, rest = [], []
-    for block in context.blocks or [whole]:
+    for block in context.blocks or [square]:
         shape = (block.shape[0], math.prod(block.shape[1:])) if len(block.shape) > 1 else (1, block.stop - block.start)
         end = block.start + math.prod(shape)
         if rank * sum(shape) < math.prod(shape) and end <= block.stop:
@@ -162,11 +162,11 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 
 def _filled(q: Tensor, source: torch.Generator) -> Tensor:
     """Return Q with random numbers in its zero rows: whole numbers, which are equal on every machine."""
-    lost = (q == 0).all(dim=1, keepdim=True)
-    if not lost.any():
+    is_zero = (q == 0).all(dim=1, keepdim=True)
+    if not is_zero.any():
         return q
     drawn = torch.randint(-(1 << 20), 1 << 20, q.shape, generator=source).to(q)
-    return torch.where(lost, drawn, q)
+    return torch.where(is_zero, drawn, q)
 
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
@@ -175,29 +175,29 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     `factors`: (rank, m) with one rank. Gram-Schmidt in float64, twice, for all factors of similar size together. It
     uses only sums and products of two numbers, in an order that depends only on m and rank.
     """
-    found = list(factors)
-    sizes = [1 << (one.shape[1] - 1).bit_length() for one in factors]
+    result = list(factors)
+    sizes = [1 << (factor.shape[1] - 1).bit_length() for factor in factors]
     for size in sorted(set(sizes)):
-        places = [place for place, its in enumerate(sizes) if its == size]
-        stack = factors[0].new_zeros((len(places), len(factors[0]), size), dtype=torch.float64)
-        for rows, place in zip(stack, places, strict=True):
-            rows[:, : factors[place].shape[1]] = factors[place]
+        indices = [index for index, rounded in enumerate(sizes) if rounded == size]
+        stack = factors[0].new_zeros((len(indices), len(factors[0]), size), dtype=torch.float64)
+        for rows, index in zip(stack, indices, strict=True):
+            rows[:, : factors[index].shape[1]] = factors[index]
         _gram_schmidt(stack)
         _gram_schmidt(stack)
-        for rows, place in zip(stack, places, strict=True):
-            found[place] = rows[:, : factors[place].shape[1]].to(factors[place].dtype, copy=True)
-    return found
+        for rows, index in zip(stack, indices, strict=True):
+            result[index] = rows[:, : factors[index].shape[1]].to(factors[index].dtype, copy=True)
+    return result
 
 
 def _gram_schmidt(stack: Tensor) -> None:
     """Make the rows of each of (factors, rank, 2^k) orthonormal, in place."""
     largest = stack.abs().amax(dim=2, keepdim=True)
     stack /= torch.where(largest > 0, largest, torch.ones_like(largest))
-    least = NEGLIGIBLE**2 * _summed(stack * stack)
+    negligible = NEGLIGIBLE**2 * _summed(stack * stack)
     for j in range(stack.shape[1]):
         row, later = stack[:, j : j + 1], stack[:, j + 1 :]
         square = _summed(row * row)
-        row *= torch.where(square > least[:, j : j + 1], 1 / square.sqrt(), torch.zeros_like(square))
+        row *= torch.where(square > negligible[:, j : j + 1], 1 / square.sqrt(), torch.zeros_like(square))
         later -= row * _summed(row * later)
 
 
@@ -209,9 +209,9 @@ def _summed(x: Tensor) -> Tensor:
 def _write_product(p: Tensor, q: Tensor, out: Tensor) -> None:
     """Write P^T Q to `out`, adding rows in order: a library's product may differ by processor and threads."""
     step = max(1, BLOCK // q.shape[1]) if out.device.type == "cpu" else len(out)
-    for first in range(0, len(out), step):
-        part = p[:, first : first + step, None]
-        block = part[0] * q[0]
+    for start in range(0, len(out), step):
+        rows = p[:, start : start + step, None]
+        block = rows[0] * q[0]
         for j in range(1, len(q)):
-            block += part[j] * q[j]
-        out[first : first + step] = block
+            block += rows[j] * q[j]
+        out[start : start + step] = block

@@ -96,10 +96,10 @@ def drawn(n: int, k: int, seed: int) -> Tensor:
     if 4 * k >= n:
         chosen = torch.randperm(n, generator=source)[:k]
     else:
-        found = _distinct(torch.randint(n, (k + k // 4,), generator=source))
-        while found.numel() < k:
-            found = _distinct(torch.cat([found, torch.randint(n, (k,), generator=source)]))
-        chosen = found[torch.randperm(found.numel(), generator=source)[:k]]
+        candidates = _distinct(torch.randint(n, (k + k // 4,), generator=source))
+        while candidates.numel() < k:
+            candidates = _distinct(torch.cat([candidates, torch.randint(n, (k,), generator=source)]))
+        chosen = candidates[torch.randperm(candidates.numel(), generator=source)[:k]]
     return chosen.sort().values.int()
 
 

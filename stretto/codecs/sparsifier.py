@@ -96,8 +96,8 @@ class Sparsifier(SingleRound):
         indices, values = self.select(x, residual, state)
         encoded = self.encode_values(values.clone(), indices, state)
         if not self.values_exact:
-            left = values - self.decode_values(encoded.view(torch.uint8), indices, torch.empty_like(values))
-            kernels.on(residual).add_at(residual, indices, left)
+            errors = values - self.decode_values(encoded.view(torch.uint8), indices, torch.empty_like(values))
+            kernels.on(residual).add_at(residual, indices, errors)
         return self._message(indices, encoded, x, state)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
@@ -157,5 +157,5 @@ def without_zeros(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries without zero values, which need not be sent."""
     if bool(values.all()):
         return indices, values
-    kept = values != 0
-    return indices[kept], values[kept]
+    is_nonzero = values != 0
+    return indices[is_nonzero], values[is_nonzero]

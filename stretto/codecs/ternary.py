@@ -74,11 +74,11 @@ class ternary(SingleRound):
         """Clip x in place to `clip` times the root mean square of each bucket."""
         if self.clip is None:
             return x
-        whole = x.numel() - x.numel() % self.bucket
-        for rows in (x[:whole].view(-1, self.bucket), x[whole:].view(1, -1)):
+        full = x.numel() - x.numel() % self.bucket
+        for rows in (x[:full].view(-1, self.bucket), x[full:].view(1, -1)):
             if rows.numel():
-                most = self.clip * rows.shape[1] ** -0.5 * _norms(rows)
-                rows.clamp_(-most, most)
+                limit = self.clip * rows.shape[1] ** -0.5 * _norms(rows)
+                rows.clamp_(-limit, limit)
         return x
 
 

@@ -39,25 +39,25 @@ def why_not_native(house: Path = HOUSE) -> str | None:
     try:
         built = import_module("stretto.kernels._native").SOURCES
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        return "they are not built" if missing else f"they can't be loaded ({error})"
+        is_missing = isinstance(error, ModuleNotFoundError)
+        return "they are not built" if is_missing else f"they can't be loaded ({error})"
     return None if digest(house) in (built, None) else "they are older than their source, or newer"
 
 
 def digest(house: Path = HOUSE) -> str | None:
     """Return a hash of the sources beside this file; None without sources, as in a wheel."""
     sources = sorted([*house.glob("*.cpp"), *house.glob("*.hpp")])
-    each = "".join(hashlib.sha256(one.read_bytes()).hexdigest() for one in sources)
-    return hashlib.sha256(each.encode()).hexdigest() if sources else None
+    digests = "".join(hashlib.sha256(source.read_bytes()).hexdigest() for source in sources)
+    return hashlib.sha256(digests.encode()).hexdigest() if sources else None
 
 
 def _reference_asked() -> bool:
-    asked = os.environ.get("STRETTO_KERNELS", "")
-    if asked not in ("", "reference"):
+    requested = os.environ.get("STRETTO_KERNELS", "")
+    if requested not in ("", "reference"):
         expected = "reference, or nothing for the quickest that fit"
         problem = "STRETTO_KERNELS names no kernels that can be asked for"
-        raise StrettoError(explain(problem, got=asked, expected=expected, to_type="STRETTO_KERNELS=reference"))
-    return asked == "reference"
+        raise StrettoError(explain(problem, got=requested, expected=expected, to_type="STRETTO_KERNELS=reference"))
+    return requested == "reference"
 
 
 @cache

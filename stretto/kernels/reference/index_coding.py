@@ -96,20 +96,20 @@ def _rice(gaps: Tensor, low: int, bits: int) -> Tensor:
 
 
 def _varint(number: int) -> list[int]:
-    said = []
+    encoded = []
     while number >= 128:
-        said.append(number & 127 | 128)
+        encoded.append(number & 127 | 128)
         number >>= 7
-    return [*said, number]
+    return [*encoded, number]
 
 
 def _count(message: Tensor) -> tuple[int, int]:
     """Return the number after the first byte, of at most five bytes, and the offset of its end."""
     number = 0
-    for at, byte in enumerate(message[1:6].tolist()):
-        number |= (byte & 127) << 7 * at
+    for index, byte in enumerate(message[1:6].tolist()):
+        number |= (byte & 127) << 7 * index
         if byte < 128:
-            return number, at + 2
+            return number, index + 2
     raise ValueError("a message about indices ends in its count, or the count does not end")
 
 
@@ -127,8 +127,8 @@ def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
     count, start = _count(message)
     if not 1 <= count <= n:
         raise ValueError(f"a message about indices speaks of {count} entries of {n}")
-    most = count * (low + 1) + (n >> low)
-    bits = unpack_bits(message[start : start + (most + 7) // 8])
+    max_bits = count * (low + 1) + (n >> low)
+    bits = unpack_bits(message[start : start + (max_bits + 7) // 8])
     zeros = _next_zero(bits)
     starts = _orbit((zeros + low + 1).clamp(max=bits.numel() + 1), count)
     end = int(starts[count])
@@ -148,16 +148,16 @@ def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
 def _next_zero(bits: Tensor) -> Tensor:
     """Return for each position, and two after the end, the next position of a zero."""
     length = bits.numel()
-    at = torch.arange(length + 2, device=bits.device)
-    at[:length].masked_fill_(bits.bool(), length + 1)
-    return at.flip(0).cummin(0).values.flip(0)
+    positions = torch.arange(length + 2, device=bits.device)
+    positions[:length].masked_fill_(bits.bool(), length + 1)
+    return positions.flip(0).cummin(0).values.flip(0)
 
 
 def _orbit(following: Tensor, count: int) -> Tensor:
     """Return 0, f(0), f(f(0)), ... up to `count` terms, doubling them by squaring the power of f."""
-    found = following.new_zeros(1)
-    while found.numel() <= count:
-        found = torch.cat([found, following[found]])
-        if found.numel() <= count:
+    terms = following.new_zeros(1)
+    while terms.numel() <= count:
+        terms = torch.cat([terms, following[terms]])
+        if terms.numel() <= count:
             following = following[following]
-    return found[: count + 1]
+    return terms[: count + 1]

@@ -94,25 +94,25 @@ def noise(seed: int, n: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _used(bucket: int, a: Tensor) -> int:
-    """The length of a bucket, no longer than there are numbers."""
+    """Return the length of a bucket, no longer than there are numbers."""
     return min(bucket, max(a.numel(), 1))
 
 
 def _rows(a: Tensor, bucket: int) -> Tensor:
-    """The buckets as rows, the last one filled up with zeros."""
+    """Return the buckets as rows, the last one filled up with zeros."""
     return pad(a, (0, -a.numel() % bucket)).view(-1, bucket)
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """The sum of each row in the order of indices, as a running sum is."""
+    """Return the sum of each row in the order of indices, as a running sum is."""
     return rows.cumsum(1)[:, -1]
 
 
 def _norms(sizes: Tensor, norm: str) -> Tensor:
     if sizes.numel() == 0:
         return sizes.new_empty(0, dtype=torch.float32)
-    found = sizes.amax(1) if norm == "max" else _sums(sizes * sizes).sqrt()
-    return found.clamp(max=MOST).float()
+    norms = sizes.amax(1) if norm == "max" else _sums(sizes * sizes).sqrt()
+    return norms.clamp(max=MOST).float()
 
 
 def _signed(bits: Tensor, scales: Tensor, bucket: int) -> Tensor:
@@ -135,7 +135,7 @@ def _pack(codes: Tensor, levels: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, levels: int) -> Tensor:
-    """The codes in packed levels; of bytes that no packing gives, some."""
+    """Return the codes in packed levels; of bytes that no packing gives, arbitrary ones."""
     if levels == 127:
         return packed
     if levels == 7:

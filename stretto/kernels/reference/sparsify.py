@@ -21,11 +21,11 @@ def take_largest(x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Te
 
 
 def take_largest_per_chunk(x: Tensor, residual: Tensor | None, chunk: int, k: int) -> tuple[Tensor, Tensor]:
-    """`take_largest` in every chunk of `chunk` numbers; of a last chunk that is shorter than `k`, all."""
+    """Take the largest entries of every chunk of `chunk` numbers, all of a last one shorter than `k`."""
     a = _with_residual(x, residual)
-    whole = a.numel() - a.numel() % chunk
-    parts = [a[:whole].view(-1, chunk), a[whole:].view(1, -1)]
-    return _taken(a, residual, torch.cat([_largest(one.abs(), k).view(-1) for one in parts]))
+    full = a.numel() - a.numel() % chunk
+    pieces = [a[:full].view(-1, chunk), a[full:].view(1, -1)]
+    return _taken(a, residual, torch.cat([_largest(piece.abs(), k).view(-1) for piece in pieces]))
 
 
 def take_above(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
@@ -47,15 +47,15 @@ def take_threshold(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tens
     """
     a = _with_residual(x, residual)
     size = a.new_tensor(tau)
-    found = (a.abs() >= size).nonzero().view(-1)
-    negative = a[found] < 0
+    indices = (a.abs() >= size).nonzero().view(-1)
+    negative = a[indices] < 0
     if residual is not None:
-        residual[found] -= torch.where(negative, -size, size)
-    return found.int(), negative.to(torch.uint8)
+        residual[indices] -= torch.where(negative, -size, size)
+    return indices.int(), negative.to(torch.uint8)
 
 
 def add_at(total: Tensor, indices: Tensor, values: Tensor) -> None:
-    """`total[indices] += values`; no index may be there twice."""
+    """Add: `total[indices] += values`; no index may be there twice."""
     total.index_add_(0, indices, values.to(total.dtype))
 
 
@@ -72,13 +72,13 @@ def _taken(a: Tensor, residual: Tensor | None, chosen: Tensor) -> tuple[Tensor, 
 
 
 def _largest(size: Tensor, k: int) -> Tensor:
-    """In each row of `size: (rows, m)`, which are the k largest, as a mask; of equals the first."""
+    """Return a mask of the k largest of each row of `size: (rows, m)`, the first of equals."""
     k = min(k, size.shape[1])
     if k == 0 or size.numel() == 0:
         return torch.zeros_like(size, dtype=torch.bool)
-    least = size.topk(k, dim=1).values[:, -1:]
-    chosen, equal = size > least, size == least
-    still = k - chosen.sum(1, keepdim=True)
-    if bool((equal.sum(1, keepdim=True) > still).any()):
-        equal &= equal.cumsum(1) <= still
+    kth_largest = size.topk(k, dim=1).values[:, -1:]
+    chosen, equal = size > kth_largest, size == kth_largest
+    equal_taken = k - chosen.sum(1, keepdim=True)
+    if bool((equal.sum(1, keepdim=True) > equal_taken).any()):
+        equal &= equal.cumsum(1) <= equal_taken
     return chosen | equal
