@@ -111,9 +111,11 @@ class KeyedBarrier(Generic[ContributionT, ResultT]):
         except (ValueError, TransportError, UnevenLoopsError) as error:
             uneven = isinstance(error, UnevenLoopsError)
             return [
-                MemberResult(one, op, None, str(error), uneven) for one in contributions if one not in round_.notified
+                MemberResult(worker, op, None, str(error), uneven)
+                for worker in contributions
+                if worker not in round_.notified
             ]
-        return [MemberResult(one, op, result) for one in contributions if one not in round_.notified]
+        return [MemberResult(worker, op, result) for worker in contributions if worker not in round_.notified]
 
     def _refusals(self, op: int) -> list[MemberResult[ResultT]]:
         """Refuse a pending operation, once, to the workers that wait for it."""
@@ -121,10 +123,10 @@ class KeyedBarrier(Generic[ContributionT, ResultT]):
         missing = ", ".join(map(str, sorted(self.left - round_.contributions.keys())))
         waiting = sorted(round_.contributions.keys() - round_.notified)
         round_.notified.update(waiting)
-        return [MemberResult(one, op, None, f"worker {missing} left (exchange {op})") for one in waiting]
+        return [MemberResult(worker, op, None, f"worker {missing} left (exchange {op})") for worker in waiting]
 
     def _end(self, op: int) -> None:
         del self._rounds[op]
         self._ended.add(op)
         if len(self._ended) > 1000:
-            self._ended -= {one for one in self._ended if one < op - 1000}
+            self._ended -= {ended_op for ended_op in self._ended if ended_op < op - 1000}

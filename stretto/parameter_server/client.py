@@ -137,17 +137,17 @@ class ParameterServerClient(Transport):
         self._op += 1
         self._has_left_barrier = False
         flat = op.tensor.detach()
-        sent = flat.cpu().contiguous()
+        contiguous = flat.cpu().contiguous()
         if isinstance(op, AllReduceMean):
             request_ids = [
-                self._contributions.send(channel, self._op, "mean", sent[start:stop])
-                for channel, (start, stop) in zip(self.channels, ranges(sent.numel(), self.shards), strict=True)
+                self._contributions.send(channel, self._op, "mean", contiguous[start:stop])
+                for channel, (start, stop) in zip(self.channels, ranges(contiguous.numel(), self.shards), strict=True)
             ]
             return AllReduceHandle(self._contributions, self.channels, flat, request_ids, self.workers)
         assert isinstance(op, AllGather)
         channel = self.channels[self._op % self.shards]
         return AllGatherHandle(
-            self._contributions, channel, flat, self._contributions.send(channel, self._op, "every", sent)
+            self._contributions, channel, flat, self._contributions.send(channel, self._op, "every", contiguous)
         )
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
@@ -180,9 +180,9 @@ class ParameterServerClient(Transport):
         self._has_left_barrier = False
         return self._bytes_of(self._collective(body, [as_bytes(message)]))
 
-    def _collective(self, body: m.Gather | m.BroadcastOrder | m.Barrier, given: list[Tensor]) -> list[Chunks]:
+    def _collective(self, body: m.Gather | m.BroadcastOrder | m.Barrier, tensors: list[Tensor]) -> list[Chunks]:
         """Send a request for a collective operation to the dispatcher; return the result."""
-        return self._await_result(body, self._dispatcher.send(body, given))
+        return self._await_result(body, self._dispatcher.send(body, tensors))
 
     def _await_result(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> list[Chunks]:
         """Return the result of a collective operation once it has arrived."""
@@ -269,8 +269,8 @@ class ParameterServerClient(Transport):
         """Send the shards their ranges of the parameters and the update rule, with the rule's earlier state if there is
         one."""
         stored = stored or RuleState()
-        given = [*parts, *itertools.chain.from_iterable(stored.tensors.values())]
-        shares = [[tensor.detach().cpu() for tensor in share] for share in split_among_shards(given, self.shards)]
+        tensors = [*parts, *itertools.chain.from_iterable(stored.tensors.values())]
+        shares = [[tensor.detach().cpu() for tensor in share] for share in split_among_shards(tensors, self.shards)]
         snapshot, is_open = self._op + 1, False
         while not is_open:
             body = m.Open(
@@ -413,17 +413,17 @@ class ParameterServerClient(Transport):
         """Ask for a batch, which `lease` waits for; return the request id and the recovery epoch."""
         return self._dispatcher.send(m.Lease(number, self.recovery_epoch)), self.recovery_epoch
 
-    def lease(self, asked: tuple[int, int]) -> m.Leased:
+    def lease(self, requested: tuple[int, int]) -> m.Leased:
         """Return the requested batch. Raises RollbackRequiredError if the reply is of an older recovery epoch.
 
         Such a reply is void, be it a batch or a call to a barrier: the other workers do not know that it has arrived.
         """
-        request_id, recovery_epoch = asked
+        request_id, recovery_epoch = requested
         body, _ = self._dispatcher.wait(request_id)
         if recovery_epoch != self.recovery_epoch:
             raise RollbackRequiredError("the servers were rolled back after this request")
         if not isinstance(body, m.Leased):
-            raise TransportError(f"the coordinator answered {type(body).__name__} to a request for a batch")
+            raise TransportError(f"the dispatcher answered {type(body).__name__} to a request for a batch")
         if body.barrier:
             self.barriers_announced.append(body.snapshot_only)
         return body
@@ -472,7 +472,7 @@ class ParameterServerClient(Transport):
             self.join()
             return
         if not isinstance(body, m.Joined):
-            raise TransportError(f"the coordinator answered {type(body).__name__} to a joining worker")
+            raise TransportError(f"the dispatcher answered {type(body).__name__} to a joining worker")
         self._members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
         self.barriers_passed, self.barriers_announced = body.barriers_passed, list(body.barriers_announced)
         positions = self._join_shards()

@@ -125,8 +125,11 @@ def ranges(length: int, shards: int) -> list[tuple[int, int]]:
 
 def split_among_shards(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
     """Return for each shard its range of every part."""
-    bounds = [ranges(one.numel(), shards) for one in parts]
-    return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
+    bounds = [ranges(part.numel(), shards) for part in parts]
+    return [
+        [part[slice(*shard_bounds[shard])] for part, shard_bounds in zip(parts, bounds, strict=True)]
+        for shard in range(shards)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,10 @@ class Contributions:
 
     def send(self, channel: Channel, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
         """Send a contribution to a shard; return the request id."""
-        unheard = (one.body.op for one in self._sent if one.channel is channel and channel.is_pending(one.request_id))
-        body = m.Contribute(op, kind, min(unheard, default=op) - 1)
+        pending_ops = (
+            sent.body.op for sent in self._sent if sent.channel is channel and channel.is_pending(sent.request_id)
+        )
+        body = m.Contribute(op, kind, min(pending_ops, default=op) - 1)
         request_id = channel.send(body, [tensor])
         if self._stores:
             self._sent.append(_Contribution(channel, request_id, body, [tensor.clone()]))
@@ -157,14 +162,16 @@ class Contributions:
         """Wait for the result, and drop contributions whose results all workers have."""
         body, results = channel.wait(request_id)
         if isinstance(body, m.Result | m.MembersResult):
-            self._sent = [one for one in self._sent if one.channel is not channel or one.body.op > body.received_up_to]
+            self._sent = [
+                sent for sent in self._sent if sent.channel is not channel or sent.body.op > body.received_up_to
+            ]
         return body, results
 
     def replay(self, channel: Channel) -> None:
         """Send the contributions to a restarted shard; the channel sends those without a reply itself."""
-        for one in self._sent:
-            if one.channel is channel and not channel.is_pending(one.request_id):
-                channel.send_oneway(one.body, one.tensors)
+        for contribution in self._sent:
+            if contribution.channel is channel and not channel.is_pending(contribution.request_id):
+                channel.send_oneway(contribution.body, contribution.tensors)
 
     def clear(self) -> None:
         """Drop the contributions of a generation that is over."""
@@ -229,7 +236,7 @@ class Update:
     @property
     def nbytes(self) -> int:
         """Bytes of all messages."""
-        return sum(one.nbytes for messages in self.messages for one in messages)
+        return sum(message.nbytes for messages in self.messages for message in messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +278,7 @@ class PushHandle:
         """Wait for all shards, where replies are encoded; return each shard's message for each part of its range."""
         replies = self._replies(lambda _: None)
         return _push_result([body for body, _ in replies]), [
-            [concatenated(one, "uint8") for one in results] for _, results in replies
+            [concatenated(chunks, "uint8") for chunks in results] for _, results in replies
         ]
 
     def discard(self) -> None:
@@ -279,17 +286,17 @@ class PushHandle:
         for channel, request_id in zip(self.channels, self.request_ids, strict=True):
             channel.discard(request_id)
 
-    def _replies(self, into: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Chunks]]]:
+    def _replies(self, sink_for: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Chunks]]]:
         pairs = enumerate(zip(self.channels, self.request_ids, strict=True))
         try:
-            return [channel.wait(request_id, into(shard)) for shard, (channel, request_id) in pairs]
+            return [channel.wait(request_id, sink_for(shard)) for shard, (channel, request_id) in pairs]
         except RollbackRequiredError:
             self.discard()  # the other shards' replies are void as well
             raise
 
     def _sink_of(self, shard: int, take: Sink) -> Sink:
         starts = [ranges(length, len(self.channels))[shard][0] for length in self.lengths]
-        return lambda part, at, chunk: take(part, starts[part] + at, chunk)
+        return lambda part, offset, chunk: take(part, starts[part] + offset, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,11 +310,11 @@ class RuleState:
 
 def _push_result(replies: Sequence[m.Body]) -> PushResult:
     pushes = [body for body in replies if isinstance(body, m.PushReply)]
-    refused = {seq for one in pushes for seq in one.refused}
-    blocked_s = max(one.blocked_s for one in pushes)
-    return PushResult([one.version for one in pushes], pushes[0].applied, refused, blocked_s)
+    refused = {seq for push in pushes for seq in push.refused}
+    blocked_s = max(push.blocked_s for push in pushes)
+    return PushResult([push.version for push in pushes], pushes[0].applied, refused, blocked_s)
 
 
 def _write(flat: Tensor, chunks: Chunks) -> None:
-    for at, chunk in with_offsets(chunks):
-        flat[at : at + chunk.numel()].copy_(chunk)
+    for offset, chunk in with_offsets(chunks):
+        flat[offset : offset + chunk.numel()].copy_(chunk)

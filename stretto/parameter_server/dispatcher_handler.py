@@ -76,7 +76,7 @@ class DispatcherHandler:
         """Return False: messages are processed when complete."""
         return False
 
-    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+    def write(self, worker: int, index: int, offset: int, chunk: Tensor) -> None:
         """Never called."""
 
     def take(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
@@ -98,7 +98,7 @@ class DispatcherHandler:
             return self._replay_result(
                 worker,
                 body,
-                [concatenated(one, dtype) for one, (dtype, _) in zip(tensors, header.tensors, strict=True)],
+                [concatenated(chunks, dtype) for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)],
             )
         if isinstance(body, m.BeginEpoch):
             return self._begin(worker, header, body, tensors)
@@ -125,9 +125,9 @@ class DispatcherHandler:
             self._collectives.group(body.generation, body.members)
             return []
         if isinstance(body, m.Join):
-            before = self.remove(worker) if worker in self._collectives.members else []
+            messages = self.remove(worker) if worker in self._collectives.members else []
             self._joining[worker] = request_id
-            return before
+            return messages
         if isinstance(body, m.Finish | m.Quit):
             self._note_finished(worker, isinstance(body, m.Quit))
             return [OutgoingMessage(worker, request_id, m.Result()), *self._remove_finished(worker)]
@@ -154,7 +154,7 @@ class DispatcherHandler:
             ]
         if isinstance(body, m.Rollback):
             return self._rollback(worker, request_id, body)
-        raise FramingError(f"the coordinator was told {type(body).__name__}")
+        raise FramingError(f"unexpected message {type(body).__name__} for the dispatcher")
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         """Note that a worker has left: its batches are returned."""
@@ -207,16 +207,16 @@ class DispatcherHandler:
     def _release(self) -> list[OutgoingMessage]:
         """Reply to workers that wait for the end of the epoch, if it is over or there are batches again."""
         released = self.dispatcher.pop_released(self._collectives.members <= self._known_members)
-        self._ending |= {one for one, over in released.items() if over}
+        self._ending |= {worker for worker, over in released.items() if over}
         return [
-            OutgoingMessage(one, self._awaiting_end.pop(one), m.EpochStatus(over))
-            for one, over in released.items()
-            if one in self._awaiting_end
+            OutgoingMessage(worker, self._awaiting_end.pop(worker), m.EpochStatus(over))
+            for worker, over in released.items()
+            if worker in self._awaiting_end
         ]
 
     def _begin(self, worker: int, header: m.Header, body: m.BeginEpoch, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if body.barrier_every is not None and body.barrier_every < 1:
-            raise FramingError(f"a meeting after every {body.barrier_every} batches")
+            raise FramingError(f"a barrier after every {body.barrier_every} batches")
         sizes = _flat(header, tensors, torch.int64).tolist()
         if body.epoch_number > self.dispatcher.epoch_number:
             self.dispatcher.begin(body.epoch_number, sizes, body.barrier_every, body.in_turn, body.settled)
@@ -240,7 +240,10 @@ class DispatcherHandler:
             messages = self._collectives.contribute(
                 worker, body.op, header.request_id, (None, torch.empty(0, dtype=torch.uint8), None)
             )
-            return [*[OutgoingMessage(one.worker, one.request_id, one.body) for one in messages], *self._release()]
+            return [
+                *[OutgoingMessage(message.worker, message.request_id, message.body) for message in messages],
+                *self._release(),
+            ]
         flat, messages = _flat(header, tensors, torch.uint8), []
         if isinstance(body, m.BroadcastOrder) and body.epoch_number == self._order[0]:  # its receivers may have failed
             messages = self._collectives.note_result(
@@ -275,7 +278,7 @@ class DispatcherHandler:
         joining, self._joining = self._joining, {}
         if is_over or self._recovery_epoch < 0:  # if no worker is left to report a lost service, the joining ones do
             body: m.Body = m.RunOver() if is_over else m.StaleRequest(self._recovery_epoch)
-            return [OutgoingMessage(one, request_id, body) for one, request_id in joining.items()]
+            return [OutgoingMessage(worker, request_id, body) for worker, request_id in joining.items()]
         epoch_number, order = self._order
         if not members:
             self._op += SKIPPED
@@ -393,7 +396,7 @@ class DispatcherHandler:
             self._recovery_epoch, self._rolled_back, self._is_partial = 0, m.RolledBack(0, -1, body.boot_ids), False
             return []
         if not usable:
-            raise FramingError("a server was lost, and there is no cut that all of them have")
+            raise FramingError("a server was lost, and there is no snapshot that all servers have")
         stored = self._store.get(usable[-1])
         assert stored is not None
         facts, (sizes, order) = stored
@@ -415,29 +418,29 @@ class DispatcherHandler:
         waiting, self._awaiting_end = self._awaiting_end, {}
         self._last_leases.clear()
         return [
-            OutgoingMessage(one, request_id, m.StaleRequest(self._recovery_epoch))
-            for one, request_id in waiting.items()
+            OutgoingMessage(waiting_worker, request_id, m.StaleRequest(self._recovery_epoch))
+            for waiting_worker, request_id in waiting.items()
         ]
 
 
 def _flat(header: m.Header, tensors: list[Chunks], dtype: torch.dtype) -> Tensor:
     """Return the only tensor of a message."""
     if len(tensors) != 1 or DTYPES[header.tensors[0][0]] is not dtype:
-        raise FramingError(f"{listed(header.tensors)} where one tensor of {dtype} belongs")
+        raise FramingError(f"{listed(header.tensors)} where one tensor of {dtype} is expected")
     return concatenated(tensors[0], header.tensors[0][0])
 
 
 def _combine(contributions: Mapping[int, tuple[int | None, Tensor, LoopPosition | None]]) -> list[Tensor]:
-    """Return the bytes of all members or of the root; `NOBODY` if the root was lost."""
-    places = {worker: at for worker, (_, _, at) in contributions.items() if at is not None}
-    if are_apart(places.values()):
-        raise UnevenLoopsError(explained(places))
+    """Return the bytes of all members or of the root; `NO_RESULT` if the root was lost."""
+    positions = {worker: position for worker, (_, _, position) in contributions.items() if position is not None}
+    if are_apart(positions.values()):
+        raise UnevenLoopsError(explained(positions))
     roots = {root for root, _, _ in contributions.values()}
     if len(roots) > 1 and (None in roots or roots <= contributions.keys()):  # some may not know which worker failed
-        raise ValueError("the workers do different things: some gather, some tell")
+        raise ValueError("the workers do different things: some all-gather, some broadcast")
     root = roots.pop() if len(roots) == 1 else -1
     if root is None:
-        return [one for _, one, _ in contributions.values()]
+        return [flat for _, flat, _ in contributions.values()]
     if root in contributions:
         return [contributions[root][1]]
     return NO_RESULT

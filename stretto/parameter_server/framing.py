@@ -69,17 +69,17 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     if tensor.numel():
         numbers: Any = tensor.view(torch.uint8).numpy()
         data = memoryview(numbers)
-        yield from (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
+        yield from (data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
 
 
 def decode_header(frame: Any) -> Header:
     """Decode a header. Raises FramingError if it is malformed or has an unknown dtype."""
     if len(frame) > HEADER_BYTES:
-        raise FramingError(f"a head of {len(frame)} bytes")
+        raise FramingError(f"a header of {len(frame)} bytes")
     try:
         header = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FramingError(f"no head: {error}") from None
+        raise FramingError(f"no header: {error}") from None
     for dtype, length in header.tensors:
         if dtype not in DTYPES or length < 0:
             raise FramingError(f"a tensor of {length} {dtype:.20}")
@@ -104,7 +104,7 @@ class Assembly:
     def header(self) -> Header:
         """Header of the message being received. Raises FramingError if there is none."""
         if self._header is None:
-            raise FramingError("a chunk of no parcel")
+            raise FramingError("a chunk without a header")
         return self._header
 
     def begin(self, frame: Any) -> Header:
@@ -120,9 +120,9 @@ class Assembly:
         """Yield the chunks received since the last call as (tensor, first element, elements). They are not stored."""
         for index, chunks in enumerate(self._tensors):
             for chunk in chunks:
-                at = self._drained[index]
+                offset = self._drained[index]
                 self._drained[index] += chunk.numel()
-                yield index, at, chunk
+                yield index, offset, chunk
             chunks.clear()
 
     def reset(self) -> None:
@@ -144,7 +144,7 @@ class Assembly:
     def _place(self, chunk: Any) -> None:
         """Add a chunk to the first incomplete tensor."""
         header = self.header
-        index = next((index for index, missing in enumerate(self._missing) if missing), None)
+        index = next((index for index, missing_bytes in enumerate(self._missing) if missing_bytes), None)
         if index is None or not 0 < len(chunk) <= self._missing[index]:
             raise FramingError(f"a chunk of {len(chunk)} bytes where it does not fit")
         dtype = DTYPES[header.tensors[index][0]]

@@ -45,7 +45,7 @@ class RequestHandler(Protocol):
         """Return True if the message is to be passed to `write` chunk by chunk while it arrives."""
         ...
 
-    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+    def write(self, worker: int, index: int, offset: int, chunk: Tensor) -> None:
         """Process a chunk of tensor `index` that begins at element `at`."""
         ...
 
@@ -86,12 +86,12 @@ class PendingRequests:
 
     def pop(self, worker: int, op: int) -> tuple[int, float]:
         """Remove a request; return its id and the seconds that it has waited."""
-        request_id, since = self._waiting.pop((worker, op))
-        return request_id, self._clock() - since
+        request_id, since_s = self._waiting.pop((worker, op))
+        return request_id, self._clock() - since_s
 
     def forget(self, worker: int) -> None:
         """Drop all requests of a worker."""
-        self._waiting = {pending: since for pending, since in self._waiting.items() if pending[0] != worker}
+        self._waiting = {pending: since_s for pending, since_s in self._waiting.items() if pending[0] != worker}
 
 
 class CollectiveHandler:
@@ -151,7 +151,7 @@ class CollectiveHandler:
             return []
         self._names_contributors, body = True, m.MembersResult(list(contributors))
         self._store(op, body, result)
-        return [OutgoingMessage(one, self._pending.pop(one, op)[0], body, result) for one in waiting]
+        return [OutgoingMessage(worker, self._pending.pop(worker, op)[0], body, result) for worker in waiting]
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         return self._messages(self._barrier.leave(worker))
@@ -186,16 +186,16 @@ class CollectiveHandler:
         if not results:
             return []
         messages, received_up_to = [], self._received_by_all()
-        for _, entries in itertools.groupby(results, key=lambda one: one.op):
+        for _, entries in itertools.groupby(results, key=lambda result: result.op):
             same_op = list(entries)
-            contributors = sorted(one.worker for one in same_op)
+            contributors = sorted(result.worker for result in same_op)
             result = same_op[0].result
             body: m.Body = m.Result(received_up_to)
             if result is not None and self._names_contributors:
                 body = m.MembersResult(contributors, received_up_to)
             if result is not None:
                 self._store(same_op[0].op, body, result)
-            messages += [self._message(one, body) for one in same_op]
+            messages += [self._message(result, body) for result in same_op]
         self._forget_old(received_up_to)
         return messages
 
@@ -207,7 +207,7 @@ class CollectiveHandler:
 
     def _received_by_all(self) -> int:
         remaining = self.members - self.left
-        return min((self._received.get(one, 0) for one in remaining), default=0) if self._received else 0
+        return min((self._received.get(worker, 0) for worker in remaining), default=0) if self._received else 0
 
     def _forget_old(self, received_up_to: int) -> None:
         for op in (
@@ -228,7 +228,7 @@ class CollectiveHandler:
 
 
 def _is_small(result: Sequence[Tensor]) -> bool:
-    return sum(one.nbytes for one in result) <= SMALL_BYTES
+    return sum(tensor.nbytes for tensor in result) <= SMALL_BYTES
 
 
 def listed(tensors: Sequence[tuple[str, int]]) -> str:

@@ -391,8 +391,8 @@ class CountedWork(_Message):
 
 def incarnation_ended(worker: int, incarnation: int, work: Sequence[CountedWork], shards: int) -> IncarnationEnded:
     """Return the notice for the dispatcher, from the shards' replies about the incarnation's work."""
-    epoch_number = max((one.epoch_number for one in work), default=0)
-    sets = {frozenset(one.batches) if one.epoch_number == epoch_number else frozenset() for one in work}
+    epoch_number = max((counted.epoch_number for counted in work), default=0)
+    sets = {frozenset(counted.batches) if counted.epoch_number == epoch_number else frozenset() for counted in work}
     common = sorted(frozenset.intersection(*sets)) if len(work) == shards and sets else []
     return IncarnationEnded(worker, incarnation, epoch_number, common, is_partial=len(work) < shards or len(sets) > 1)
 

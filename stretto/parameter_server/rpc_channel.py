@@ -101,7 +101,7 @@ class RpcChannel:
         return self._last_id
 
     def _send(self, request_id: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
-        small = sum(one.nbytes for one in tensors) < SMALL_BYTES
+        small = sum(tensor.nbytes for tensor in tensors) < SMALL_BYTES
         try:
             for message in encode(request_id, body, tensors):
                 self._socket.send_multipart(message, zmq.NOBLOCK, copy=small)
@@ -158,9 +158,9 @@ class RpcChannel:
         """Return the bytes sent and received, as the kernel counts them."""
         if not self._socket.closed:
             self._process_events()
-        now = tcp_bytes(self._descriptor) if self._descriptor is not None else None
-        if now is not None:
-            self._ended_traffic = now
+        traffic = tcp_bytes(self._descriptor) if self._descriptor is not None else None
+        if traffic is not None:
+            self._ended_traffic = traffic
         return self._sum(self._earlier_traffic, self._ended_traffic)
 
     def close(self) -> None:
@@ -194,22 +194,22 @@ class RpcChannel:
         self._reconnect()
         if self._problem:
             raise TransportError(f"{self.peer} at {self.address} {self._problem}")
-        now, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None
+        now_s, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None
         if arrived != self._progress[1]:
-            self._progress = now, arrived
-        if now - self._progress[0] > self._timeout_s:
+            self._progress = now_s, arrived
+        if now_s - self._progress[0] > self._timeout_s:
             raise TransportError(f"{self.peer} at {self.address} did not answer within {self._timeout_s:g} s")
 
     def _reconnect(self) -> None:
         """Reconnect to a service that was lost and is being restarted."""
         if self._failure_timeout_s is None:
             return
-        now = time.monotonic()
-        if self._lost_at is not None and now - self._lost_at > self._failure_timeout_s:
+        now_s = time.monotonic()
+        if self._lost_at is not None and now_s - self._lost_at > self._failure_timeout_s:
             self._problem = f"{DISCONNECTED}, and did not come back within {self._failure_timeout_s:g} s"
         if self._problem != DISCONNECTED:
             return
-        self._lost_at = self._lost_at or now
+        self._lost_at = self._lost_at or now_s
         self._earlier_traffic = self._sum(self._earlier_traffic, self._ended_traffic)
         self._ended_traffic, self._problem = (0, 0), ""
         self._disconnect(0)
@@ -221,8 +221,8 @@ class RpcChannel:
             self._send(request_id, body, tensors)
 
     @staticmethod
-    def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-        return one[0] + other[0], one[1] + other[1]
+    def _sum(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+        return a[0] + b[0], a[1] + b[1]
 
     def _take(self, flags: int = 0) -> bool:
         """Receive a message; return False if none came within the receive timeout, or immediately with NOBLOCK."""
@@ -235,8 +235,8 @@ class RpcChannel:
             self._assembly.begin(first)
         is_whole = self._assembly.add(chunks)
         if self._sink is not None and self._sink[0] == self._assembly.request_id:
-            for index, at, chunk in self._assembly.drain():
-                self._sink[1](index, at, chunk)
+            for index, offset, chunk in self._assembly.drain():
+                self._sink[1](index, offset, chunk)
         if is_whole:
             header, tensors = self._assembly.take()
             if self._unanswered.pop(header.request_id, None) is not None:
@@ -291,7 +291,7 @@ def _peer_names(addresses: Sequence[str]) -> list[str]:
 
 
 class DeathNotifier:
-    """Reports ended incarnations to all services. Used by sock thread; every wait has a limit."""
+    """Reports ended incarnations to all services. Used by one thread; every wait has a limit."""
 
     def __init__(self, addresses: Sequence[str], keys: WorkerKeys | None) -> None:
         self._context = zmq.Context()
@@ -347,8 +347,8 @@ class DeathNotifier:
 def _pass_on(tensors: list[Chunks], sink: Sink) -> None:
     """Pass a reply that arrived before it was waited for to a sink."""
     for index, chunks in enumerate(tensors):
-        for at, chunk in with_offsets(chunks):
-            sink(index, at, chunk)
+        for offset, chunk in with_offsets(chunks):
+            sink(index, offset, chunk)
 
 
 def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> Any:

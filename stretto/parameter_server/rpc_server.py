@@ -191,8 +191,8 @@ class RpcServer:
         if len(frames[0]) and not is_whole:
             self._streams[worker] = self._handler.streams(worker, assembly.header)
         if self._streams[worker]:
-            for index, at, chunk in assembly.drain():
-                self._handler.write(worker, index, at, chunk)
+            for index, offset, chunk in assembly.drain():
+                self._handler.write(worker, index, offset, chunk)
         if not is_whole:
             return []
         header, tensors = assembly.take()
@@ -250,7 +250,7 @@ class RpcServer:
 
     def _send(self, outgoing: OutgoingMessage) -> None:
         name, tracker = name_of(outgoing.worker, self._incarnations.current(outgoing.worker)), None
-        small = sum(one.nbytes for one in outgoing.tensors) < SMALL_BYTES
+        small = sum(tensor.nbytes for tensor in outgoing.tensors) < SMALL_BYTES
         try:
             for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors):
                 tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
@@ -264,11 +264,11 @@ class RpcServer:
     def _note_sent(self) -> None:
         """Release sent tensors. Messages to one worker are sent in order, so that its last one suffices."""
         for _ in range(len(self._sending)):
-            tracker, sent = self._sending.popleft()
+            tracker, on_sent = self._sending.popleft()
             if tracker.done:
-                sent()
+                on_sent()
             else:
-                self._sending.append((tracker, sent))
+                self._sending.append((tracker, on_sent))
 
 
 def name_of(worker: int, incarnation: int = 0) -> bytes:

@@ -76,7 +76,7 @@ class Shard:
         self._held_back: list[Update] = []
         self._group: list[tuple[Update, int]] = []
         self._sums: list[Tensor] = []
-        self._velocity = [Velocity(one) for one in theta] if isinstance(self._then, outer) else []
+        self._velocity = [Velocity(flat) for flat in theta] if isinstance(self._then, outer) else []
         self._squares = self._mean_squares(theta)
         for member in self.members.values():
             self._note_read(member)
@@ -108,7 +108,7 @@ class Shard:
         if member.exempt or (member.at_barrier and update.seq > member.rounds_at_barrier):
             member.at_barrier = member.exempt = False  # a worker that sends a later update has passed the barrier
         if self._is_beyond_bound(update.worker, update.seq):
-            if all((one.worker, one.seq) != (update.worker, update.seq) for one in self._held_back):
+            if all((held_back.worker, held_back.seq) != (update.worker, update.seq) for held_back in self._held_back):
                 self._held_back.append(update)
             return []
         if self.moves_both and member.previous is None:
@@ -130,14 +130,14 @@ class Shard:
         member.draft = Draft(seq, self.read(), self._weight.of(staleness, self._workers), self._versions.spare())
         return True
 
-    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+    def write(self, worker: int, index: int, offset: int, chunk: Tensor) -> None:
         """Apply a chunk of the update: elements from `at` on of a range."""
         draft = self.members[worker].draft
         assert draft is not None
-        stop = at + chunk.numel()
+        stop = offset + chunk.numel()
         draft.finite = draft.finite and is_finite((chunk,))
-        now, out = draft.base.ranges[index][at:stop], draft.following.ranges[index][at:stop]
-        torch.add(now, chunk, alpha=draft.weight, out=out)
+        current, out = draft.base.ranges[index][offset:stop], draft.following.ranges[index][offset:stop]
+        torch.add(current, chunk, alpha=draft.weight, out=out)
 
     def drop(self, worker: int) -> None:
         """Discard the chunks of an update that will not be completed."""
@@ -218,12 +218,12 @@ class Shard:
     def has_update(self, worker: int, seq: int) -> bool:
         """Return True if this update has arrived, even if it is not applied yet."""
         member = self.members.get(worker)
-        is_held_back = any((one.worker, one.seq) == (worker, seq) for one in self._held_back)
+        is_held_back = any((held_back.worker, held_back.seq) == (worker, seq) for held_back in self._held_back)
         return is_held_back or (member is not None and member.has_received(seq))
 
     def slowest_rounds(self) -> int:
         """Return the rounds of the slowest worker, from which a joining worker counts."""
-        return int(found) if (found := self._slowest_rounds()) < math.inf else 0
+        return int(rounds) if (rounds := self._slowest_rounds()) < math.inf else 0
 
     def enter(self, worker: int, clock: int) -> None:
         """Set the rounds of a joining worker to `clock`: from now on it may hold others back."""
@@ -238,7 +238,7 @@ class Shard:
             return []
         for version in (*member.read.values(), *([member.previous] if member.previous else [])):
             version.release()
-        self._held_back = [one for one in self._held_back if one.worker != worker]
+        self._held_back = [update for update in self._held_back if update.worker != worker]
         self._end_barriers()
         self._take_held_back()
         if self._group and len(self._group) >= self._group_size:
@@ -257,8 +257,8 @@ class Shard:
         """Restore a state in a new shard; versions are counted from there."""
         self.current.number = facts["version"]
         ranges, names = facts["ranges"], list(self.rule_state())
-        for one, stored in zip(self.current.ranges, tensors[:ranges], strict=True):
-            one.copy_(stored)
+        for flat, stored in zip(self.current.ranges, tensors[:ranges], strict=True):
+            flat.copy_(stored)
         self.restore_rule(by_name(names, tensors[ranges:], ranges), facts["arrivals"])
         for member in self.members.values():
             member.read.clear()
@@ -267,14 +267,14 @@ class Shard:
     @property
     def arrivals(self) -> list[int]:
         """Amount of each range's momentum that has arrived since its last refresh."""
-        return [one.arrivals for one in self._velocity]
+        return [velocity.arrivals for velocity in self._velocity]
 
     def rule_state(self) -> dict[str, list[Tensor]]:
         """Return the update rule's state besides the parameters: by name, a tensor for each range."""
         velocity = self._velocity
         stored = {
-            "v": [one.v for one in velocity],
-            "since": [one.since for one in velocity],
+            "v": [range_velocity.v for range_velocity in velocity],
+            "since": [range_velocity.since for range_velocity in velocity],
             "squares": self._squares,
         }
         return {name: tensors for name, tensors in stored.items() if tensors}
@@ -282,8 +282,8 @@ class Shard:
     def restore_rule(self, stored: Mapping[str, Sequence[Tensor]], arrivals: Sequence[int]) -> None:
         """Restore the rule's state, as far as this rule has the same names."""
         for name, tensors in self.rule_state().items():
-            for one, previous in zip(tensors, stored.get(name, tensors), strict=True):
-                one.copy_(previous)
+            for flat, previous in zip(tensors, stored.get(name, tensors), strict=True):
+                flat.copy_(previous)
         for velocity, arrived in zip(self._velocity, arrivals or self.arrivals, strict=bool(self._velocity)):
             velocity.arrivals = arrived
 
@@ -310,7 +310,9 @@ class Shard:
 
     def _take_held_back(self) -> None:
         while (
-            fits := next((one for one in self._held_back if not self._is_beyond_bound(one.worker, one.seq)), None)
+            fits := next(
+                (update for update in self._held_back if not self._is_beyond_bound(update.worker, update.seq)), None
+            )
         ) is not None:
             self._held_back.remove(fits)
             self._take(self.members[fits.worker], fits)
@@ -363,18 +365,18 @@ class Shard:
 
     def _staleness(self, member: WorkerRecord, version: int) -> int:
         """Return the number of versions since the update's, without those of the worker's own updates."""
-        own = len(member.own_versions) - bisect.bisect_right(member.own_versions, version)
-        return max(self.version - version - own, 0)
+        own_count = len(member.own_versions) - bisect.bisect_right(member.own_versions, version)
+        return max(self.version - version - own_count, 0)
 
     def _add(self, member: WorkerRecord, update: Update, staleness: int) -> None:
         """Apply an update of asynchronous SGD in one pass over the chunks."""
         weight = self._weight.of(staleness, self._workers)
         following = self._versions.spare()
         numbers = self._compensated(member, update)
-        for now, chunks, out in zip(self.current.ranges, numbers, following.ranges, strict=True):
-            for at, chunk in with_offsets(chunks):
-                stop = at + chunk.numel()
-                torch.add(now[at:stop], chunk, alpha=weight, out=out[at:stop])
+        for current, chunks, out in zip(self.current.ranges, numbers, following.ranges, strict=True):
+            for offset, chunk in with_offsets(chunks):
+                stop = offset + chunk.numel()
+                torch.add(current[offset:stop], chunk, alpha=weight, out=out[offset:stop])
         self._publish_one(member, update, following, staleness)
 
     def _add_draft(self, member: WorkerRecord, update: Update, draft: Draft, staleness: int) -> None:
@@ -383,8 +385,8 @@ class Shard:
         member.draft = None
         weight = self._weight.of(staleness, self._workers)
         if draft.base is not self.current:
-            for base, now, out in zip(draft.base.ranges, self.current.ranges, draft.following.ranges, strict=True):
-                _rebase(out, base, now, weight / draft.weight if draft.weight else 0.0)
+            for base, current, out in zip(draft.base.ranges, self.current.ranges, draft.following.ranges, strict=True):
+                _rebase(out, base, current, weight / draft.weight if draft.weight else 0.0)
         draft.base.release()
         self._publish_one(member, update, draft.following, staleness)
 
@@ -396,14 +398,14 @@ class Shard:
     def _collect(self, member: WorkerRecord, update: Update, staleness: int) -> None:
         """Add the update, weighted by its staleness and its samples, to the sum of collected updates."""
         if not self._sums:
-            self._sums = [torch.empty_like(one) for one in self.current.ranges]
+            self._sums = [torch.empty_like(flat) for flat in self.current.ranges]
         if not self._group:
             for total in self._sums:
                 total.zero_()
         weight = self._weight.of(staleness, self._workers) * max(update.samples, 0)
         for total, chunks in zip(self._sums, self._compensated(member, update), strict=True):
-            for at, chunk in with_offsets(chunks):
-                total[at : at + chunk.numel()].add_(chunk, alpha=weight)
+            for offset, chunk in with_offsets(chunks):
+                total[offset : offset + chunk.numel()].add_(chunk, alpha=weight)
         self._group.append((dataclasses.replace(update, numbers=()), staleness))  # their sum is in self._sums
 
     def _apply_group(self) -> None:
@@ -411,9 +413,11 @@ class Shard:
         samples = sum(max(update.samples, 0) for update, _ in group)
         arrived = Arrived(len(group), self._when.collect, self._workers)
         following = self._versions.spare()
-        for index, (now, total, out) in enumerate(zip(self.current.ranges, self._sums, following.ranges, strict=True)):
-            mean = total.div_(samples) if samples else self._mean_of_none(now, total)
-            self._then.arrive(now, mean, arrived, self._velocity[index] if self._velocity else None, out)
+        for index, (current, total, out) in enumerate(
+            zip(self.current.ranges, self._sums, following.ranges, strict=True)
+        ):
+            mean = total.div_(samples) if samples else self._mean_of_none(current, total)
+            self._then.arrive(current, mean, arrived, self._velocity[index] if self._velocity else None, out)
         self._versions.publish(following)
         for update, staleness in group:
             if member := self.members.get(update.worker):
@@ -421,28 +425,28 @@ class Shard:
         if len({update.worker for update, _ in group}) == 1 and (only := self.members.get(group[0][0].worker)):
             only.own_versions.append(self.version)
 
-    def _mean_of_none(self, now: Tensor, zeros: Tensor) -> Tensor:
+    def _mean_of_none(self, current: Tensor, zeros: Tensor) -> Tensor:
         """Return the mean of no samples: no change, or where parameters are sent, the current ones."""
-        return now if isinstance(self._then, replace | pull) else zeros
+        return current if isinstance(self._then, replace | pull) else zeros
 
     # --- delay compensation ---------------------------------------------------------------------------------------
 
     def _mean_squares(self, theta: Sequence[Tensor]) -> list[Tensor]:
         weight = self._weight
         is_adaptive = isinstance(weight, delay_compensated) and weight.adaptive
-        return [torch.zeros_like(one) for one in theta] if is_adaptive else []
+        return [torch.zeros_like(flat) for flat in theta] if is_adaptive else []
 
     def _compensated(self, member: WorkerRecord, update: Update) -> Sequence[Sequence[Tensor]]:
         weight = self._weight
         if not isinstance(weight, delay_compensated) or not update.lr:
             return update.numbers
-        old = member.read.get(update.version, self.current)
+        old_version = member.read.get(update.version, self.current)
         compensated = []
         for index, chunks in enumerate(update.numbers):
             squares = self._squares[index] if self._squares else None
             flat = torch.cat(tuple(chunks)) if chunks else self.current.ranges[index].new_empty(0)
             compensated.append(
-                (weight.compensate(flat, update.lr, self.current.ranges[index], old.ranges[index], squares),)
+                (weight.compensate(flat, update.lr, self.current.ranges[index], old_version.ranges[index], squares),)
             )
         return compensated
 
@@ -453,7 +457,7 @@ class Shard:
 
     def _release_before(self, member: WorkerRecord, version: int) -> None:
         """Release versions before `version`: no further update of the worker is computed on them."""
-        for number in [one for one in member.read if one < version]:
+        for number in [read_version for read_version in member.read if read_version < version]:
             member.read.pop(number).release()
 
 
@@ -463,17 +467,17 @@ def _for_single_worker(then: OnParameters) -> OnParameters:
 
 def by_name(names: Sequence[str], tensors: Sequence[Tensor], ranges: int) -> dict[str, Sequence[Tensor]]:
     """Return the tensors of each name, one for each range."""
-    return {name: tensors[at * ranges : (at + 1) * ranges] for at, name in enumerate(names)}
+    return {name: tensors[index * ranges : (index + 1) * ranges] for index, name in enumerate(names)}
 
 
 def is_finite(chunks: Sequence[Tensor]) -> bool:
     """Return True if no element is NaN or infinite."""
-    return all(math.isfinite(one.sum()) or bool(torch.isfinite(one).all()) for one in chunks)
+    return all(math.isfinite(chunk.sum()) or bool(torch.isfinite(chunk).all()) for chunk in chunks)
 
 
-def _rebase(out: Tensor, base: Tensor, now: Tensor, scale: float) -> None:
+def _rebase(out: Tensor, base: Tensor, current: Tensor, scale: float) -> None:
     """Compute `out = now + scale * (out - base)`: move an update from one version to another."""
-    flat: tuple[Any, ...] = (out, base, now)
-    for result, previous, after in zip(*(one.split(BLOCK) for one in flat), strict=True):
-        result.sub_(previous)
-        torch.add(after, result, alpha=scale, out=result)
+    flat: tuple[Any, ...] = (out, base, current)
+    for out_block, base_block, current_block in zip(*(tensor.split(BLOCK) for tensor in flat), strict=True):
+        out_block.sub_(base_block)
+        torch.add(current_block, out_block, alpha=scale, out=out_block)

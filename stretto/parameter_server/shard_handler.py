@@ -32,25 +32,26 @@ class WorkerCopy:
 
     def __init__(self, codec: Codec, theta: Sequence[Tensor], context: CodecContext) -> None:
         self._codec = codec
-        self._theta = [one.clone() for one in theta]
-        self._states = [codec.init_state(one, context) for one in theta]
+        self._theta = [flat.clone() for flat in theta]
+        self._states = [codec.init_state(flat, context) for flat in theta]
 
     def encode(self, newest: Sequence[Tensor]) -> list[Tensor]:
         """Return the messages that move the worker's copy towards the newest parameters; later ones carry what they
         omit."""
         return [
-            self._encode(own, now, state) for own, now, state in zip(self._theta, newest, self._states, strict=True)
+            self._encode(flat, newest_flat, state)
+            for flat, newest_flat, state in zip(self._theta, newest, self._states, strict=True)
         ]
 
     def last(self, newest: Sequence[Tensor]) -> None:
         """Note that the worker received the parameters unencoded."""
-        for own, now in zip(self._theta, newest, strict=True):
-            own.copy_(now)
+        for flat, newest_flat in zip(self._theta, newest, strict=True):
+            flat.copy_(newest_flat)
 
-    def _encode(self, own: Tensor, now: Tensor, state: Any) -> Tensor:
-        message = self._codec.encode(now - own, state)
+    def _encode(self, flat: Tensor, newest_flat: Tensor, state: Any) -> Tensor:
+        message = self._codec.encode(newest_flat - flat, state)
         if message.numel():
-            self._codec.add_to(own, message)
+            self._codec.add_to(flat, message)
         return message
 
 
@@ -88,8 +89,10 @@ class _UpdateBatches:
         if self._counted is not None:
             return self._counted
         member = shard.members.get(self._worker) if shard is not None else None
-        taken = [one for seq, found in self._batches.items() if member and member.has_received(seq) for one in found]
-        return m.CountedWork(self._epoch_number, taken)
+        applied = [
+            batch for seq, batches in self._batches.items() if member and member.has_received(seq) for batch in batches
+        ]
+        return m.CountedWork(self._epoch_number, applied)
 
     def end(self, shard: Shard | None) -> None:
         """Store the result of `counted` when the incarnation ends: the shard's record of the worker is removed then."""
@@ -146,8 +149,8 @@ class ShardHandler:
         if self._recipe.how.fixed_size:
             return list(tensors) == self._update_layout
         return len(tensors) == len(self._update_layout) and all(
-            dtype_name == expected and length <= most
-            for (dtype_name, length), (expected, most) in zip(tensors, self._update_layout, strict=True)
+            dtype_name == expected and length <= max_length
+            for (dtype_name, length), (expected, max_length) in zip(tensors, self._update_layout, strict=True)
         )
 
     def streams(self, worker: int, header: m.Header) -> bool:
@@ -159,10 +162,10 @@ class ShardHandler:
             return False
         return self._shard.draft(worker, body.seq, body.version)
 
-    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+    def write(self, worker: int, index: int, offset: int, chunk: Tensor) -> None:
         """Apply a chunk of an update."""
         assert self._shard is not None
-        self._shard.write(worker, index, at, self._decoded_piece(chunk, self._shard.current.ranges[index]))
+        self._shard.write(worker, index, offset, self._decoded_piece(chunk, self._shard.current.ranges[index]))
 
     def take(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """Process a complete message."""
@@ -232,7 +235,7 @@ class ShardHandler:
                 OutgoingMessage(worker, request_id, reply),
                 *(self._reject_held_back() if self._recovery_epoch != recovery_epoch else []),
             ]
-        raise FramingError(f"a shard was told {type(body).__name__}")
+        raise FramingError(f"unexpected message {type(body).__name__} for a shard")
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         """Note that a worker has left: no worker waits for its updates any more."""
@@ -276,13 +279,13 @@ class ShardHandler:
 
     # --- rollback -----------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, cut: int) -> None:
+    def _take_snapshot(self, number: int) -> None:
         """Take a snapshot, once."""
-        if self._store is None or self._shard is None or cut <= self._last_snapshot:
+        if self._store is None or self._shard is None or number <= self._last_snapshot:
             return
         facts, tensors = self._shard.state()
         summary = {"arena": self._parameter_set, "recipe": self._recipe.spelled(), **facts}
-        self._last_snapshot, self._is_stored = cut, self._store.put(cut, summary, tensors)
+        self._last_snapshot, self._is_stored = number, self._store.put(number, summary, tensors)
 
     def _roll_back(self, body: m.RequestRollback) -> m.Body:
         """Begin a new recovery epoch, once, unless the request names an earlier process of this shard."""
@@ -300,7 +303,7 @@ class ShardHandler:
         facts, tensors = stored
         self._store.discard_after(body.snapshot)
         self._recovery_epoch, self._last_snapshot = body.recovery_epoch, body.snapshot
-        theta = [one.clone() for one in tensors[: facts["ranges"]]]
+        theta = [flat.clone() for flat in tensors[: facts["ranges"]]]
         self._restart(parse(facts["recipe"]), facts["arena"], theta)
         assert self._shard is not None
         self._shard.restore(facts, tensors)
@@ -322,7 +325,7 @@ class ShardHandler:
         for worker in set(range(self._workers)) - self._members:
             self._shard.leave(worker)
         self._recipe, self._parameter_set = recipe, parameter_set
-        self._update_layout = [_update_layout(recipe.how, one) for one in theta]
+        self._update_layout = [_update_layout(recipe.how, flat) for flat in theta]
         self._copies, self._batches_by_worker = {}, {worker: _UpdateBatches(worker) for worker in range(self._workers)}
         for worker in sorted(self._members):
             self._reset_copy(worker, theta)
@@ -334,9 +337,7 @@ class ShardHandler:
 
     def _open(self, worker: int, header: m.Header, body: m.Open, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if self._shard is not None and (body.parameter_set, self._shard.is_untouched) < (self._parameter_set, True):
-            raise FramingError(
-                f"parameters {body.parameter_set} where work on parameters {self._parameter_set} has come"
-            )
+            raise FramingError(f"parameters {body.parameter_set} after updates to parameters {self._parameter_set}")
         unknown = [path for path in import_paths(body.recipe) if path.rpartition(".")[0] not in sys.modules]
         if unknown:
             raise FramingError(f"a message imports no module: start the run with --recipe to use {unknown[0]}")
@@ -349,13 +350,11 @@ class ShardHandler:
         integers = [dtype for dtype, _ in header.tensors if not DTYPES[dtype].is_floating_point]
         if integers:
             raise FramingError(f"parameters of {', '.join(integers)}, which can't be added to")
-        found = [
-            concatenated(chunks, dtype).clone() for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)
-        ]
-        parts = len(found) // (1 + len(body.names))
-        self._restart(recipe, body.parameter_set, found[:parts])
+        flat = [concatenated(chunks, dtype).clone() for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)]
+        parts = len(flat) // (1 + len(body.names))
+        self._restart(recipe, body.parameter_set, flat[:parts])
         assert self._shard is not None
-        self._shard.restore_rule(by_name(body.names, found[parts:], parts), body.arrivals)
+        self._shard.restore_rule(by_name(body.names, flat[parts:], parts), body.arrivals)
         self._recovery_epoch = body.recovery_epoch
         self._take_snapshot(body.snapshot)
         return [OutgoingMessage(worker, header.request_id, m.Result())]
@@ -364,7 +363,7 @@ class ShardHandler:
         shard = self._opened_shard(body.parameter_set)
         if (last := self._last_replies.get(worker)) is not None and last.request_id == request_id:
             return [self._repeat_reply(worker, last)]
-        numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
+        numbers = [self._decoded(chunks, like) for chunks, like in zip(tensors, shard.current.ranges, strict=True)]
         if self._pending.is_pending(worker, UPDATE_REPLY) and shard.has_update(worker, body.seq):
             self._pending.note(worker, UPDATE_REPLY, request_id)
             return []
@@ -373,7 +372,7 @@ class ShardHandler:
         released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
         self._batches_by_worker[worker].note(body)
         replies = [*released, *shard.pull(worker)]
-        immediate = next((one for one in replies if one.worker == worker), None)
+        immediate = next((reply for reply in replies if reply.worker == worker), None)
         if immediate is None:
             self._pending.note(worker, UPDATE_REPLY, request_id)
             return self._delayed_replies(replies)
@@ -384,20 +383,20 @@ class ShardHandler:
         """Decode an update's chunks; a codec may write into its second argument."""
         how = self._recipe.how
         if how.elementwise:
-            return [self._decoded_piece(one, like) for one in chunks]
+            return [self._decoded_piece(chunk, like) for chunk in chunks]
         if not chunks:
             return [torch.zeros_like(like)]
         try:
             return [how.decode(torch.cat(chunks), torch.empty_like(like))]
         except (TransportError, ValueError) as error:
-            raise FramingError(f"an update that does not say {like.numel()} numbers as {how}: {error}") from None
+            raise FramingError(f"an update that does not encode {like.numel()} numbers as {how}: {error}") from None
 
     def _decoded_piece(self, chunk: Tensor, like: Tensor) -> Tensor:
         return self._recipe.how.decode(chunk, chunk if chunk.dtype == like.dtype else like.new_empty(chunk.numel()))
 
     def _delayed_replies(self, replies: Sequence[Reply]) -> list[OutgoingMessage]:
         """Return the replies to the workers that had to wait."""
-        return [self._push_reply(one, *self._pending.pop(one.worker, UPDATE_REPLY)) for one in replies]
+        return [self._push_reply(reply, *self._pending.pop(reply.worker, UPDATE_REPLY)) for reply in replies]
 
     def _push_reply(self, reply: Reply, request_id: int, blocked_s: float) -> OutgoingMessage:
         self._drop_last_reply(reply.worker)
@@ -406,7 +405,7 @@ class ShardHandler:
             refused = m.Refused("the update holds NaN or infinity")
             self._last_replies[reply.worker] = _LastReply(request_id, refused, ())
             return OutgoingMessage(reply.worker, request_id, refused)
-        applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
+        applied = [(update.seq, update.version, update.staleness, update.samples) for update in reply.applied]
         body = m.PushReply(reply.version.number, applied, list(reply.refused), blocked_s)
         if reply.worker in self._copies:
             messages = self._copies[reply.worker].encode(reply.version.ranges)
@@ -442,7 +441,9 @@ class ShardHandler:
         if worker in self._copies:
             self._copies[worker].last(version.ranges)
         applied = self._shard.take_applied(worker)
-        body = m.PushReply(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
+        body = m.PushReply(
+            version.number, [(update.seq, update.version, update.staleness, update.samples) for update in applied]
+        )
         return [OutgoingMessage(worker, request_id, body, version.ranges, version.release)]
 
     def _read_rule_state(self, worker: int, request_id: int) -> list[OutgoingMessage]:
@@ -452,17 +453,19 @@ class ShardHandler:
         stored = self._shard.rule_state()
         body = m.RuleStateReply(list(stored), self._shard.arrivals)
         return [
-            OutgoingMessage(worker, request_id, body, [one.clone() for tensors in stored.values() for one in tensors])
+            OutgoingMessage(
+                worker, request_id, body, [tensor.clone() for tensors in stored.values() for tensor in tensors]
+            )
         ]
 
     def _contribute(
         self, worker: int, header: m.Header, body: m.Contribute, tensors: list[Chunks]
     ) -> list[OutgoingMessage]:
         if len(tensors) != 1:
-            raise FramingError(f"{len(tensors)} tensors in an ask for one")
+            raise FramingError(f"{len(tensors)} tensors in a contribution of one")
         flat = concatenated(tensors[0], header.tensors[0][0])
-        ask = AllReduceMean(flat) if body.kind == "mean" else AllGather(flat)
-        return self._collectives.contribute(worker, body.op, header.request_id, ask, body.received_up_to)
+        op = AllReduceMean(flat) if body.kind == "mean" else AllGather(flat)
+        return self._collectives.contribute(worker, body.op, header.request_id, op, body.received_up_to)
 
 
 def _update_layout(how: Codec, theta: Tensor) -> tuple[str, int]:
@@ -474,5 +477,5 @@ def _update_layout(how: Codec, theta: Tensor) -> tuple[str, int]:
 
 
 def _combine(operations: Mapping[int, CollectiveOp]) -> list[Tensor]:
-    found = answer(list(operations.values()))
-    return [found] if isinstance(found, Tensor) else list(found)
+    result = answer(list(operations.values()))
+    return [result] if isinstance(result, Tensor) else list(result)

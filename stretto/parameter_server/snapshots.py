@@ -133,8 +133,8 @@ class DiskStore:
                 self._path(number).unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:
-        found = (path.stem.removeprefix(f"{self._name}-") for path in self._folder.glob(f"{self._name}-*.cut"))
-        return sorted(int(tensor) for tensor in found if tensor.isdigit())
+        numbers = (path.stem.removeprefix(f"{self._name}-") for path in self._folder.glob(f"{self._name}-*.cut"))
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}-{number}.cut"
@@ -144,15 +144,15 @@ def _read(data: bytearray) -> StoredSnapshot:
     (length,) = struct.unpack_from("<Q", data)
     (check,) = struct.unpack_from("<I", data, len(data) - 4)
     if zlib.crc32(memoryview(data)[8:-4]) != check:
-        raise ValueError("the checksum is another")
+        raise ValueError("the checksum differs")
     facts, layout = msgspec.msgpack.decode(data[8 : 8 + length], type=tuple[dict[str, Any], list[tuple[str, int]]])
-    at, tensors = 8 + length, []
+    offset, tensors = 8 + length, []
     for name, count in layout:
         dtype = DTYPES[name]
-        stop = at + count * dtype.itemsize
-        raw = torch.frombuffer(data[at:stop], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        stop = offset + count * dtype.itemsize
+        raw = torch.frombuffer(data[offset:stop], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
         tensors.append(raw.view(dtype))
-        at = stop
-    if at != len(data) - 4:
+        offset = stop
+    if offset != len(data) - 4:
         raise ValueError("more or less than what was written")
     return facts, tensors

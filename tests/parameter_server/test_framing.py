@@ -176,7 +176,7 @@ def test_an_incomplete_message_is_discarded_when_the_next_begins() -> None:
     assert receive(assembly, frames(2, m.Result(), [torch.zeros(3)]))
     head, heard = assembly.take()
     assert (head.request_id, concatenated(heard[0], "float32").tolist()) == (2, [0, 0, 0])
-    with pytest.raises(FramingError, match="a chunk of no parcel"):
+    with pytest.raises(FramingError, match="a chunk without a header"):
         receive(assembly, long[1:])
 
 
@@ -257,7 +257,7 @@ def test_a_message_may_name_many_batches_of_an_epoch() -> None:
 @settings(max_examples=examples(60))
 def test_a_truncated_header_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
-    with pytest.raises(FramingError, match="no head"):
+    with pytest.raises(FramingError, match="no header"):
         decode_header(head[: cut % len(head)])
 
 
@@ -267,15 +267,15 @@ def test_a_truncated_header_is_refused(said: m.Body, cut: int) -> None:
         ([1, ["EnterBarrier", 0], [["complex128", 1]]], "a tensor of 1 complex128"),
         ([1, ["EnterBarrier", 0], [["float32", -1]]], "a tensor of -1 float32"),
         ([1, ["EnterBarrier", 0], [["x" * 1000, 1]]], "a tensor of 1 xxxxxxxxxxxxxxxxxxxx$"),
-        ([1, ["EnterBarrier", 0], [["float32", 1.5]]], "no head"),
-        ([1, ["EnterBarrier", 0], [["float32", 2**70]]], "no head"),
-        ([1, ["Exec", "import os"], []], "no head"),
-        ([1, ["Contribute", 1, "max"], []], "no head"),
-        ([1, ["Push", 1, 1, 1, 1, "0.1"], []], "no head"),
-        (["1", ["EnterBarrier", 0], []], "no head"),
-        ([1], "no head"),
-        ({"number": 1}, "no head"),
-        ([1, ["Refused", "x" * HEADER_BYTES], []], "a head of [0-9]+ bytes"),
+        ([1, ["EnterBarrier", 0], [["float32", 1.5]]], "no header"),
+        ([1, ["EnterBarrier", 0], [["float32", 2**70]]], "no header"),
+        ([1, ["Exec", "import os"], []], "no header"),
+        ([1, ["Contribute", 1, "max"], []], "no header"),
+        ([1, ["Push", 1, 1, 1, 1, "0.1"], []], "no header"),
+        (["1", ["EnterBarrier", 0], []], "no header"),
+        ([1], "no header"),
+        ({"number": 1}, "no header"),
+        ([1, ["Refused", "x" * HEADER_BYTES], []], "a header of [0-9]+ bytes"),
     ],
 )
 def test_invalid_headers_are_refused(said: Any, why: str) -> None:
