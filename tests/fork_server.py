@@ -2,9 +2,9 @@
 
 A plain start imports torch for more than a second of CPU time; a fork takes some milliseconds. `ForkingPopen` takes the
 place of `subprocess.Popen` in the tests, and in the commands that they start, for `python -m NAME`, `python -c CODE`
-and `python FILE`. A forked process is a child of the process that asked for it, so signals, waits and exit codes are
-those of a plain start; only /proc shows the environment and the command of the server, so `environment_of` reads the
-environment from a file.
+and `python FILE`, also in a network namespace (`ip netns exec`). A forked process is a child of the process that asked
+for it, so signals, waits and exit codes are those of a plain start; only /proc shows the environment and the command of
+the server, so `environment_of` reads the environment from a file.
 
     test or launcher         fork server            go-between        process
           | -- request, fds --> |                       |                |
@@ -32,6 +32,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,11 +58,16 @@ READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": No
 """Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
+NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of setns(2) and unshare(2)."""
+FLAGS = {"-P": "safe", "-u": "unbuffered"}
+"""Options of Python that a request may have, and the names of their fields in it."""
 HIGH_FD = 400
 """Descriptors from here on do not collide with the descriptors that a request passes."""
 LONGEST = 1 << 20
 CLOCK_S = 0.05
 """Largest difference between the clocks of processes and files."""
+PlainPopen = subprocess.Popen
 PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 BASE_PATH = [path for path in sys.path if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
@@ -74,25 +80,34 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours, self.theirs = _high(ours), _high(theirs)
         self._lock = threading.Lock()
+        self._environment = {
+            **os.environ,
+            **{name: value for name, value in READ_AT_START.items() if value is not None},
+        }
+        self._cwd = os.getcwd()
 
-    def spawn(self) -> ForkServer:
-        """Start the server as a program of its own."""
+    def _spawn(self) -> None:
+        """Start the server as a program of its own, in the environment in which this object was made."""
         command = [sys.executable, "-P", __file__, str(self.theirs.fileno())]
+        place = {"env": self._environment, "cwd": self._cwd, "start_new_session": True}
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        environment = {**os.environ, **{name: value for name, value in READ_AT_START.items() if value is not None}}
         with self.theirs:
-            server = subprocess.Popen(
-                command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet
-            )
+            server = PlainPopen(command, pass_fds=[self.theirs.fileno()], **place, **quiet)
         server.returncode = 0  # ends with the connection, without a wait for it
-        return self
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """Return the pid of a new child of this process."""
+        """Return the pid of a new child of this process. The first request starts the server."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self._lock, _adopting_orphans():
+            if self.theirs.fileno() != -1:
+                self._spawn()
             self.ours.sendmsg([json.dumps(request).encode()], rights)
             return int(self.ours.recv(100))
+
+    def close(self) -> None:
+        """End the server, if it was started."""
+        self.ours.close()
+        self.theirs.close()
 
 
 def _high(end: socket.socket) -> socket.socket:
@@ -110,7 +125,7 @@ def _adopting_orphans() -> Iterator[None]:
         libc.prctl(SUBREAPER, 0, 0, 0, 0)
 
 
-class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+class ForkingPopen(PlainPopen):  # type: ignore[type-arg]
     """A Popen that forks Python processes from the fork server, and starts other commands plainly."""
 
     server: ForkServer | None = None
@@ -137,11 +152,12 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(values["args"], str | bytes) or any(values[name] for name in ("preexec_fn", "shell", "executable")):
         return None
     words = [os.fspath(word) for word in values["args"]]
+    network, words = (words[3], words[4:]) if words[:3] == ["ip", "netns", "exec"] else ("", words)
     environment = dict(os.environ if values["env"] is None else values["env"])
     cwd = os.fspath(values["cwd"] or os.getcwd())
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    safe = words[1:2] == ["-P"]
-    rest = words[1 + safe :]
+    flags = list(takewhile(FLAGS.__contains__, words[1:]))
+    rest = words[1 + len(flags) :]
     if (
         words[0] != sys.executable
         or not rest
@@ -153,7 +169,8 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
         return None
     return {
         "words": rest,
-        "safe": safe,
+        "network": network,
+        **{name: flag in flags for flag, name in FLAGS.items()},
         "paths": paths,
         "environment": environment,
         "cwd": cwd,
@@ -179,6 +196,9 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # the collections of forked processes leave these objects, and their pages, alone
     request, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request["network"]:
+        with Path("/run/netns", request["network"]).open() as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
     if request["words"][:1] != ["-m"] or request["words"][1] not in WORKERS:
         server = ForkServer(request["folder"])
         if os.fork():
@@ -251,6 +271,8 @@ def _run(words: list[str], request: dict[str, Any]) -> None:
     first = {"-m": request["cwd"], "-c": "", "file": str(Path(rest[0]).resolve().parent)}[kind]
     sys.path[:] = [*([] if request["safe"] else [first]), *request["paths"], *BASE_PATH]
     sys.argv = [kind, *rest[1:]] if kind != "file" else rest
+    if request["unbuffered"]:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if kind == "-m":
         sys.modules.pop(rest[0], None)
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import NEW_NETWORK
 from parameter_servers import ADDING_RECIPE, Servers, push, receive
 
 from stretto.collective_ops import AllGather
@@ -27,7 +29,6 @@ NBYTES = 3_000_000
 SHAPED = f"""
 ip link set lo mtu 1500 up
 tc qdisc add dev lo root tbf rate {RATE} burst 32kb limit 100kb
-exec "$@"
 """
 
 
@@ -81,12 +82,13 @@ CASES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_data_on_a_slow_link_arrives_without_a_timeout(case: str) -> None:
-    if os.geteuid() or not shutil.which("tc") or not shutil.which("unshare"):
-        pytest.skip("a slow link needs root, unshare and iproute2")
+    if os.geteuid() or not shutil.which("tc"):
+        pytest.skip("a slow link needs root and iproute2")
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    command = ["unshare", "-n", "sh", "-ec", SHAPED, "sh", sys.executable, __file__, case]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, __file__, case], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout) > 2 * LIMIT_S
 
@@ -94,6 +96,9 @@ def test_data_on_a_slow_link_arrives_without_a_timeout(case: str) -> None:
 if __name__ == "__main__":
     import time
 
+    if ctypes.CDLL(None).unshare(NEW_NETWORK):
+        sys.exit("no network namespace can be made")
+    subprocess.run(["sh", "-ec", SHAPED], check=True)
     process_group.PIECE_BYTES = 1 << 17
     began = time.monotonic()
     CASES[sys.argv[1]]()
