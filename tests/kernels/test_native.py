@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import pairwise
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -297,9 +298,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "kind", "threads"), pairwise([*CALLS], KINDS, [1, 2, 3]))
 def test_many_numbers_in_several_threads(call: str, kind: Callable[[int, int], Tensor], threads: int) -> None:
     name, *rest = CALLS[call]
     agree(name, kind(LARGE, 1), kind(LARGE, 2) * 0.25, *rest, threads=threads)

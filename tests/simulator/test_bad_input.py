@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import pairwise
 from greenlet import getcurrent, greenlet
 
 from stretto.cli.main import FAILED, USAGE, command
@@ -260,19 +261,22 @@ def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simul
     assert not living()
 
 
-@pytest.mark.parametrize("recipe", ["async_sgd(shards=2)", "allreduce"])
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("kill server 2 at 0s", "server 2 was killed at 0 s"),
-        ("kill server 2 at 15ms", "server 2 was killed at 0.015 s"),
-        ("pause server 2 for 1ms at 15ms", "server 2 was stopped at 0.015 s"),
-    ],
+    ("recipe", "case", "workers"),
+    pairwise(
+        ["async_sgd(shards=2)", "allreduce"],
+        [
+            ("kill server 2 at 0s", "server 2 was killed at 0 s"),
+            ("kill server 2 at 15ms", "server 2 was killed at 0.015 s"),
+            ("pause server 2 for 1ms at 15ms", "server 2 was stopped at 0.015 s"),
+        ],
+        ["1", "2"],
+    ),
 )
-@pytest.mark.parametrize("workers", ["1", "2"])
 def test_fault_of_a_server_that_the_scripts_recipe_lacks_is_an_error(
-    simulate: Simulate, recipe: str, fault: str, said: str, workers: str
+    simulate: Simulate, recipe: str, case: tuple[str, str], workers: str
 ) -> None:
+    fault, said = case
     code, _, wrong = simulate("-n", workers, "--faults", fault, RECIPE=f", recipe={recipe!r}")
     assert code == FAILED
     assert f"{said} of virtual time, as --faults asked, and the recipe of this run has no such" in wrong

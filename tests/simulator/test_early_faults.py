@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from combinations import each_value
 from simulator.failures import ALL, NET, THROUGH, seen, told
 from simulator.harness import Ended, simulated
 
@@ -41,16 +42,14 @@ def struck(ended: Ended) -> list[tuple[str, str]]:
     return [(one["process"], one["text"]) for one in ended.of("fault_injected")]
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "is_ordered"), each_value(RECIPES, [True, False]))
 def test_script_may_start_later_than_the_failure_timeout(recipe: str, is_ordered: bool) -> None:
     ended = slept(15, recipe, "kill worker 1 at 1h", is_ordered)
     assert seen(ended) == [ALL, ALL]
     assert not told(ended, "failed")
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "is_ordered"), each_value(RECIPES, [True, False]))
 def test_failure_is_handled_as_the_recipe_requires_wherever_it_is_named(recipe: str, is_ordered: bool) -> None:
     """The worker is killed before or after the scripts name the recipe."""
     for at in ("100ms", "540ms"):
@@ -82,8 +81,7 @@ def test_server_drawn_before_the_recipe_is_known_exists(seed: int) -> None:
     assert seen(ended) == [ALL, ALL]
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("who", ["server", "server 0"])
+@pytest.mark.parametrize(("who", "seed"), each_value(["server", "server 0"], range(4)))
 def test_link_slowed_before_the_server_exists_stays_slow(who: str, seed: int) -> None:
     """The link has its full speed again after the fault."""
     slow = f"slow link of {who} by 1000 for {{}} at 10ms; kill worker 1 at 1h"

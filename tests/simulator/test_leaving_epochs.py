@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from combinations import pairwise
 from simulator.failures import ALL, FREE, NET, SAMPLES, seen, training
 from simulator.harness import simulated
 from thread_workers import flat
@@ -13,9 +14,7 @@ from torch import nn
 EVERY = [*FREE, "stale_synchronous(bound=0)"]
 
 
-@pytest.mark.parametrize("recipe", EVERY)
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("recipe", "after", "who"), pairwise(EVERY, [0, 1, 2], [0, 1]))
 def test_batches_that_one_worker_leaves_are_done_by_others(recipe: str, after: int, who: int) -> None:
     ended = simulated(3, training(leaves=lambda worker, steps: worker == who and steps == after), recipe, net=NET)
     assert seen(ended) == [ALL] * 2
@@ -49,9 +48,10 @@ def test_worker_that_left_an_epoch_stays_out_after_a_server_failure(at: int) -> 
     assert seen(ended) == [ALL] * 2
 
 
-@pytest.mark.parametrize("until", [{"samples": SAMPLES}, {"samples": 2 * SAMPLES}, {"samples": 60}, {"time_s": 0.15}])
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("recipe", FREE)
+@pytest.mark.parametrize(
+    ("recipe", "workers", "until"),
+    pairwise(FREE, [2, 3], [{"samples": SAMPLES}, {"samples": 2 * SAMPLES}, {"samples": 60}, {"time_s": 0.15}]),
+)
 def test_no_worker_starts_the_next_epoch_after_one_has_stopped(recipe: str, workers: int, until: Any) -> None:
     ended = simulated(workers, training(epochs=9), recipe, net=NET, **until)
     assert len(ended.of("end")) == workers

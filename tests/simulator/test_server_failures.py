@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from combinations import thinned
 from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -33,11 +34,14 @@ def hidden(ended: Any) -> bytes:
 # --- at any time --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [*FREE, THROUGH, *ALSO_THROUGH])
+EVERY = [*FREE, THROUGH, *ALSO_THROUGH]
+
+
+@pytest.mark.parametrize("recipe", EVERY)
 def test_every_sample_counts_once_whenever_a_server_is_killed(recipe: str) -> None:
     """Faults in all phases, from before the first request to a server until after the last worker has ended."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
-    for number in range(8):
+    for number in thinned(range(8), 3, first=EVERY.index(recipe)):
         moment, victim = number * length / 7, number % SHARDS[recipe]
         ended = lived(recipe, f"kill server {victim} at {moment:.6f}s, back after 15ms")
         is_whole(ended, recipe)
@@ -91,8 +95,8 @@ def test_worker_killed_before_the_recipe_is_known_is_not_waited_for(recipe: str)
 # --- examples -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)"])
-def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "recipe"), list(enumerate(["async_sgd", "async_sgd(shards=2)"])))
+def test_all_roll_back_to_the_snapshot_once(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with several requests when a server fails receives several refusals."""
     backs: Counter[tuple[int, int]] = Counter()
     recover = ParameterServerClient.roll_back
@@ -102,7 +106,7 @@ def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.Mon
         recover(wire)
 
     monkeypatch.setattr(ParameterServerClient, "roll_back", counted)
-    for at in range(60, 220, 8):
+    for at in thinned(range(60, 220, 8), 3, first=number):
         backs.clear()
         is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
         assert {age for _, age in backs} <= {0}, f"killed at {at} ms"

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import mostly_long
 from simulator import harness as ground
 from simulator.harness import STEP_S, Ended, now, simulated
 from thread_workers import flat, regression, run_workers, training
@@ -151,7 +152,7 @@ def test_record_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None
 # --- equality with live runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED)))
+@pytest.mark.parametrize("recipe", mostly_long(sorted(set(SYNCHRONOUS) - set(TIMED)), short=range(0, 99, 3)))
 def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
     """The in-memory transport adds in the same order; the last global step has a batch for one of three workers."""
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)

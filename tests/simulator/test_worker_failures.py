@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_value, mostly_long, thinned
 from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -55,13 +56,16 @@ from stretto.simulator.network.topology import Links
 # --- any worker, at any time ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [*TOGETHER, THROUGH, *FREE])
+EVERY = [*TOGETHER, THROUGH, *FREE]
+
+
+@pytest.mark.parametrize("recipe", EVERY)
 def test_every_sample_counts_once_whenever_a_worker_is_killed(recipe: str) -> None:
     """Faults in all phases: rendezvous, computing, backward, collectives, ends of epochs; mostly of worker 0."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
-    for number in range(10):
+    for number in thinned(range(10), 3, first=EVERY.index(recipe)):
         moment, victim = number * length / 9, number % 2
-        back = ", back after 15ms" * (number % 3 > 0)
+        back = ", back after 15ms" * (number % 4 > 0)
         is_whole(lived(recipe, f"kill worker {victim} at {moment:.6f}s{back}"), recipe)
 
 
@@ -77,7 +81,7 @@ def test_every_sample_counts_once_whichever_worker_is_killed(recipe: str, drawn:
     is_whole(lived(recipe, fault, workers), recipe)
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
+@pytest.mark.parametrize("recipe", mostly_long(["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH], short=(1, 2)))
 def test_same_seed_gives_the_same_failures_to_the_byte(recipe: str) -> None:
     fault = "kill worker every 60ms, back after 20ms; pause worker 1 for 200ms at 80ms; kill coordinator at 90ms"
     asks = {"failure_timeout_s": 0.1}
@@ -216,10 +220,16 @@ def test_worker_killed_after_leaving_redoes_nothing(tmp_path: Path) -> None:
     assert told(lived(recipe, fault, 4), "joined") == told(lived(recipe, "kill worker 1 at 1h", 4), "joined")
 
 
-@pytest.mark.parametrize("recipe", [*TOGETHER, *FREE, THROUGH])
 @pytest.mark.parametrize(
-    "fault",
-    ["kill worker 1 at 47ms, back after 9ms", "kill worker 0 at 90ms, back after 9ms", "pause worker 2 for 1s at 30ms"],
+    ("recipe", "fault"),
+    each_value(
+        EVERY,
+        [
+            "kill worker 1 at 47ms, back after 9ms",
+            "kill worker 0 at 90ms, back after 9ms",
+            "pause worker 2 for 1s at 30ms",
+        ],
+    ),
 )
 def test_restarted_worker_cannot_rejoin_an_iterable_epoch(recipe: str, fault: str) -> None:
     """A restarted worker stays out of an iterable data set, and the others continue."""
@@ -290,7 +300,7 @@ def test_worker_is_not_restarted_after_others_have_finished(recipe: str) -> None
 @pytest.mark.parametrize("recipe", ["async_sgd", "stale_synchronous(bound=1)"])
 def test_run_that_restarted_workers_join_too_late_is_complete(recipe: str, tmp_path: Path) -> None:
     length, lefts = lived(recipe, "kill worker 1 at 1h").seconds, 0
-    for back in range(0, 60, 2):
+    for back in thinned(range(0, 60, 2), 4, first=0):
         ended = lived(recipe, f"kill worker 1 at {length - 0.08:.6f}s, back after {10 + back}ms", folder=tmp_path)
         found = record(tmp_path / "run")
         assert found["failed"] is None
@@ -303,8 +313,13 @@ def test_run_that_restarted_workers_join_too_late_is_complete(recipe: str, tmp_p
 # --- workers declared failed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
-@pytest.mark.parametrize("fault", ["pause worker 1 for 300ms at 55ms", "cut worker 1 for 300ms at 55ms"])
+@pytest.mark.parametrize(
+    ("recipe", "fault"),
+    each_value(
+        ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH],
+        ["pause worker 1 for 300ms at 55ms", "cut worker 1 for 300ms at 55ms"],
+    ),
+)
 def test_silent_worker_is_declared_failed_and_rejoins(recipe: str, fault: str) -> None:
     ended = lived(recipe, fault, epochs=12, asks={"failure_timeout_s": 0.1})
     gone = next(one for one in ended.of("membership") if one["what"] == "failed")

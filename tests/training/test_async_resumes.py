@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_value
 from thread_workers import flat, regression, run_workers, small_net
 from torch import nn
 from torch.utils.data import DataLoader
@@ -132,11 +133,11 @@ ONCE = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
     ],
 )
 def test_resumed_run_trains_the_rest_of_an_epoch_once(before: str, after: str, workers: int, tmp_path: Path) -> None:
-    run_training(3, 3, before, tmp_path / "before")
+    run_training(3, 3, before, tmp_path / "before", often="3 rounds")
     part = run_with_only(checkpoint_within_epoch_2(tmp_path / "before"), tmp_path / "part")
     done = facts(checkpoints_of(part)[0])["samples"] - SAMPLES
     assert 0 < done < SAMPLES
-    run_training(workers, 3, after, tmp_path / "after", resume=part)
+    run_training(workers, 3, after, tmp_path / "after", resume=part, often="9 rounds")
     assert sample_counts_by_epoch(tmp_path / "after") == [(2, ONCE), (3, ONCE)]
     ends = [event for event in read_events(tmp_path / "after" / "events.jsonl") if event["event"] == "end"]
     assert sum(event["samples"] for event in ends) == 2 * SAMPLES - done
@@ -163,8 +164,10 @@ def test_resumed_run_of_one_worker_equals_the_uninterrupted_run(recipe: str, tmp
     assert torch.equal(again, whole)
 
 
-@pytest.mark.parametrize("shards", [2, 1, 3])
-@pytest.mark.parametrize("recipe", [WITH_OUTER_MOMENTUM, WITH_RESIDUAL, "elastic_averaging(every=2, shards=2)"])
+@pytest.mark.parametrize(
+    ("recipe", "shards"),
+    each_value([WITH_OUTER_MOMENTUM, WITH_RESIDUAL, "elastic_averaging(every=2, shards=2)"], [2, 1, 3]),
+)
 def test_states_of_servers_and_workers_are_restored_on_resume(recipe: str, shards: int, tmp_path: Path) -> None:
     """The second run trains nothing, so its checkpoint equals that of the run it resumed."""
     run_training(3, 2, recipe, tmp_path / "before")

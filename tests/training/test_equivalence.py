@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from combinations import pairwise
 from thread_workers import regression, relative_distance, run_one_worker, run_single_process, run_workers, sgd, training
 
 EVERY_STEP = {
@@ -22,10 +23,9 @@ OPTIMIZERS = {
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize("samples", [96, 96 * 4 + 5, 97])
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("what", EVERY_STEP)
+@pytest.mark.parametrize(
+    ("what", "dtype", "workers", "samples"), pairwise([*EVERY_STEP], [*TOLERANCE], [2, 3, 4], [96, 96 * 4 + 5, 97])
+)
 def test_exchanging_every_step_with_sgd_equals_one_process_with_the_global_batch(
     what: str, dtype: torch.dtype, workers: int, samples: int
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_value
 from thread_workers import flat, regression, relative_distance, run_workers, small_net, training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -301,8 +302,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("place", RECIPES, ids=["gradients", "outer gradients", "through a server", "on arrival"])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "place"), each_value(CODECS, RECIPES))
 def test_every_codec_works_in_every_kind_of_recipe(codec: str, place: str) -> None:
     if "async" in place and not parse(f"allreduce(how={codec})").how.pair:
         with pytest.raises(RecipeError, match="pair of encode and decode"):

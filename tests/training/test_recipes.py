@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ import torch
 from simulator.harness import simulated
 from thread_workers import flat, regression, relative_distance, run_workers, small_net
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
-from stretto.events import read_events
+from stretto.events import Event, read_events
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
 
@@ -81,7 +81,12 @@ def optimizer_for(recipe: str, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.0 if "deep_gradient" in recipe else 0.5)
 
 
-def train(recipe: str, samples: int, epochs: int = 3, losses: list[float] | None = None) -> Any:
+def loss_of(net: nn.Module, data: TensorDataset) -> float:
+    return nn.functional.mse_loss(net(data.tensors[0]), data.tensors[1]).item()
+
+
+def train(recipe: str, samples: int, epochs: int = 3, enough: float | None = None) -> Any:
+    """Return a training that ends after the epochs, or after the first epoch with a loss below `enough`."""
     data = regression(samples, DOUBLE)
 
     def work(worker: int) -> Tensor:
@@ -94,26 +99,41 @@ def train(recipe: str, samples: int, epochs: int = 3, losses: list[float] | None
                 loss = nn.functional.mse_loss(net(x), y)
                 loss.backward()
                 optimizer.step()
-        if losses is not None:
-            losses.append(nn.functional.mse_loss(net(data.tensors[0]), data.tensors[1]).item())
+            if enough is not None and loss_of(net, data) < enough:
+                break
         return flat(net)
 
     return work
 
 
-@pytest.fixture(params=RECIPES)
+@dataclass(frozen=True)
+class Run:
+    """A run of four workers: the parameters of each worker at the end, and its events."""
+
+    recipe: str
+    found: list[Tensor]
+    events: list[Event]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
 def recipe(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_after_an_epoch_all_workers_hold_the_same_bits(recipe: str) -> None:
-    found = run_workers(4, train(recipe, 100), recipe)
-    assert all(torch.equal(one, found[0]) for one in found)
+@pytest.fixture(scope="module")
+def run(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    found = run_workers(4, train(recipe, 50), recipe, run=folder)
+    return Run(recipe, found, list(read_events(folder / "events.jsonl")))
 
 
-@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED)))
-def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
-    assert torch.equal(run_workers(3, train(recipe, 100), recipe)[0], run_workers(3, train(recipe, 100), recipe)[0])
+def test_after_an_epoch_all_workers_hold_the_same_bits(run: Run) -> None:
+    assert all(torch.equal(one, run.found[0]) for one in run.found)
+
+
+@pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED)), scope="module")
+def test_the_same_run_gives_the_same_bits(run: Run) -> None:
+    assert torch.equal(run_workers(4, train(run.recipe, 50), run.recipe)[0], run.found[0])
 
 
 @pytest.mark.parametrize("recipe", sorted(set(SYNCHRONOUS) - set(TIMED) - set(COUNT_WORKERS)))
@@ -127,20 +147,19 @@ def test_a_worker_without_data_has_weight_0(recipe: str) -> None:
 
 
 def test_training_reduces_the_loss(recipe: str) -> None:
-    """The workers are simulated, which is faster and does not affect the result."""
-    data, after = regression(160, DOUBLE), list[float]()
-    before = nn.functional.mse_loss(small_net(DOUBLE)(data.tensors[0]), data.tensors[1]).item()
+    """The workers are simulated, which is faster and does not affect the result. They end once they have learned."""
+    data, net = regression(160, DOUBLE), small_net(DOUBLE)
+    enough = 0.8 * loss_of(net, data)
     epochs = 35 if any(word in recipe for word in ("soft", "weight", "elastic", "collect")) else 15
-    simulated(2, train(recipe, 160, epochs=epochs, losses=after), recipe)
-    assert max(after) < 0.8 * before
+    for one in simulated(2, train(recipe, 160, epochs, enough), recipe).found:
+        nn.utils.vector_to_parameters(one, net.parameters())
+        assert loss_of(net, data) < enough
 
 
-def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
-    run_workers(3, train(recipe, 50), recipe, run=tmp_path)
-    events = list(read_events(tmp_path / "events.jsonl"))
-    counts = [one["sample_counts"] for one in events if one["event"] == "epoch"]
+def test_each_sample_counts_once_and_the_time_is_accounted_for(run: Run) -> None:
+    counts = [one["sample_counts"] for one in run.events if one["event"] == "epoch"]
     assert counts == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
-    for end in (one for one in events if one["event"] == "end"):
+    for end in (one for one in run.events if one["event"] == "end"):
         assert sum(end["time_breakdown"].values()) == pytest.approx(end["t"], rel=0.02)
 
 

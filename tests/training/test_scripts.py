@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import pairwise
 from thread_workers import (
     Branching,
     flat,
@@ -545,10 +546,10 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
-@pytest.mark.parametrize("samples", [5, 23, 48])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("kind", "workers", "samples", "recipe"),
+    pairwise([*LOADERS], [1, 2, 3, 4, 5], [5, 23, 48], ["allreduce", "local_sgd(every=3)"]),
+)
 def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int, recipe: str) -> None:
     found = run_workers(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
     for epoch in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import pairwise
+from combinations import each_value, pairwise
 from thread_workers import (
     flat,
     regression,
@@ -70,7 +70,7 @@ def start(dtype: torch.dtype, change: Change | None) -> tuple[nn.Module, torch.o
     return net, torch.optim.SGD(held, lr=0.05, momentum=0.5)
 
 
-def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 3) -> Callable[[int], Tensor]:
+def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 2) -> Callable[[int], Tensor]:
     """Return a training that calls `change` at the start of epoch 2, or before step number `at`."""
 
     def work(worker: int) -> Tensor:
@@ -211,8 +211,9 @@ def test_over_a_server_parameters_unfrozen_in_an_epoch_are_refused_by_name(recip
         run_workers(2, changing(unfreeze, 5, samples=60), recipe)
 
 
-@pytest.mark.parametrize("recipe", SYNCHRONOUS)
-@pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group, replace_head])
+@pytest.mark.parametrize(
+    ("change", "recipe"), each_value([unfreeze, freeze, swap, add_group, replace_head], SYNCHRONOUS)
+)
 def test_one_worker_computes_the_bits_of_the_plain_loop(change: Change, recipe: str) -> None:
     wanted = run_single_process(changing(change, 5))
     assert torch.equal(run_one_worker(changing(change, 5), recipe), wanted)
