@@ -70,15 +70,25 @@ def stretto_run(folder: Path, path: Path, workers: int, recipe: str, out: str) -
     return load_file(folder / out / "final.safetensors")
 
 
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Return the model of the script without the line."""
+    folder = tmp_path_factory.mktemp("plain")
+    done = call(folder, sys.executable, str(script(folder, PLAIN.replace("LINE", ""))))
+    assert done.returncode == 0, done.stderr
+    model: dict[str, torch.Tensor] = torch.load(folder / "net.pt")
+    return model
+
+
 @pytest.mark.plain_processes
-def test_plain_python_run_computes_the_same_bits_as_without_stretto(tmp_path: Path) -> None:
-    found = []
-    for line in ("", LINE):
-        done = call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", line))))
-        assert done.returncode == 0, done.stderr
-        found.append(torch.load(tmp_path / "net.pt"))
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+def test_plain_python_run_computes_the_same_bits_as_without_stretto(
+    plain_model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    done = call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", LINE))))
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "net.pt")
+    assert found.keys() == plain_model.keys()
+    assert all(torch.equal(one, plain_model[name]) for name, one in found.items())
     assert "stretto: epoch 2: loss" in done.stderr
 
 
@@ -98,12 +108,11 @@ def test_worker_without_a_contribution_sends_no_bytes(tmp_path: Path) -> None:
         assert 2 * said < end["bytes_sent"] < 2.2 * said + 200_000
 
 
-@pytest.mark.plain_processes
-def test_run_with_one_worker_computes_the_same_bits_as_the_plain_script(tmp_path: Path) -> None:
-    assert call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", "")))).returncode == 0
-    plain = torch.load(tmp_path / "net.pt")
+def test_run_with_one_worker_computes_the_same_bits_as_the_plain_script(
+    plain_model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     found = stretto_run(tmp_path, script(tmp_path, PLAIN.replace("LINE", LINE)), 1, "local_sgd(every=3)", "one")
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, plain_model[name]) for name, tensor in found.items())
 
 
 AGAINST_DDP = """
@@ -149,7 +158,6 @@ sys.exit(0 if apart < 1e-12 else 3)
 """
 
 
-@pytest.mark.plain_processes
 def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     path = script(tmp_path, AGAINST_DDP)
     line = ["-n", "2", "--out", "run", str(path), str(tmp_path / "store")]
@@ -158,7 +166,6 @@ def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     assert "apart" in done.stdout
 
 
-@pytest.mark.plain_processes
 def test_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The recipe comes from the environment; the run folder is made by worker 0."""
     path = script(tmp_path, PLAIN.replace("LINE", LINE))
@@ -253,7 +260,7 @@ def test_failing_script_gives_one_error_with_its_worker(kind: str, tmp_path: Pat
 def test_full_disk_under_the_event_log_loses_events_and_nothing_else(tmp_path: Path) -> None:
     """Workers may write no file larger than 8 KB, as on a full disk."""
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
-    text = limit + PLAIN.replace("LINE", LINE).replace("range(2)", "range(50)")
+    text = limit + PLAIN.replace("LINE", LINE).replace("range(2)", "range(25)")
     models = []
     for number, source in enumerate((text, text.removeprefix(limit))):
         command = ["-m", "stretto.cli", "run", "-n", "2", "--out", str(number), str(script(tmp_path, source))]
@@ -351,7 +358,6 @@ def check_staleness(found: dict[str, Any], updates: int) -> None:
     assert staleness["mean"] == pytest.approx(mean, abs=0.01)
 
 
-@pytest.mark.plain_processes
 def test_asynchronous_sgd_counts_every_sample_once_and_evaluates_in_time(place: Place) -> None:
     """With batch-norm, three workers and two shards; all evaluate after every 4 batches of each worker, 96 samples."""
     more = "evaluate=lambda net: {'loss': ((net(x) - y) ** 2).mean()}, evaluate_every=4"
@@ -441,6 +447,7 @@ data = Stream()
 """
 
 
+@pytest.mark.plain_processes
 def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
     """Every worker reads its part of a stream, and leaves the second epoch after its third batch."""
     path = async_script(body="if epoch == 1 and step == 2: break", options="")

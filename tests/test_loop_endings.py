@@ -99,7 +99,7 @@ def test_folder_that_two_workers_make_is_an_error_with_advice(tmp_path: Path) ->
 
 def test_loop_may_fork_a_pool_of_processes(tmp_path: Path) -> None:
     """The end of a pool sends SIGTERM to children that may have just been forked, and waits for them."""
-    pools = "for _ in range(20):\n            with multiprocessing.get_context('fork').Pool(2): pass"
+    pools = "for _ in range(8):\n            with multiprocessing.get_context('fork').Pool(2): pass"
     done = run(tmp_path, "allreduce", f"if step == 3:\n          {pools}")
     assert done.returncode == 0, done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -36,9 +37,15 @@ def comments(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of modules, classes, functions and attributes, and their lines."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 value = statement.value.value
@@ -48,7 +55,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the strings of a file that hold several words: texts of errors, notices, help and pages."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
             yield node.lineno, node.value
 

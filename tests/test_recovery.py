@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from combinations import mostly_long
 
 from benchmarks.survival import SCRIPT, Case, run_case
 from stretto.checkpoint.storage import Checkpoints
@@ -23,7 +24,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", mostly_long(CASES, short=(0, 2)), ids=str)
 def test_run_survives(case: Case, tmp_path: Path) -> None:
     outcome = run_case(case, case.recipe, tmp_path / "run", ENVIRONMENT)
     assert outcome.code == 0, outcome.log_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
+
+from stretto.launcher.reexec import FIXED
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -66,7 +69,8 @@ def test_files_of_a_diagram_are_entered(title: str, tmp_path: Path) -> None:
     script, seen = tmp_path / "script.py", tmp_path / "seen"
     script.write_text(SCRIPT)
     words = [sys.executable, "-m", "stretto.cli", *command, "--out", str(tmp_path / "run"), "--quiet"]
-    subprocess.run([*words, str(script), str(seen), recipe], cwd=ROOT, check=True, timeout=300)
+    words += [str(script), str(seen), recipe]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, **FIXED}, check=True, timeout=300)
     entered = {
         str(Path(path).relative_to(ROOT)) for path in seen.read_text().split() if path.startswith(f"{ROOT}/stretto")
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from combinations import mostly_long
 
 from stretto.events import read_events
 
@@ -148,15 +149,17 @@ def test_the_line_alone_changes_no_bit(script: Script, place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "recipe"),
-    [pytest.param(script, recipe, id=f"{script.file}-{recipe}") for script in SCRIPTS for recipe in script.recipes],
+    "case",
+    mostly_long([(script, recipe) for script in SCRIPTS for recipe in script.recipes], short=(0, 3, 4, 7, 9)),
+    ids=lambda case: f"{case[0].file}-{case[1]}",
 )
-def test_three_workers_end_with_one_model_and_take_each_sample_once(script: Script, recipe: str, place: Place) -> None:
+def test_three_workers_end_with_one_model_and_take_each_sample_once(case: tuple[Script, str], place: Place) -> None:
+    script, recipe = case
     options = ["-n", str(WORKERS), "--threads", "1", "--recipe", recipe, "--out", str(place.root / "run")]
     check_together(script, place, place.run(script, "-m", "stretto.cli", "run", *options))
 
 
-@every_script
+@pytest.mark.parametrize("script", mostly_long(SCRIPTS, short=(1, 3)), ids=lambda script: script.file)
 def test_three_simulated_workers_end_with_one_model_and_take_each_sample_once(script: Script, place: Place) -> None:
     options = ["-n", str(WORKERS), "--recipe", "local_sgd(every=4)", "--step-time", "5ms"]
     ended = place.run(script, "-m", "stretto.cli", "simulate", *options, "--out", str(place.root / "run"))

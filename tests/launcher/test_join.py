@@ -30,7 +30,7 @@ from stretto.run_config import RunConfig
 SCRIPT = """
 import pathlib, time, torch, stretto
 torch.manual_seed(0)
-x = torch.randn(640, 8); y = x.sum(1, keepdim=True)
+x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
 net = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(x, y)
@@ -42,7 +42,7 @@ for epoch in range(60):
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
         if not pathlib.Path("enough").exists():
-            time.sleep(0.03)
+            time.sleep(0.06)
 """
 PATIENCE_S = 1.0
 HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there"))
@@ -122,7 +122,7 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
         assert one.returncode == 0, said
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert len(audits) == 60
-    assert all((seen["once"], seen["twice"], seen["never"]) == (640, 0, 0) for seen in audits)
+    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
     joined = [(event["worker"], event["incarnation"]) for event in events(run) if event.get("what") == "joined"]
     assert sorted(joined) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
 
