@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -122,8 +121,8 @@ class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
 class CoordinatorConfig(Config, frozen=True, kw_only=True, tag="coordinator"):
     """Configuration of the coordinator process."""
 
-    settings: dict[str, Any]
-    """Settings of the run, which every worker receives when it registers."""
+    asynchronous: bool = False
+    """True if the recipe is asynchronous, as far as the launcher knows it."""
     zero: float = 0.0
     """Reading of `time.perf_counter` at the start of the run."""
     keys: KeyTexts | None = None

@@ -76,7 +76,7 @@ def server_notice(config: RunConfig) -> str | None:
     return f"--servers {config.servers} makes {settled(config).recipe} of the recipe {config.recipe}: {means}"
 
 
-def is_free(config: RunConfig) -> bool:
+def is_asynchronous(config: RunConfig) -> bool:
     """Return True if the recipe of a resolved configuration is asynchronous."""
     if config.recipe is None:
         return False

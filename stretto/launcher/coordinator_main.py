@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import msgspec
 
@@ -24,6 +23,7 @@ from stretto.interval import every
 from stretto.launcher.shard_main import leave, own_config
 from stretto.launcher.worker_main import begin, fail
 from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.coordinator_records import rules_of
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.membership.write_ahead_log import read as read_records
 from stretto.process_config import CoordinatorConfig, KeyTexts
@@ -49,37 +49,27 @@ def _coordinate(config: CoordinatorConfig) -> None:
     from stretto.membership.server import MembershipServer
     from stretto.security import server_keys
 
-    folder, settings = Path(config.run or "."), config.settings
+    folder, options = Path(config.run or "."), config.options
     path = folder / WRITE_AHEAD_LOG
     records = read_records(path)
     log = WriteAheadLog(path)
     if log.cut_off:
         problem = f"{log.cut_off} bytes after record {len(records)} of the write-ahead log were damaged and are lost"
         print(problem, file=sys.stderr, flush=True)
-    coordinator = MembershipCoordinator.restored(records, time.monotonic()) if records else _new(settings)
+    if records:
+        coordinator = MembershipCoordinator.restored(records, time.monotonic())
+    else:
+        coordinator = MembershipCoordinator(rules_of(options, config.asynchronous))
     forwarder = _FailureForwarder(config.servers, config.worker_keys) if config.servers else None
     MembershipServer(
         socket.socket(fileno=config.listen_fd),
         coordinator,
         log,
         server_keys(config.keys),
-        settings["failure_timeout_s"],
+        options.failure_timeout_s,
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
-        every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
+        every(options.checkpoint_every).seconds if options.checkpoint_every else None,
     ).run(threading.Event())  # never set: it serves until SIGTERM
-
-
-def _new(settings: dict[str, Any]) -> MembershipCoordinator:
-    """Return the coordinator of a new run."""
-    return MembershipCoordinator(
-        settings,
-        settings["expected"],
-        settings.get("min_workers", 1),
-        settings.get("max_workers"),
-        settings.get("asynchronous", False),
-        failure_timeout_s=settings["failure_timeout_s"],
-        return_s=settings.get("return_s"),
-    )
 
 
 class _FailureForwarder(threading.Thread):

@@ -17,7 +17,7 @@ from socket import socket
 
 from stretto.events import COORDINATOR, process_name
 from stretto.interval import every
-from stretto.launcher.config import codec_folder, is_free
+from stretto.launcher.config import codec_folder, is_asynchronous
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
@@ -132,10 +132,11 @@ class ProcessPlan:
         process = CoordinatorConfig(
             run=self._run,
             listen_fd=servers.coordinator.fileno(),
-            settings=settings_of(self.config),
+            options=self.config,
+            asynchronous=is_asynchronous(self.config),
             zero=self.zero,
             keys=servers.server_keys,
-            servers=servers.addresses if is_free(self.config) else (),
+            servers=servers.addresses if is_asynchronous(self.config) else (),
             worker_keys=servers.worker_keys,
         )
         return self._service(COORDINATOR, 1, "coordinator_main", process, [servers.coordinator.fileno()])
@@ -157,18 +158,6 @@ def _snapshot_interval_s(config: RunConfig) -> float:
     """Return the interval of snapshots: short enough for a checkpoint to be written when it is due."""
     asked = every(config.checkpoint_every).seconds if config.checkpoint_every else None
     return min(SNAPSHOT_INTERVAL_S, asked or SNAPSHOT_INTERVAL_S)
-
-
-def settings_of(config: RunConfig) -> dict[str, object]:
-    """Return the settings that the coordinator holds. `free` is true if no worker waits for one that failed."""
-    return {
-        "expected": config.workers,
-        "min_workers": config.min_workers,
-        "max_workers": config.max_workers,
-        "asynchronous": is_free(config),
-        "failure_timeout_s": config.failure_timeout_s,
-        "checkpoint": str(every(config.checkpoint_every)) if config.checkpoint_every else None,
-    }
 
 
 def environment_of(number: int, config: RunConfig) -> dict[str, str]:

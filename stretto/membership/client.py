@@ -84,17 +84,12 @@ class MembershipClient(CoordinatorConnection):
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         try:
-            self._wait(lambda: self.state.settings is not None, limit_s)
+            self._wait(lambda: self.state.asynchronous is not None, limit_s)
         except BaseException:
             self.close()
             raise
 
     # --- calls of the worker's main thread ---------------------------------------------------------------------------
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of the run, the same for all workers."""
-        return self.state.settings or {}
 
     @property
     def generation(self) -> int:
@@ -165,7 +160,7 @@ class MembershipClient(CoordinatorConnection):
 
     def _no_reply_error(self, limit_s: float) -> TransportError:
         text = f"no coordinator answered worker {self._worker} at {self._address} for {limit_s:g} s"
-        return TransportError(text) if self.state.settings is None else MemberOutError(text)
+        return TransportError(text) if self.state.asynchronous is None else MemberOutError(text)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake, or has ended
@@ -210,7 +205,7 @@ class MembershipClient(CoordinatorConnection):
         see may begin without it.
         """
         doing, _, since = self._doing
-        alone = self.state.is_alone and not self.settings.get("asynchronous", False)
+        alone = self.state.is_alone and not self.state.asynchronous
         limit_s = ALONE * self._failure_timeout_s if alone else self._failure_timeout_s
         silent_s = time.monotonic() - (self._last_message if alone else max(since, self._last_message))
         if silent_s > limit_s and (alone or doing == EXCHANGING):
@@ -252,7 +247,7 @@ class MembershipClient(CoordinatorConnection):
         with self._changed:
             messages = self.state.pending_messages()
             generation, aborted = self.state.generation, self.state.aborted
-            is_registered = self.state.settings is not None
+            is_registered = self.state.asynchronous is not None
         if with_heartbeat:
             doing, global_step, since = self._doing
             for_s, place = time.monotonic() - since, self._operations_begun()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -35,7 +35,8 @@ class MembershipClientState:
     def __init__(self, worker: int, incarnation: int, on_abort: Callable[[int, str], None]) -> None:
         self._me = worker, incarnation
         self._on_abort = on_abort
-        self.settings: dict[str, Any] | None = None
+        self.asynchronous: bool | None = None
+        """True if no worker waits for another; None before the coordinator has registered this worker."""
         self.generation = 0
         """Last generation that this worker was in."""
         self.aborted = 0
@@ -75,7 +76,7 @@ class MembershipClientState:
         """Process a message of the coordinator; return True if a message has to be sent immediately."""
         match message:
             case Registered():
-                self.settings = message.settings
+                self.asynchronous = message.asynchronous
             case AbortGeneration():
                 return self._abort(message.generation, message.why)
             case PauseRequest():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -71,36 +71,12 @@ Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopp
 
 
 class MembershipCoordinator:
-    """Decides which workers are members, and in which generation.
+    """Decides by the rules of the run which workers are members, and in which generation."""
 
-    `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
-    not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where it matters, a worker that is
-    being restarted is awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for
-    another: joining workers are admitted immediately, and failures only reported.
-    """
-
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        expected: int,
-        min_workers: int = 1,
-        max_workers: int | None = None,
-        asynchronous: bool = False,
-        *,
-        failure_timeout_s: float,
-        return_s: float | None = None,
-    ) -> None:
-        self._started = Started(
-            settings,
-            expected,
-            min_workers,
-            max_workers,
-            asynchronous,
-            failure_timeout_s,
-            failure_timeout_s if return_s is None else return_s,
-        )
-        self.workers = WorkerTable(self._started)
-        self._phase: Phase = "running" if asynchronous else "gathering"
+    def __init__(self, rules: Started) -> None:
+        self._rules = rules
+        self.workers = WorkerTable(rules)
+        self._phase: Phase = "running" if rules.asynchronous else "gathering"
         self._why = ""
         """Reason why the generation has ended, or why the run cannot continue."""
         self._limit: float | None = None
@@ -124,22 +100,14 @@ class MembershipCoordinator:
         """Notices for the user since they were last taken."""
         self.events: list[Event] = []
         """Events for the event log since they were last taken."""
-        self._record(self._started)
+        self._record(rules)
 
     @classmethod
     def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
-        """Return the coordinator that wrote these records; the first one has its settings."""
+        """Return the coordinator that wrote these records; the first one has its rules."""
         started, *others = (decode_record(record) for record in records)
-        assert isinstance(started, Started), "a coordinator log begins with the settings"
-        coordinator = cls(
-            started.settings,
-            started.expected,
-            started.min_workers,
-            started.max_workers,
-            started.asynchronous,
-            failure_timeout_s=started.failure_timeout_s,
-            return_s=started.return_s,
-        )
+        assert isinstance(started, Started), "a coordinator log begins with the rules"
+        coordinator = cls(started)
         for record in others:
             coordinator._replay(record, now)
         coordinator._records.clear()
@@ -203,9 +171,9 @@ class MembershipCoordinator:
         """Process the passing of time: failure timeouts may have run out."""
         for worker, process in self.workers.processes.items():
             silent = now - process.last_message
-            if process.is_running and silent > self._started.failure_timeout_s:
+            if process.is_running and silent > self._rules.failure_timeout_s:
                 self._end(worker, f"no heartbeat for {silent:.1f} s", True, now)
-            elif process.is_running and silent > self._started.failure_timeout_s / 2 and not process.slow:
+            elif process.is_running and silent > self._rules.failure_timeout_s / 2 and not process.slow:
                 process.slow = True
                 self._note_slow(worker, silent, now)
         self._check_limits(now)
@@ -218,13 +186,13 @@ class MembershipCoordinator:
 
     def save(self, now: float) -> list[Outgoing]:
         """Request a checkpoint, made when all members are paused between two steps."""
-        self._saves = not self._started.asynchronous
+        self._saves = not self._rules.asynchronous
         return self._settled(now)
 
     def _process_message(self, worker: int, process: WorkerProcess, message: WorkerMessage, now: float) -> None:
         match message:
             case Register():
-                self._send(worker, Registered(self._started.settings, self.generation))
+                self._send(worker, Registered(self._rules.asynchronous, self.generation))
             case Heartbeat():
                 self._on_heartbeat(worker, process, message, now)
             case Broken():
@@ -253,7 +221,7 @@ class MembershipCoordinator:
 
     def _on_broken(self, worker: int, process: WorkerProcess, message: Broken, now: float) -> None:
         is_news = process.state == "in" and message.generation == self.generation
-        if is_news and self._phase in ("running", "pausing") and not self._started.asynchronous:
+        if is_news and self._phase in ("running", "pausing") and not self._rules.asynchronous:
             self.notices.append(
                 f"a collective operation of worker {worker} broke off ({message.why}); re-forming the group"
             )
@@ -269,10 +237,10 @@ class MembershipCoordinator:
             self._end(worker, UNKNOWN, False, now)
             self._send(worker, Evicted(process.why))
         elif abs(message.generation) < self.generation and (
-            not self._started.asynchronous or abs(message.generation) < process.last_generation
+            not self._rules.asynchronous or abs(message.generation) < process.last_generation
         ):
             self._resend_generation(worker, message)
-        elif self._started.asynchronous:
+        elif self._rules.asynchronous:
             self._admit(worker, process, message, now)
         elif abs(message.generation) == self.generation and not message.between_steps:
             process.report = message
@@ -286,7 +254,7 @@ class MembershipCoordinator:
 
     def _note_exchange(self, process: WorkerProcess, waits: Waits | None) -> None:
         """Note where a member waits. Loops of unequal length end the run: no later operation can match again."""
-        if waits is None or self._started.asynchronous or self._phase == "stopped":
+        if waits is None or self._rules.asynchronous or self._phase == "stopped":
             return
         process.waits = waits
         if self._exchanges.differs(waits):
@@ -303,14 +271,14 @@ class MembershipCoordinator:
         elif message.generation <= 0 and self.workers.is_over():
             self._send(worker, self.workers.view)
         elif message.generation <= 0 and process.report is None:
-            limit = self._started.max_workers
+            limit = self._rules.max_workers
             others = len(self.members) + sum(
                 other.report is not None for other in self.workers.new_processes().values()
             )
             if limit is not None and others >= limit:
                 self._end(worker, f"the run has its {limit} workers", False, now)
                 self._send(worker, Evicted(process.why))
-            elif self._started.asynchronous:
+            elif self._rules.asynchronous:
                 self._admit(worker, process, message, now)
             else:
                 process.report = message
@@ -337,7 +305,7 @@ class MembershipCoordinator:
         process.is_leaving = process.is_running
         if process.state == "new":
             self._end(worker, ASKED, False, now, "left")
-        elif process.state == "in" and self._started.asynchronous:
+        elif process.state == "in" and self._rules.asynchronous:
             self._form_asynchronous([other for other in self.members if other != worker], ASKED, now, worker)
 
     def _on_leave(self, worker: int, process: WorkerProcess, now: float) -> None:
@@ -359,7 +327,7 @@ class MembershipCoordinator:
             return self._start_over(now, "")
         if self._phase == "stopped":
             return False
-        if self._started.asynchronous:
+        if self._rules.asynchronous:
             return self._stop_if_few(now)
         if self._phase == "aborting":
             return self._form_after_abort(now)
@@ -372,7 +340,7 @@ class MembershipCoordinator:
     def _abort(self, why: str, now: float) -> bool:
         """End the generation: its remaining members have to pause."""
         self._phase, self._why = "aborting", why
-        self._limit = None if self.workers.failed_members() else now + self._started.failure_timeout_s
+        self._limit = None if self.workers.failed_members() else now + self._rules.failure_timeout_s
         for worker in self.members:
             if (report := self.workers.processes[worker].report) is not None and report.between_steps:
                 self.workers.processes[worker].report = None
@@ -426,7 +394,7 @@ class MembershipCoordinator:
 
     def _abort_if_few(self, after: list[int]) -> None:
         """Abort the generation if too few members remain after the others left."""
-        if 0 < len(after) < self._started.min_workers:
+        if 0 < len(after) < self._rules.min_workers:
             self._abort(self._few(len(after)), 0.0)
             self._limit = None
 
@@ -441,7 +409,7 @@ class MembershipCoordinator:
         if not history:
             return self._start_over(now, NO_STATE_LEFT)
         others = len(self.workers.waiting_workers()) + len(members) - len(history) + self.workers.finished_count()
-        if len(history) + others < self._started.min_workers:
+        if len(history) + others < self._rules.min_workers:
             return self._stop_if_few(now)
         if self._is_exchange_broken and self._is_stuck(members):
             return self._stop(self._stuck_reason(members))
@@ -474,7 +442,7 @@ class MembershipCoordinator:
         )
         if self.workers.is_any_to_come(now) or self.workers.is_over():
             return self._stop_if_few(now)
-        if not waiting or len(waiting) + self.workers.finished_count() < self._started.min_workers:
+        if not waiting or len(waiting) + self.workers.finished_count() < self._rules.min_workers:
             return self._stop(self._few(len(waiting)))
         if why:
             self.notices.append(why)
@@ -485,20 +453,20 @@ class MembershipCoordinator:
         there = sum(
             process.is_running or self.workers.may_return(process, now) for process in self.workers.processes.values()
         )
-        if there + self.workers.unseen_count() + self.workers.finished_count() >= max(self._started.min_workers, 1):
+        if there + self.workers.unseen_count() + self.workers.finished_count() >= max(self._rules.min_workers, 1):
             return False
         return self._stop(self._few(there))
 
     def _few(self, there: int) -> str:
-        return f"{_workers(there)} cannot continue, at least {max(self._started.min_workers, 1)} are required"
+        return f"{_workers(there)} cannot continue, at least {max(self._rules.min_workers, 1)} are required"
 
     def _check_limits(self, now: float) -> None:
-        limit_s = self._started.failure_timeout_s
+        limit_s = self._rules.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
             for worker in self.members:
                 if self.workers.processes[worker].report is None:
                     self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
-        if self._phase in ("running", "pausing") and not self._started.asynchronous and self.members:
+        if self._phase in ("running", "pausing") and not self._rules.asynchronous and self.members:
             left = [member for member in self.workers.view.members if self.workers.has_left(member)]
             if left and all(now > self.workers.processes[member.worker].ended_at + limit_s for member in left):
                 self._abort(f"worker {left[0].worker} has left the loop", now)
@@ -673,7 +641,7 @@ class MembershipCoordinator:
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
         process = self.workers.processes[worker]
         doing = f" It was {process.doing} for {max(now - process.since - silent, 0.0):.1f} s." if process.doing else ""
-        left = self._started.failure_timeout_s - silent
+        left = self._rules.failure_timeout_s - silent
         self.notices.append(
             f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
             "declared failed"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from stretto.membership.messages import GenerationView
+from stretto.run_config import RunConfig
 
 
 class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -14,15 +15,32 @@ class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Started(Record, frozen=True):
-    """Log record of the start of the run, with its settings."""
+    """Log record of the start of the run, with its rules.
 
-    settings: dict[str, Any]
+    `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
+    not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where it matters, a worker that is
+    being restarted is awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for
+    another: joining workers are admitted immediately, and failures only reported.
+    """
+
     expected: int
-    min_workers: int
-    max_workers: int | None
-    asynchronous: bool
     failure_timeout_s: float
-    return_s: float
+    min_workers: int = 1
+    max_workers: int | None = None
+    asynchronous: bool = False
+    return_s: float | None = None
+
+    @property
+    def return_limit_s(self) -> float:
+        """Seconds for which a worker that is being restarted is awaited."""
+        return self.failure_timeout_s if self.return_s is None else self.return_s
+
+
+def rules_of(config: RunConfig, asynchronous: bool) -> Started:
+    """Return the rules of a run."""
+    return Started(
+        config.workers, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous=asynchronous
+    )
 
 
 class Formed(Record, frozen=True):

@@ -5,7 +5,7 @@ A *generation* is a set of workers that run collective operations together; gene
 
     worker                              coordinator
       | -- Register -----------------------> |   repeated until there is a reply
-      | <- Registered(settings) ------------ |
+      | <- Registered ---------------------- |
       | -- Heartbeat ----------------------> |   at a fifth of the failure timeout
       | -- ReadyReport(0) -----------------> |   paused, without state; repeated until there is a reply
       | <- GenerationView(1, members) ------ |   all continue with these members
@@ -26,7 +26,7 @@ A *generation* is a set of workers that run collective operations together; gene
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -129,9 +129,9 @@ class WatchFailures(_Message, frozen=True):
 
 
 class Registered(_Message, frozen=True):
-    """Settings of the run, the same for all workers, and the current generation."""
+    """Reply to Register: True if the run is asynchronous, and the current generation."""
 
-    settings: dict[str, Any]
+    asynchronous: bool
     generation: int
 
 

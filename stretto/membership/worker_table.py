@@ -46,10 +46,10 @@ class WorkerProcess:
 
 
 class WorkerTable:
-    """Last known process of each worker, and the current generation. `settings` are those of the run."""
+    """Last known process of each worker, and the current generation. `rules` are those of the run."""
 
-    def __init__(self, settings: Started) -> None:
-        self._started = settings
+    def __init__(self, rules: Started) -> None:
+        self._rules = rules
         self.processes: dict[int, WorkerProcess] = {}
         self.view = GenerationView(0, [])
 
@@ -81,11 +81,11 @@ class WorkerTable:
             joining = {
                 worker
                 for worker, process in found.items()
-                if self._started.asynchronous and process.incarnation and process.place < 0
+                if self._rules.asynchronous and process.incarnation and process.place < 0
             }
             expected = found.keys() - resting - joining
             return {worker: Awaited(found[worker].incarnation, found[worker].place) for worker in expected}
-        early = (worker for worker in range(self._started.expected) if self._is_to_begin(worker, now))
+        early = (worker for worker in range(self._rules.expected) if self._is_to_begin(worker, now))
         return {
             worker: Awaited(self.processes[worker].incarnation if worker in self.processes else 0, -1)
             for worker in early
@@ -110,7 +110,7 @@ class WorkerTable:
 
     def is_over(self) -> bool:
         """Return True if no member is left because some have finished."""
-        return self.generation > 0 and not self.members and self.finished_count() > 0 and not self._started.asynchronous
+        return self.generation > 0 and not self.members and self.finished_count() > 0 and not self._rules.asynchronous
 
     def finished_count(self) -> int:
         """Return the number of workers that have finished their loop without being asked to leave."""
@@ -118,9 +118,9 @@ class WorkerTable:
 
     def unseen_count(self) -> int:
         """Return the number of initially expected workers without a message so far."""
-        if self.generation and not self._started.asynchronous:
+        if self.generation and not self._rules.asynchronous:
             return 0
-        return sum(worker not in self.processes for worker in range(self._started.expected))
+        return sum(worker not in self.processes for worker in range(self._rules.expected))
 
     def failed_members(self) -> list[int]:
         """Return the members that have failed."""
@@ -138,7 +138,7 @@ class WorkerTable:
 
     def may_return(self, process: WorkerProcess, now: float) -> bool:
         """Return True while a failed worker that is restarted is awaited."""
-        return process.state == "gone" and process.will_restart and now <= process.ended_at + self._started.return_s
+        return process.state == "gone" and process.will_restart and now <= process.ended_at + self._rules.return_limit_s
 
     def described_failures(self, lost: list[int]) -> str:
         """Return a sentence about failed members."""

@@ -64,7 +64,7 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(address)
     with open("coordinators", "a") as file:
-        file.write(f"{os.getpid()} {json.dumps(config['settings'])}\\n")
+        file.write(f"{os.getpid()} {json.dumps(config['options'])}\\n")
     while True:
         name, data = router.recv_multipart()
         message = msgspec.msgpack.decode(data)
@@ -79,7 +79,7 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
         print("stretto: heard it", flush=True)
         print("and more", flush=True)
 """
-"""Replaces the coordinator: writes its pid and its settings to a file, and the messages it receives to another.
+"""Replaces the coordinator: writes its pid and the options of the run to a file, and received messages to another.
 
 A Failures message that a script sends is forwarded to the launcher.
 """

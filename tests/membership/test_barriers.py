@@ -8,6 +8,7 @@ import pytest
 
 from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Awaited, Barriers, Position
 from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import Heartbeat, Leave, ReadyReport, Register
 
 
@@ -71,7 +72,7 @@ def test_a_failed_worker_is_not_waited_for_and_its_next_incarnation_arrives_agai
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
-    coordinator = MembershipCoordinator({}, 2, failure_timeout_s=10.0)
+    coordinator = MembershipCoordinator(Started(2, 10.0))
     barriers = Barriers(coordinator.workers)
     first = at(0, label="main_first", section=0)
     assert missing(barriers, 1, first, of=0) == [0]
@@ -83,7 +84,7 @@ def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(asynchronous: bool) -> None:
-    coordinator = MembershipCoordinator({}, 2, asynchronous=asynchronous, failure_timeout_s=10.0)
+    coordinator = MembershipCoordinator(Started(2, 10.0, asynchronous=asynchronous))
     barriers = Barriers(coordinator.workers)
     for worker in (0, 1):
         for said in (Register("here", 1), ReadyReport(0), Heartbeat(1, "computing", 0.0, 1, 5)):
@@ -100,7 +101,7 @@ def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(asynchronou
 
 
 def test_a_paused_or_finished_worker_is_not_waited_for() -> None:
-    coordinator = MembershipCoordinator({}, 3, failure_timeout_s=10.0)
+    coordinator = MembershipCoordinator(Started(3, 10.0))
     barriers = Barriers(coordinator.workers)
     for worker in range(3):
         coordinator.receive(worker, 0, Register("here", 1), 1.0)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from stretto.membership.client_state import MembershipClientState
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
+from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import (
     Broken,
     Continue,
@@ -69,7 +70,7 @@ class Worker:
     def periodic_messages(self) -> list[WorkerMessage]:
         """Return the messages that its membership client sends periodically."""
         state = self.state
-        messages: list[WorkerMessage] = [] if state.settings is not None else [Register("here", 1)]
+        messages: list[WorkerMessage] = [] if state.asynchronous is not None else [Register("here", 1)]
         messages.append(Heartbeat(state.generation, "computing", 0.1, self.global_step))
         messages += [Quit()] if self.quits else []
         messages += [Leave()] if self.has_left else []
@@ -146,9 +147,7 @@ class World:
 
     def __init__(self, workers: int, least: int) -> None:
         self.least = min(least, workers)
-        self.coordinator = MembershipCoordinator(
-            {}, workers, self.least, failure_timeout_s=FAILURE_TIMEOUT_S, return_s=1e9
-        )
+        self.coordinator = MembershipCoordinator(Started(workers, FAILURE_TIMEOUT_S, self.least, return_s=1e9))
         self.now = 0.0
         self.disk: list[bytes] = self.coordinator.records()
         self.to_coordinator: list[tuple[int, int, WorkerMessage]] = []
@@ -534,7 +533,7 @@ def kinds(posts: list[Outgoing]) -> list[tuple[int, str]]:
 
 def formed(workers: int, **more: Any) -> MembershipCoordinator:
     """Return a coordinator with its first generation formed."""
-    coordinator = MembershipCoordinator({}, workers, failure_timeout_s=FAILURE_TIMEOUT_S, **more)
+    coordinator = MembershipCoordinator(Started(workers, FAILURE_TIMEOUT_S, **more))
     posts = [post for number in range(workers) for post in coordinator.receive(number, 0, ReadyReport(0), 0.0)]
     assert kinds(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
     return coordinator
@@ -583,7 +582,7 @@ def test_a_late_heartbeat_is_reported_once() -> None:
 
 
 def test_asynchronous_run_counts_started_workers_before_their_first_message() -> None:
-    coordinator = MembershipCoordinator({}, 3, 3, asynchronous=True, failure_timeout_s=5.0)
+    coordinator = MembershipCoordinator(Started(3, 5.0, 3, asynchronous=True))
     coordinator.receive(0, 0, Register("here", 1), 0.0)
     coordinator.receive(0, 0, ReadyReport(0), 0.0)
     assert coordinator.phase == "running"

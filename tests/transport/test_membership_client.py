@@ -23,6 +23,7 @@ from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
 from stretto.membership.client import MembershipClient
 from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import (
     Continue,
     CoordinatorMessage,
@@ -39,6 +40,7 @@ from stretto.membership.messages import (
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.process_config import CoordinatorConfig
+from stretto.run_config import RunConfig
 from stretto.security import WorkerKeys, new_keys
 
 LIMIT_S = 20.0
@@ -84,7 +86,7 @@ class Scene:
         self.context = zmq.Context()
         self.dealers: list[Any] = []
         self.stop = threading.Event()
-        coordinator = MembershipCoordinator({"batch": "local"}, expected, failure_timeout_s=failure_timeout_s, **more)
+        coordinator = MembershipCoordinator(Started(expected, failure_timeout_s, **more))
         listener = socket.create_server(("127.0.0.1", 0))
         self.call = MembershipServer(
             listener, coordinator, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
@@ -148,10 +150,10 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         one.close()
 
 
-def test_all_workers_receive_the_settings_and_one_first_generation(scene) -> None:
+def test_all_workers_are_registered_and_receive_one_first_generation(scene) -> None:
     there = scene(3)
     crew = [there.client(worker) for worker in range(3)]
-    assert [one.settings for one in crew] == [{"batch": "local"}] * 3
+    assert [one.state.asynchronous for one in crew] == [False] * 3
     forms = there.all_stand(crew, ReadyReport(0, store="here:1"))
     assert forms[0] == forms[1] == forms[2]
     assert [(one.worker, one.incarnation, one.report.store) for one in forms[0].members] == [
@@ -367,7 +369,7 @@ class Process:
         config = CoordinatorConfig(
             run=str(folder),
             listen_fd=self.listener.fileno(),
-            settings={"expected": expected, "failure_timeout_s": failure_timeout_s},
+            options=RunConfig(Path("train.py"), workers=expected, failure_timeout_s=failure_timeout_s),
             zero=time.perf_counter(),
             keys=(SERVER_KEYS.secret.decode(), SERVER_KEYS.public.decode(), SERVER_KEYS.workers.decode()),
         )
@@ -412,7 +414,7 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         forms = [one.result(START_S) for one in waiting]
         assert forms[0] == forms[1] == forms[2]
         assert forms[0].generation == 2
-        assert len(read(tmp_path / "coordinator.wal")) == 3, "the settings and two generations"
+        assert len(read(tmp_path / "coordinator.wal")) == 3, "the rules and two generations"
         late = MembershipClient(
             0, 1, place.address, WORKER_KEYS, START_S, START_S
         )  # it is a greater life: the old one is over

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
 from stretto.events import COORDINATOR, Event, of_process
-from stretto.launcher.config import is_free
+from stretto.launcher.config import is_asynchronous
 from stretto.launcher.supervisor import pause_s
 from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
+from stretto.membership.coordinator_records import rules_of
 from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     Broken,
@@ -131,7 +132,7 @@ class SimCoordinator:
     ) -> None:
         self._engine, self._links, self._config = engine, links, config
         self._publish, self._notify, self._on_failure = publish, notify, on_failure
-        self.asynchronous = is_free(config)
+        self.asynchronous = is_asynchronous(config)
         """True if the recipe is asynchronous."""
         self._membership: MembershipCoordinator | None = None
         self._records: list[bytes] = []
@@ -289,14 +290,7 @@ class SimCoordinator:
     def _active_membership(self) -> MembershipCoordinator:
         if self._membership is None:
             config = self._config
-            self._membership = MembershipCoordinator(
-                {},
-                config.workers,
-                config.min_workers,
-                config.max_workers,
-                self.asynchronous,
-                failure_timeout_s=config.failure_timeout_s,
-            )
+            self._membership = MembershipCoordinator(rules_of(config, self.asynchronous))
         return self._membership
 
     def _deliver(self, message: Callable[[], None]) -> None:
