@@ -105,16 +105,16 @@ def multiples(name: str, panels: Sequence[Panel], shared: Bins, colour: str, lab
 def _paint(figure: Figure, panels: Sequence[Panel], shared: Bins, colour: str, label: str) -> None:
     columns = min(COLUMNS, max(2, len(panels)))
     wide = (plot_style.WIDTH - LEFT - RIGHT - BETWEEN * (columns - 1)) / columns
-    first: Axes | None = None
+    shared_y: Axes | None = None
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
-        place = (LEFT + column * (wide + BETWEEN), TITLE + row * (TITLE + TALL), wide, TALL)
-        ax = plot_style.axes(figure, *place, beside=first)
-        first = first or ax
+        rectangle = (LEFT + column * (wide + BETWEEN), TITLE + row * (TITLE + TALL), wide, TALL)
+        ax = plot_style.axes(figure, *rectangle, beside=shared_y)
+        shared_y = shared_y or ax
         _panel(ax, panel, shared, colour)
         _across(ax, shared, label if i + columns >= len(panels) else "")
         ax.tick_params(labelleft=column == 0)
-    _up(first)
+    _up(shared_y)
 
 
 def _panel(ax: Axes, panel: Panel, shared: Bins, colour: str) -> None:

@@ -129,13 +129,13 @@ def _kicker(question: dict[str, Any]) -> str:
 
 def _failures(records: Iterable[Record]) -> list[str]:
     """Return the reason of every failed run: the first in full, of the others the first line."""
-    first, *others = [_failure(each) for each in records if each["failed"]] or [""]
-    return [text for text in (first, *(other.partition("\n")[0] for other in others)) if text]
+    first, *further = [_failure(record) for record in records if record["failed"]] or [""]
+    return [text for text in (first, *(failure.partition("\n")[0] for failure in further)) if text]
 
 
 def _failure(failed: Record) -> str:
-    where = f"{failed['recipe']} on {formatting.plural(failed['workers'], 'worker')}, seed {failed['seed']}"
-    return f"{where}: {failed['failed']}"
+    configuration = f"{failed['recipe']} on {formatting.plural(failed['workers'], 'worker')}, seed {failed['seed']}"
+    return f"{configuration}: {failed['failed']}"
 
 
 def _seeds(records: Iterable[Record]) -> list[int]:
@@ -145,7 +145,7 @@ def _seeds(records: Iterable[Record]) -> list[int]:
 def _histories(folder: Path, records: Iterable[Record]) -> dict[str, History]:
     """Return the logs of the runs that have a readable one, by the name of their folder."""
     histories = {}
-    for name in (Path(each["folder"]).name for each in records):
+    for name in (Path(run_record["folder"]).name for run_record in records):
         with contextlib.suppress(LogError):
             histories[name] = run_log.read(folder / name)
     return histories
@@ -155,19 +155,23 @@ def _histories(folder: Path, records: Iterable[Record]) -> dict[str, History]:
 
 
 def _single(folder: Path) -> str:
-    one, history = record(folder), run_log.read(folder)
-    album = Album([one], {Path(one["folder"]).name: history}, moments=time_series.moments(history))
+    run_record, history = record(folder), run_log.read(folder)
+    album = Album([run_record], {Path(run_record["folder"]).name: history}, moments=time_series.moments(history))
     return render(
-        kicker=f"{shlex.join([str(one['script']), *map(str, one['args'])])} · seed {one['seed']}",
-        headline=_summary(one),
-        deck=(_figures(one),),
-        failures=[one["failed"]] if one["failed"] else [],
+        kicker=f"{shlex.join([str(run_record['script']), *map(str, run_record['args'])])} · seed {run_record['seed']}",
+        headline=_summary(run_record),
+        deck=(_figures(run_record),),
+        failures=[run_record["failed"]] if run_record["failed"] else [],
         sections=_sections(
-            _tables(one, history),
-            [*traffic_section.pictures(one, history), *staleness_section.pictures(one, history), *pictures(album)],
+            _tables(run_record, history),
+            [
+                *traffic_section.pictures(run_record, history),
+                *staleness_section.pictures(run_record, history),
+                *pictures(album),
+            ],
         ),
         colours={},
-        facts=_facts([history], history.run.get("command") or [], [int(one["seed"] or 0)]),
+        facts=_facts([history], history.run.get("command") or [], [int(run_record["seed"] or 0)]),
         warnings=_warnings([history]),
     )
 
@@ -178,23 +182,23 @@ def _summary(record: Record) -> str:
     return f"{run}: {metrics or 'not evaluated'} after {formatting.seconds(record['seconds'])} of {of_what(record)}"
 
 
-def of_what(one: Record) -> str:
+def of_what(record: Record) -> str:
     """Return the noun of the seconds of a record: training, or virtual time."""
-    return "virtual time, simulated" if one.get("simulated") else "training"
+    return "virtual time, simulated" if record.get("simulated") else "training"
 
 
-def _figures(one: Record) -> str:
-    pace = f"{formatting.count(one['samples'])} samples at {formatting.count(one['samples_per_second'])} a second"
-    sent = formatting.figure(megabytes(one["bytes_sent"]))
-    rounds = formatting.plural(one["rounds"], "round")
-    if one["staleness"]:
+def _figures(record: Record) -> str:
+    pace = f"{formatting.count(record['samples'])} samples at {formatting.count(record['samples_per_second'])} a second"
+    sent = formatting.figure(megabytes(record["bytes_sent"]))
+    rounds = formatting.plural(record["rounds"], "round")
+    if record["staleness"]:
         return f"{pace}; up to {rounds} per worker, and {sent} MB sent per worker on average."
-    return f"{pace}; {rounds} and {sent} MB sent per worker." if one["rounds"] else f"{pace}; nothing was sent."
+    return f"{pace}; {rounds} and {sent} MB sent per worker." if record["rounds"] else f"{pace}; nothing was sent."
 
 
-def _tables(one: Record, history: History) -> list[Sheet]:
+def _tables(record: Record, history: History) -> list[Sheet]:
     coverage = [_coverage(history)] if history.epochs else []
-    tables = [*traffic_section.sheet(one), *staleness_section.sheet(one, history)]
+    tables = [*traffic_section.sheet(record), *staleness_section.sheet(record, history)]
     return [*_failures_and_recovery(history), *coverage, *tables]
 
 
@@ -224,15 +228,15 @@ MOST_INCIDENTS = 40
 
 def _failures_and_recovery(history: History) -> list[Sheet]:
     """Return the table of incidents, or nothing for a run without any."""
-    found = incidents.incidents(history)
-    if not found:
+    all_incidents = incidents.incidents(history)
+    if not all_incidents:
         return []
     note = "Time since the start of training; negative before the first generation was formed."
-    if len(found) > MOST_INCIDENTS:
-        note += f" The last {MOST_INCIDENTS} of {len(found)}."
-    counted = any(incident.samples_redone is not None for incident in found)
+    if len(all_incidents) > MOST_INCIDENTS:
+        note += f" The last {MOST_INCIDENTS} of {len(all_incidents)}."
+    counted = any(incident.samples_redone is not None for incident in all_incidents)
     columns = ("process", "time", "incident", "recovery", *(("samples redone",) * counted))
-    return [Sheet(FAILURES, note, columns, tuple(_incident(row, counted) for row in found[-MOST_INCIDENTS:]))]
+    return [Sheet(FAILURES, note, columns, tuple(_incident(row, counted) for row in all_incidents[-MOST_INCIDENTS:]))]
 
 
 def _incident(incident: Incident, counted: bool) -> tuple[Cell, ...]:
@@ -269,13 +273,13 @@ def _simulated(options: dict[str, Any]) -> tuple[str, ...]:
 
 def _machine(machine: dict[str, Any]) -> tuple[str, ...]:
     cores = machine.get("cores")
-    shown = [
+    parts = [
         machine.get("processor"),
         formatting.plural(cores, "core") if cores else None,
         f"{machine['memory_gib']} GiB of memory" if machine.get("memory_gib") else None,
         machine.get("system"),
     ]
-    return (", ".join(str(text) for text in shown if text),)
+    return (", ".join(str(text) for text in parts if text),)
 
 
 def _warnings(histories: Iterable[History]) -> list[str]:

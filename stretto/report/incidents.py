@@ -40,9 +40,9 @@ def incidents(history: History) -> list[Incident]:
     """Return all incidents of a run, in order of time."""
     faults = [event for event in history.of("fault_injected") if event.get("verb") in ("kill", "pause")]
     kills = [fault for fault in faults if fault["verb"] == "kill"]
-    found = [_membership_incident(event, history, kills) for event in history.of("membership") if _is_incident(event)]
-    found += [_pause_incident(fault, history) for fault in faults if fault["verb"] == "pause"]
-    return sorted(found, key=lambda incident: incident.t)
+    result = [_membership_incident(event, history, kills) for event in history.of("membership") if _is_incident(event)]
+    result += [_pause_incident(fault, history) for fault in faults if fault["verb"] == "pause"]
+    return sorted(result, key=lambda incident: incident.t)
 
 
 DESCRIPTIONS = {"failed": "failed", "left": "left gracefully", "slow": "slow"}
@@ -56,14 +56,14 @@ def _is_incident(event: Event) -> bool:
 
 def _membership_incident(event: Event, history: History, kills: Sequence[Event]) -> Incident:
     """Return the incident that the coordinator or the launcher has recorded."""
-    what, why = str(event["what"]), str(event.get("why") or "")
-    ends = what == "failed"
-    details = [why] * bool(why) + ["injected"] * (ends and _is_injected(event, history, kills))
-    description = DESCRIPTIONS[what] + f" ({', '.join(details)})" * bool(details)
+    change, reason = str(event["what"]), str(event.get("why") or "")
+    ends = change == "failed"
+    details = [reason] * bool(reason) + ["injected"] * (ends and _is_injected(event, history, kills))
+    description = DESCRIPTIONS[change] + f" ({', '.join(details)})" * bool(details)
     downtime_s = _downtime_s(event, history) if ends else None
     absent = "did not rejoin" if "worker" in event else "not restarted"
     restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else absent
-    texts = (_continuation(event, history) if what != "slow" else "", restart if ends else "")
+    texts = (_continuation(event, history) if change != "slow" else "", restart if ends else "")
     consequence = ", ".join(text for text in texts if text)
     redone = _samples_redone(event, history) if ends else None
     return Incident(
@@ -74,7 +74,7 @@ def _membership_incident(event: Event, history: History, kills: Sequence[Event])
 def _is_injected(event: Event, history: History, kills: Sequence[Event]) -> bool:
     """Return True if an injected kill was the last event of a process before it failed."""
     process, t = event["process"], event["t"]
-    earlier = [other["t"] for other in _membership_of(process, history) if other["t"] < t and other is not event]
+    earlier = [past["t"] for past in _membership_of(process, history) if past["t"] < t and past is not event]
     return any(kill["process"] == process and max(earlier, default=0.0) <= kill["t"] <= t for kill in kills)
 
 
@@ -84,8 +84,12 @@ def _membership_of(process: str, history: History) -> Iterator[Event]:
 
 def _downtime_s(event: Event, history: History) -> float | None:
     """Return the seconds until a later incarnation of the process joined, or None if none did."""
-    later = (one for one in _membership_of(event["process"], history) if _incarnation(one) > _incarnation(event))
-    joins = (one["t"] for one in later if one["what"] == "joined")
+    later = (
+        later_event
+        for later_event in _membership_of(event["process"], history)
+        if _incarnation(later_event) > _incarnation(event)
+    )
+    joins = (later_event["t"] for later_event in later if later_event["what"] == "joined")
     return next((t - event["t"] for t in joins if t >= event["t"]), None)
 
 
@@ -97,21 +101,29 @@ def _continuation(event: Event, history: History) -> str:
     """Return how many workers continued after an incident, and after how long; empty if none did."""
     if "worker" not in event:
         return ""
-    formations = (one for one in history.of("membership") if one.get("what") == "formed" and one["t"] >= event["t"])
+    formations = (
+        formation
+        for formation in history.of("membership")
+        if formation.get("what") == "formed" and formation["t"] >= event["t"]
+    )
     formed = next(formations, None)
     if formed is None:
         return ""
     count, generation = len(formed.get("members") or []), formed.get("generation")
-    after = formatting.seconds(formed["t"] - event["t"])
+    delay = formatting.seconds(formed["t"] - event["t"])
     verb = "started" if generation == 1 else "continued"
-    return f"{formatting.plural(count, 'worker')} {verb} after {after} as generation {generation}" if count else ""
+    return f"{formatting.plural(count, 'worker')} {verb} after {delay} as generation {generation}" if count else ""
 
 
 def _samples_redone(event: Event, history: History) -> int | None:
     """Return the number of samples of a failed worker that were reassigned, or None if the log has no record of it."""
     failed = event.get("worker"), _incarnation(event)
     reassigned = history.of("samples_reassigned")
-    counts = [one.get("samples") for one in reassigned if (one.get("failed_worker"), _incarnation(one)) == failed]
+    counts = [
+        reassignment.get("samples")
+        for reassignment in reassigned
+        if (reassignment.get("failed_worker"), _incarnation(reassignment)) == failed
+    ]
     return sum(int(count or 0) for count in counts) if counts else None
 
 
@@ -119,8 +131,8 @@ def _pause_incident(event: Event, history: History) -> Incident:
     """Return the incident of an injected pause, with its end."""
     faults = (fault for fault in history.of("fault_injected") if fault["process"] == event["process"])
     end = next((fault for fault in faults if fault["t"] > event["t"] and fault.get("verb") in ("resume", "kill")), None)
-    after = formatting.seconds(end["t"] - event["t"]) if end else ""
-    consequence = "" if end is None else f"{'continued' if end['verb'] == 'resume' else 'killed'} after {after}"
+    delay = formatting.seconds(end["t"] - event["t"]) if end else ""
+    consequence = "" if end is None else f"{'continued' if end['verb'] == 'resume' else 'killed'} after {delay}"
     return Incident(event["t"], event["process"], 0, "paused (injected)", consequence)
 
 
@@ -142,18 +154,20 @@ def failures(history: History) -> list[dict[str, Any]]:
 
 def in_lines(history: History) -> list[str]:
     """Return the first incidents, one per line, and the number of further ones; empty for a run without any."""
-    found = incidents(history)
-    more = len(found) - MOST_LINES
-    return [*map(str, found[:MOST_LINES]), *([f"and {more} more; the page lists all"] if more > 0 else [])]
+    all_incidents = incidents(history)
+    more = len(all_incidents) - MOST_LINES
+    return [*map(str, all_incidents[:MOST_LINES]), *([f"and {more} more; the page lists all"] if more > 0 else [])]
 
 
 def moments(history: History) -> list[tuple[float, str, bool]]:
     """Return (seconds, text, True) of each failure or pause, and (seconds, text, False) of each restarted process."""
-    interrupting = [one for one in incidents(history) if one.ends or one.description.startswith("paused")]
-    lost = [(one.t, one.process, True) for one in interrupting]
+    interrupting = [
+        incident for incident in incidents(history) if incident.ends or incident.description.startswith("paused")
+    ]
+    interruptions = [(incident.t, incident.process, True) for incident in interrupting]
     restarted = [
         (event["t"], f"{event['process']} joined", False)
         for event in history.of("membership")
         if event.get("what") == "joined" and _incarnation(event)
     ]
-    return sorted([*lost, *restarted])
+    return sorted([*interruptions, *restarted])

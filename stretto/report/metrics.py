@@ -83,10 +83,10 @@ def nearest(groups: Sequence[Group], baseline: Group, metric: str) -> Group | No
 
 def as_good(group: Group, baseline: Group, metric: str) -> bool:
     """Return True if the final value is within the tolerance of the baseline, or better."""
-    value, wanted = final(group, metric), final(baseline, metric)
-    if value is None or wanted is None:
+    value, required = final(group, metric), final(baseline, metric)
+    if value is None or required is None:
         return False
-    return abs(value - wanted) <= tolerance(metric, wanted) or (value - wanted) * direction(metric) > 0
+    return abs(value - required) <= tolerance(metric, required) or (value - required) * direction(metric) > 0
 
 
 def _gap(group: Group, baseline: Group, metric: str) -> float:

@@ -58,11 +58,11 @@ def pictures(album: Album) -> list[Plot]:
     counts = worker_counts(groups) or [1]
     colours = plot_style.colours(groups)
     several = len(counts) > 1
-    found = [_curves(album, at(groups, n), colours, n, several) for n in counts]
-    found += [_scaling(groups, colours, Baselines(album.records))] if several else []
-    found += [_split(album, groups, colours)]
-    found += [_distance(at(groups, n), colours, n, several) for n in counts]
-    return [plot for plot in found if plot]
+    plots = [_curves(album, at(groups, n), colours, n, several) for n in counts]
+    plots += [_scaling(groups, colours, Baselines(album.records))] if several else []
+    plots += [_split(album, groups, colours)]
+    plots += [_distance(at(groups, n), colours, n, several) for n in counts]
+    return [plot for plot in plots if plot]
 
 
 def _with_workers(caption: str, workers: int, several: bool) -> str:
@@ -71,7 +71,7 @@ def _with_workers(caption: str, workers: int, several: bool) -> str:
 
 def _lines(groups: Sequence[Group], colours: Mapping[str, str], curve: Callable[[Record], Curve]) -> tuple[Line, ...]:
     lines = (Line(g.label, colours[g.recipe], tuple(curve(record) for record in g.asked)) for g in groups)
-    return tuple(line for line in lines if any(one.samples for one in line.curves))
+    return tuple(line for line in lines if any(curve.samples for curve in line.curves))
 
 
 # Loss and metrics
@@ -121,9 +121,9 @@ def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
         texts.append("Dotted: final value of a run without communication.")
     if album.moments:
         texts.append("Vertical lines: failures and pauses (red), restarted processes (grey).")
-    lost = sum(time_series.not_finite(one) for record in _records(groups) if (one := album.history(record)))
-    if lost:
-        texts.append(f"{lost} logged or evaluated values were not finite and are omitted.")
+    omitted = sum(time_series.not_finite(history) for record in _records(groups) if (history := album.history(record)))
+    if omitted:
+        texts.append(f"{omitted} logged or evaluated values were not finite and are omitted.")
     return " ".join(texts)
 
 
@@ -174,7 +174,12 @@ def _distance(groups: Sequence[Group], colours: Mapping[str, str], workers: int,
 
 def _apart(field: str) -> Callable[[Record], Curve]:
     def curve(record: Record) -> Curve:
-        found = [one for one in record.get("distances") or [] if one.get(field) is not None]
-        return Curve(tuple(Sample(one.get("seconds") or 0.0, one["samples"], 0.0, one[field]) for one in found))
+        distances = [distance for distance in record.get("distances") or [] if distance.get(field) is not None]
+        return Curve(
+            tuple(
+                Sample(distance.get("seconds") or 0.0, distance["samples"], 0.0, distance[field])
+                for distance in distances
+            )
+        )
 
     return curve

@@ -99,28 +99,28 @@ def _embedded(svg: str, name: str) -> str:
 def axes(figure: Figure, left: float, top: float, width: float, height: float, beside: Axes | None = None) -> Axes:
     """Add axes at a place in inches from the upper left corner, so that the layout does not depend on texts."""
     whole_width, whole_height = figure.get_size_inches()
-    place = (
+    rectangle = (
         left / whole_width,
         1 - (top + height) / whole_height,
         width / whole_width,
         height / whole_height,
     )
-    return figure.add_axes(place, sharey=beside)
+    return figure.add_axes(rectangle, sharey=beside)
 
 
 def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]], height_inch: float) -> None:
     """Label lines at the right edge in their colours; labels that would overlap are moved apart."""
     scale = ax.transData + ax.transAxes.inverted()
-    wanted = sorted((float(scale.transform((1, y))[1]), text, colour) for y, text, colour in ends)
-    gaps = [SMALLEST_GAP_INCH / height_inch * (1 + text.count("\n")) for _, text, _ in wanted]
-    for (end, text, colour), place in zip(wanted, _apart([y for y, _, _ in wanted], gaps), strict=True):
-        ax.plot((1.005, 1.03), (end, place), transform=ax.transAxes, color=colour, lw=0.6, clip_on=False)
-        ax.text(1.04, place, text, transform=ax.transAxes, color=colour, va="center", linespacing=1.05)
+    sorted_ends = sorted((float(scale.transform((1, y))[1]), text, colour) for y, text, colour in ends)
+    gaps = [SMALLEST_GAP_INCH / height_inch * (1 + text.count("\n")) for _, text, _ in sorted_ends]
+    for (end, text, colour), label_y in zip(sorted_ends, _apart([y for y, _, _ in sorted_ends], gaps), strict=True):
+        ax.plot((1.005, 1.03), (end, label_y), transform=ax.transAxes, color=colour, lw=0.6, clip_on=False)
+        ax.text(1.04, label_y, text, transform=ax.transAxes, color=colour, va="center", linespacing=1.05)
 
 
-def _apart(wanted: Sequence[float], gaps: Sequence[float]) -> list[float]:
+def _apart(heights: Sequence[float], gaps: Sequence[float]) -> list[float]:
     """Return heights without overlaps: pushed upwards from the lowest, then down from the top where needed."""
-    placed = [max(0.0, min(1.0, y)) for y in wanted]
+    placed = [max(0.0, min(1.0, y)) for y in heights]
     for i in range(1, len(placed)):
         placed[i] = max(placed[i], placed[i - 1] + (gaps[i] + gaps[i - 1]) / 2)
     over = max(placed[-1] - 1.0, 0.0) if placed else 0.0
@@ -136,5 +136,5 @@ def short(name: str, length: int = 22) -> str:
         return name
     comma, bracket = name.rfind(", ", 0, length + 2) + 1, name.rfind("(", 0, length) + 1
     cut = comma or bracket or length
-    first, rest = name[:cut], name[cut:].lstrip()
-    return f"{first}\n{rest if len(rest) <= length else rest[: length - 1] + '…'}"
+    first, remainder = name[:cut], name[cut:].lstrip()
+    return f"{first}\n{remainder if len(remainder) <= length else remainder[: length - 1] + '…'}"

@@ -84,26 +84,26 @@ def _paint_curves(
     for i, row in enumerate(rows):
         first: Axes | None = None
         for j, across in enumerate(columns):
-            place = (LEFT + j * (wide + BETWEEN), TITLE + i * (TITLE + tall), wide, tall)
-            ax = plot_style.axes(figure, *place, beside=first)
+            rectangle = (LEFT + j * (wide + BETWEEN), TITLE + i * (TITLE + tall), wide, tall)
+            ax = plot_style.axes(figure, *rectangle, beside=first)
             first = first or ax
             _panel(ax, row, across)
-            _across(ax, across, limits[j], last=i == len(rows) - 1)
+            _across(ax, across, limits[j], is_last=i == len(rows) - 1)
             ax.tick_params(labelleft=j == 0)
         assert first is not None
         first.set_title(row.title, loc="left", fontweight="bold", fontsize=9)
         _up(first, row)
         _goal(first, row)
-        _mark(first, moments, named=i == 0 and len(moments) <= MOST_NAMED)
+        _mark(first, moments, has_labels=i == 0 and len(moments) <= MOST_NAMED)
         plot_style.label_ends(ax, _ends(row), tall)
 
 
-def _mark(ax: Axes, moments: Sequence[Moment], named: bool) -> None:
-    """Draw vertical lines at failures, pauses and restarts, with their texts if `named`."""
+def _mark(ax: Axes, moments: Sequence[Moment], has_labels: bool) -> None:
+    """Draw vertical lines at failures, pauses and restarts, with their texts if `has_labels`."""
     for moment in moments:
         colour = plot_style.LOST if moment.lost else plot_style.QUIET
         ax.axvline(moment.seconds, color=colour, lw=0.8, alpha=0.7, ls="-" if moment.lost else (0, (1, 2)))
-        if named:
+        if has_labels:
             style: dict[str, Any] = {"color": colour, "fontsize": 6, "rotation": 90, "va": "top", "ha": "right"}
             ax.text(moment.seconds, 0.98, moment.text, transform=ax.get_xaxis_transform(), **style)
 
@@ -130,7 +130,7 @@ def _limits(rows: Sequence[Row], across: Across) -> tuple[float, float]:
     return 0.0, max(values, default=1.0) * 1.02 or 1.0
 
 
-def _across(ax: Axes, across: Across, limits: tuple[float, float], last: bool) -> None:
+def _across(ax: Axes, across: Across, limits: tuple[float, float], is_last: bool) -> None:
     if across.log:
         ax.set_xscale("log")
         ax.xaxis.set_major_locator(LogLocator(numticks=5))
@@ -139,8 +139,8 @@ def _across(ax: Axes, across: Across, limits: tuple[float, float], last: bool) -
         ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(FuncFormatter(_tick))
     ax.set_xlim(*limits)
-    ax.tick_params(labelbottom=last)
-    if last:
+    ax.tick_params(labelbottom=is_last)
+    if is_last:
         ax.set_xlabel(across.label)
 
 
@@ -172,9 +172,9 @@ def _goal(ax: Axes, row: Row) -> None:
 def _ends(row: Row) -> list[tuple[float, str, str]]:
     ends = []
     for line in row.lines:
-        last = [curve.samples[-1].value for curve in line.curves if curve.samples]
-        if last:
-            ends.append((sorted(last)[len(last) // 2], plot_style.short(line.label), line.colour))
+        final_values = [curve.samples[-1].value for curve in line.curves if curve.samples]
+        if final_values:
+            ends.append((sorted(final_values)[len(final_values) // 2], plot_style.short(line.label), line.colour))
     return ends
 
 
@@ -218,14 +218,14 @@ def time_breakdown(name: str, runs: Sequence[Bars]) -> str:
 
 def _paint_split(figure: Figure, runs: Sequence[Bars], height: float) -> None:
     ax = plot_style.axes(figure, BESIDE, KEY, WIDTH - BESIDE - 0.2, height - KEY - AXIS)
-    whole = max((sum(bar.split.values()) for run in runs for bar in run.bars), default=0.0) or 1.0
-    ax.set_xlim(0, whole)
+    longest_s = max((sum(bar.split.values()) for run in runs for bar in run.bars), default=0.0) or 1.0
+    ax.set_xlim(0, longest_s)
     ax.set_ylim(height - KEY - AXIS, 0)
     top = 0.0
     for run in runs:
         ax.text(NAMES, top + BAR / 2, plot_style.short(run.title, 26), color=run.colour, **_left_of(ax))
         for bar in run.bars:
-            _bar(ax, top, bar, whole)
+            _bar(ax, top, bar, longest_s)
             top += BAR
         top += GAP
     _key(ax, height)
@@ -239,16 +239,16 @@ def _left_of(ax: Axes) -> dict[str, Any]:
     return {"transform": ax.get_yaxis_transform(), "va": "center", "linespacing": 1.05}
 
 
-def _bar(ax: Axes, top: float, bar: Bar, whole: float) -> None:
-    total, left, middle = sum(bar.split.values()), 0.0, top + BAR / 2
+def _bar(ax: Axes, top: float, bar: Bar, longest_s: float) -> None:
+    total, start_s, middle = sum(bar.split.values()), 0.0, top + BAR / 2
     ax.text(-0.008, middle, bar.label, color=plot_style.QUIET, fontsize=7, ha="right", **_left_of(ax))
     for phase, colour in plot_style.PHASES.items():
         length = bar.split[phase]
-        ax.barh(middle, length, BAR * 0.86, left, color=colour, linewidth=0)
-        if total and length > 0.045 * whole:
-            shown, on = formatting.percent(length / total), "white" if phase in DARK else plot_style.TEXT
-            ax.text(left + length / 2, middle, shown, ha="center", va="center", fontsize=6.5, color=on)
-        left += length
+        ax.barh(middle, length, BAR * 0.86, start_s, color=colour, linewidth=0)
+        if total and length > 0.045 * longest_s:
+            percentage, text_colour = formatting.percent(length / total), "white" if phase in DARK else plot_style.TEXT
+            ax.text(start_s + length / 2, middle, percentage, ha="center", va="center", fontsize=6.5, color=text_colour)
+        start_s += length
 
 
 def _key(ax: Axes, height: float) -> None:
@@ -274,7 +274,7 @@ def _paint_pair(figure: Figure, rows: Sequence[Row], across: Across, tall: float
     for j, row in enumerate(rows):
         ax = plot_style.axes(figure, LEFT + j * (wide + RIGHT + BETWEEN), TITLE, wide, tall)
         _panel(ax, row, across)
-        _across(ax, across, limits, last=True)
+        _across(ax, across, limits, is_last=True)
         _up(ax, row)
         if ax.get_yscale() == "linear":
             ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])
@@ -294,15 +294,15 @@ def _paint_scaling(
 ) -> None:
     ax = plot_style.axes(figure, LEFT, TITLE, WIDTH * 0.45, tall)
     ends = []
-    most = max(group.workers for group in groups)
+    max_workers = max(group.workers for group in groups)
     for recipe in dict.fromkeys(group.recipe for group in groups if not group.single_process):
         points = [(g.workers, value) for g in groups if g.recipe == recipe and (value := g.median(measure)) is not None]
         if points:
             xs, ys = zip(*sorted(points), strict=True)
             ax.plot(xs, ys, color=colours[recipe], marker="o", ms=3)
             ends.append((ys[-1], plot_style.short(recipe), colours[recipe]))
-    ax.plot((1, most), (1, most), color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)))
-    ends.append((float(most), "linear", plot_style.QUIET))
+    ax.plot((1, max_workers), (1, max_workers), color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)))
+    ends.append((float(max_workers), "linear", plot_style.QUIET))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.yaxis.set_major_formatter(FuncFormatter(_tick))
     ax.set_xticks(sorted({1, *(group.workers for group in groups)}))

@@ -66,10 +66,10 @@ class History:
 
     def _absent(self) -> set[int]:
         """Return the workers that failed or left and did not come back."""
-        last = dict.fromkeys(self.run.get("absent", []), "failed")
+        last_changes = dict.fromkeys(self.run.get("absent", []), "failed")
         changes = (event for event in self.of("membership") if "worker" in event and event.get("what") in MEMBER_STATES)
-        last |= {event["worker"]: event["what"] for event in changes}
-        return {worker for worker, what in last.items() if what != "joined"}
+        last_changes |= {event["worker"]: event["what"] for event in changes}
+        return {worker for worker, change in last_changes.items() if change != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
         """Return the progress and end events of one worker, totals over all its incarnations, oldest first."""
@@ -128,13 +128,14 @@ class History:
 def _over_incarnations(events: list[Event], starts: Sequence[float]) -> list[Event]:
     """Return the totals of a worker over all its incarnations, in order of time; each incarnation counts from zero."""
     totals: list[Event] = []
-    before: Event = {}
+    previous_totals: Event = {}
     incarnations = 1
     for event in sorted(events, key=lambda event: event["t"]):
         while incarnations < len(starts) and event["t"] >= starts[incarnations]:
-            incarnations, before = incarnations + 1, (totals or [{}])[-1]
+            incarnations, previous_totals = incarnations + 1, (totals or [{}])[-1]
         totals.append(
-            event | {name: _sum(before.get(name), event.get(name)) for name in PER_INCARNATION if name in event}
+            event
+            | {name: _sum(previous_totals.get(name), event.get(name)) for name in PER_INCARNATION if name in event}
         )
     return totals
 
@@ -145,8 +146,8 @@ def _sum(a: Any, b: Any) -> Any:
         return {name: _sum(a.get(name), b.get(name)) for name in {**a, **b}}
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [_sum(x, y) for x, y in zip(a, b, strict=True)]
-    first, second = number(a), number(b)
-    if first is None or second is None or isinstance(a, bool) or isinstance(b, bool):
+    a_number, b_number = number(a), number(b)
+    if a_number is None or b_number is None or isinstance(a, bool) or isinstance(b, bool):
         return a if b is None else b
     return a + b
 

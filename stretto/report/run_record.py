@@ -31,7 +31,7 @@ def record(run_folder: Path) -> Record:
     history = read(run_folder)
     seconds, samples = _length(history)
     return {
-        **_asked(history),
+        **_configuration(history),
         "failed": history.failure,
         "metrics": _metrics(history),
         "seconds": seconds,
@@ -65,7 +65,7 @@ def unstarted(
     *, recipe: str, workers: int, global_batch_of: int, seed: int, script: str, folder: Path, failed: str
 ) -> Record:
     """Return the record of a run that left no log."""
-    asked = {
+    configuration = {
         "recipe": recipe,
         "workers": workers,
         "global_batch_of": global_batch_of,
@@ -86,7 +86,7 @@ def unstarted(
     lists: Record = {name: [] for name in LISTS}
     no_traffic = traffic.nothing()
     return {
-        **asked,
+        **configuration,
         **nothing,
         **counted,
         **lists,
@@ -97,7 +97,7 @@ def unstarted(
     }
 
 
-def _asked(history: History) -> Record:
+def _configuration(history: History) -> Record:
     run, start = history.run, (history.of("start") or [{}])[0]
     return {
         "recipe": _name(run, start),

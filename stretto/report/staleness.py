@@ -54,17 +54,19 @@ def updates(history: History) -> list[Update]:
 
 def _of(history: History, worker: int) -> Iterable[Update]:
     events = (event for event in history.of("update_applied") if event["worker"] == worker)
-    before = 0.0
+    previous_t = 0.0
     for event in sorted(events, key=lambda event: event["t"]):
         values, t = _stalenesses(event), event["t"]
-        yield from (Update(before + (t - before) * i / len(values), worker, value) for i, value in enumerate(values, 1))
-        before = t
+        yield from (
+            Update(previous_t + (t - previous_t) * i / len(values), worker, value) for i, value in enumerate(values, 1)
+        )
+        previous_t = t
 
 
 def _stalenesses(event: Event) -> list[int]:
     rows = event.get("updates")
-    known = (_staleness(row) for row in (rows if isinstance(rows, list) else ()))
-    return [value for value in known if value is not None]
+    values = (_staleness(row) for row in (rows if isinstance(rows, list) else ()))
+    return [value for value in values if value is not None]
 
 
 def _staleness(row: object) -> int | None:

@@ -77,9 +77,9 @@ def _all(record: Record, of_worker: StalenessCounts, is_bounded: bool) -> tuple[
 def _cells(
     name: str, samples: int, of_worker: StalenessCounts, blocked: tuple[float, float | None] | None
 ) -> tuple[Cell, ...]:
-    taken = (name, formatting.count(samples), formatting.count(of_worker.updates))
+    counts = (name, formatting.count(samples), formatting.count(of_worker.updates))
     bounded = (formatting.seconds(blocked[0]), formatting.percent(blocked[1])) if blocked else ()
-    return tuple(map(Cell, (*taken, formatting.figure(of_worker.mean), formatting.count(of_worker.max), *bounded)))
+    return tuple(map(Cell, (*counts, formatting.figure(of_worker.mean), formatting.count(of_worker.max), *bounded)))
 
 
 def pictures(record: Record, history: History) -> list[Plot]:
@@ -93,9 +93,11 @@ def pictures(record: Record, history: History) -> list[Plot]:
 def _histograms(counts: Sequence[StalenessCounts], colour: str) -> Plot:
     total = merged(counts)
     shared = bins(total.counts)
-    many = len(counts) > MOST_PANELS
-    named = [(f"all {len(counts)} workers", total)] if many else [(f"worker {i}", t) for i, t in enumerate(counts)]
-    panels = [Panel(name, _mean_and_max(of_worker), of_worker.counts, of_worker.mean) for name, of_worker in named]
+    is_summed = len(counts) > MOST_PANELS
+    of_workers = (
+        [(f"all {len(counts)} workers", total)] if is_summed else [(f"worker {i}", t) for i, t in enumerate(counts)]
+    )
+    panels = [Panel(name, _mean_and_max(of_worker), of_worker.counts, of_worker.mean) for name, of_worker in of_workers]
     svg = Markup(multiples("staleness", panels, shared, colour, "staleness, in versions"))
     return Plot(STALE, svg, MARKED + _binned(shared))
 

@@ -37,8 +37,10 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 def _removed(folder: Path) -> str:
     """Return one sentence on a finished run whose folder was removed before its end."""
     model = folder / "final.safetensors"
-    kept = f"; the trained model is in {model}" if model.exists() else ""
-    return f"the run has finished{kept}. Its folder was removed during the run: there is no log, no summary and no page"
+    kept_in = f"; the trained model is in {model}" if model.exists() else ""
+    return (
+        f"the run has finished{kept_in}. Its folder was removed during the run: there is no log, no summary and no page"
+    )
 
 
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:

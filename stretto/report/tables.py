@@ -244,8 +244,8 @@ def _traffic(groups: Sequence[Group]) -> list[Sheet]:
     )
     columns = [
         *(
-            _measured(heading, partial(_megabytes_in, way=way), in_megabytes)
-            for heading, way in DIRECTION_HEADINGS.items()
+            _measured(heading, partial(_megabytes_in, direction=direction), in_megabytes)
+            for heading, direction in DIRECTION_HEADINGS.items()
         ),
         _measured("ratio", lambda r: (r.get("compression") or {}).get("sent"), formatting.times),
         *([_measured("values sent", lambda r: r.get("values_sent_share"), formatting.percent)] if entries else []),
@@ -262,8 +262,8 @@ def _traffic(groups: Sequence[Group]) -> list[Sheet]:
 DIRECTION_HEADINGS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, received": "received"}
 
 
-def _megabytes_in(record: Record, way: str) -> float | None:
-    return traffic.megabytes(record.get("traffic") or [], way)
+def _megabytes_in(record: Record, direction: str) -> float | None:
+    return traffic.megabytes(record.get("traffic") or [], direction)
 
 
 def _staleness(groups: Sequence[Group]) -> list[Sheet]:

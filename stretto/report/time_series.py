@@ -155,9 +155,12 @@ def _counted_by(history: History, worker: int, count: Callable[[Event], float]) 
 def residual(history: History) -> Curve:
     """Return the norm of all residuals over that of all inputs of codecs, at the measurements of the first worker."""
     measured = [norms for worker in range(history.workers) if (norms := _norms(history, worker))]
-    lines = [[interpolate([(t, norms[part]) for t, norms in of_worker]) for part in (0, 1)] for of_worker in measured]
+    lines = [[interpolate([(t, norms[index]) for t, norms in of_worker]) for index in (0, 1)] for of_worker in measured]
     locate, times = _locator(history), [t for t, _ in measured[0]] if measured else []
-    shares = ((t, traffic.residual_share([(given(t), left(t)) for given, left in lines])) for t in times)
+    shares = (
+        (t, traffic.residual_share([(input_norm(t), residual_norm(t)) for input_norm, residual_norm in lines]))
+        for t in times
+    )
     samples = [locate({"t": t}, share) for t, share in shares if share is not None]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
@@ -184,7 +187,7 @@ class Moment:
 def moments(history: History) -> tuple[Moment, ...]:
     """Return the moments of failures, pauses and restarts."""
     clock = _clock(history)
-    return tuple(Moment(clock(max(t, 0.0)), text, lost) for t, text, lost in incidents.moments(history))
+    return tuple(Moment(clock(max(t, 0.0)), text, is_failure) for t, text, is_failure in incidents.moments(history))
 
 
 def _locator(history: History) -> Callable[[Event, float], Sample]:

@@ -23,13 +23,13 @@ EVALUATION_SYNC = "evaluation_sync"
 def accounts(event: Event) -> Accounts:
     """Return the bytes until an event by purpose, without purposes that have no traffic."""
     rows = event.get("traffic")
-    named = ((str(name), _account(row)) for name, row in rows.items()) if isinstance(rows, dict) else ()
-    return {name: account for name, account in named if any(account.values())}
+    by_purpose = ((str(name), _account(row)) for name, row in rows.items()) if isinstance(rows, dict) else ()
+    return {name: account for name, account in by_purpose if any(account.values())}
 
 
 def _account(row: object) -> Account:
     values: Sequence[Any] = row if isinstance(row, list) and len(row) == len(DIRECTIONS) else [0] * len(DIRECTIONS)
-    return {way: int(number(value) or 0) for way, value in zip(DIRECTIONS, values, strict=True)}
+    return {direction: int(number(value) or 0) for direction, value in zip(DIRECTIONS, values, strict=True)}
 
 
 def norms(event: Event) -> tuple[float, float] | None:
@@ -62,7 +62,9 @@ def fields(history: History) -> dict[str, Any]:
         "values_sent": _known([_values_sent(event) for event in counts]),
         "residual_norms": _known([_norms(event) for event in counts]),
     }
-    sent, received = ([int(event.get(f"bytes_{way}") or 0) for event in counts] for way in ("sent", "received"))
+    sent, received = (
+        [int(event.get(f"bytes_{direction}") or 0) for event in counts] for direction in ("sent", "received")
+    )
     return by_worker | shares(**by_worker, bytes_sent=sent, bytes_received=received)
 
 
@@ -95,8 +97,8 @@ def _known(by_worker: list[Any]) -> list[Any]:
 
 
 def _values_sent(event: Event) -> dict[str, int] | None:
-    sent, of = _two(event.get("values_sent"))
-    return None if sent is None or of is None else {"sent": int(sent), "of": int(of)}
+    sent, total_values = _two(event.get("values_sent"))
+    return None if sent is None or total_values is None else {"sent": int(sent), "of": int(total_values)}
 
 
 def _norms(event: Event) -> dict[str, float] | None:
@@ -105,20 +107,23 @@ def _norms(event: Event) -> dict[str, float] | None:
 
 
 def _share(values_sent: Sequence[dict[str, int] | None]) -> float | None:
-    sent, of = (sum(counts[part] for counts in values_sent if counts) for part in ("sent", "of"))
-    return sent / of if of else None
+    sent, total_values = (sum(counts[name] for counts in values_sent if counts) for name in ("sent", "of"))
+    return sent / total_values if total_values else None
 
 
 def residual_share(norms: Sequence[tuple[float, float]]) -> float | None:
     """Return the norm of the residuals of all workers over that of their inputs, given (input, residual) of each."""
-    input_norm, residual_norm = (math.hypot(*(pair[part] for pair in norms)) for part in (0, 1))
+    input_norm, residual_norm = (math.hypot(*(pair[index] for pair in norms)) for index in (0, 1))
     return residual_norm / input_norm if input_norm else None
 
 
 def _compression(traffic: Sequence[Accounts], transport: Mapping[str, int]) -> dict[str, float | None]:
-    ratios = {way: ratio(total(traffic, f"raw_{way}"), total(traffic, way)) for way in ("sent", "received")}
-    raw = {way: total(traffic, f"raw_{way}", evaluation=True) for way in transport}
-    return ratios | {f"wire_{way}": ratio(raw[way], transport[way]) for way in transport}
+    ratios = {
+        direction: ratio(total(traffic, f"raw_{direction}"), total(traffic, direction))
+        for direction in ("sent", "received")
+    }
+    raw = {direction: total(traffic, f"raw_{direction}", evaluation=True) for direction in transport}
+    return ratios | {f"wire_{direction}": ratio(raw[direction], transport[direction]) for direction in transport}
 
 
 def ratio(raw: float, encoded: float) -> float | None:
@@ -126,15 +131,15 @@ def ratio(raw: float, encoded: float) -> float | None:
     return raw / encoded if encoded else None
 
 
-def total(traffic: Sequence[Accounts], way: str, *, evaluation: bool = False) -> int:
+def total(traffic: Sequence[Accounts], direction: str, *, evaluation: bool = False) -> int:
     """Return the bytes of all workers in one of DIRECTIONS, with evaluation syncs if `evaluation`."""
     accounts = (item for worker in traffic for item in worker.items())
-    return sum(account[way] for purpose, account in accounts if evaluation or purpose != EVALUATION_SYNC)
+    return sum(account[direction] for purpose, account in accounts if evaluation or purpose != EVALUATION_SYNC)
 
 
-def megabytes(traffic: Sequence[Accounts], way: str) -> float | None:
+def megabytes(traffic: Sequence[Accounts], direction: str) -> float | None:
     """Return the mean over workers in units of 10^6 bytes, without evaluation syncs."""
-    return total(traffic, way) / len(traffic) / 1e6 if traffic else None
+    return total(traffic, direction) / len(traffic) / 1e6 if traffic else None
 
 
 def purposes(traffic: Sequence[Accounts]) -> list[str]:
@@ -146,7 +151,7 @@ def purposes(traffic: Sequence[Accounts]) -> list[str]:
 def is_encoded(record: Mapping[str, Any]) -> bool:
     """Return True if a run sent encoded values."""
     traffic: Sequence[Accounts] = record.get("traffic") or []
-    return any(total(traffic, f"raw_{way}") != total(traffic, way) for way in ("sent", "received"))
+    return any(total(traffic, f"raw_{direction}") != total(traffic, direction) for direction in ("sent", "received"))
 
 
 def summary(record: Mapping[str, Any]) -> str:
@@ -154,9 +159,9 @@ def summary(record: Mapping[str, Any]) -> str:
     if not is_encoded(record):
         return ""
     raw, sent, received = (
-        formatting.figure(megabytes(record["traffic"], way)) for way in ("raw_sent", "sent", "received")
+        formatting.figure(megabytes(record["traffic"], direction)) for direction in ("raw_sent", "sent", "received")
     )
-    ratios = {way: formatting.times(record["compression"][way]) for way in ("sent", "received")}
+    ratios = {direction: formatting.times(record["compression"][direction]) for direction in ("sent", "received")}
     texts = [
         f"encoded: {sent} MB of {raw} sent ({ratios['sent']} less), {received} received ({ratios['received']} less)"
     ]

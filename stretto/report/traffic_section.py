@@ -39,20 +39,22 @@ def sheet(record: Record) -> list[Sheet]:
     """Return the table of a run: the mean over workers and each worker, by purpose; nothing without traffic."""
     if not record["traffic"]:
         return []
-    shown = _shown(record)
+    workers = _shown(record)
     mean = Group(f"mean of {formatting.plural(record['workers'], 'worker')}", record["workers"], 1, (record,))
-    by_worker = [Group(f"worker {worker}", 1, 1, (_of_worker(record, worker),)) for worker in shown]
+    by_worker = [Group(f"worker {worker}", 1, 1, (_of_worker(record, worker),)) for worker in workers]
     omitted = (
-        f" The {len(shown)} of {record['workers']} workers that sent most." if len(shown) < record["workers"] else ""
+        f" The {len(workers)} of {record['workers']} workers that sent most."
+        if len(workers) < record["workers"]
+        else ""
     )
     return [_sheet("worker", (), [mean, *by_worker], omitted)]
 
 
 def in_full(short: Sequence[Sheet], records: Sequence[Record]) -> list[Sheet]:
     """Return the tables of a comparison, with the table by purpose after that of costs instead of the short one."""
-    others = [sheet for sheet in short if sheet.title != TRAFFIC]
-    after = [sheet.title for sheet in others].index(COST) + 1
-    return [*others[:after], *of_recipes(records), *others[after:]]
+    other_sheets = [sheet for sheet in short if sheet.title != TRAFFIC]
+    position = [sheet.title for sheet in other_sheets].index(COST) + 1
+    return [*other_sheets[:position], *of_recipes(records), *other_sheets[position:]]
 
 
 def of_recipes(records: Sequence[Record]) -> list[Sheet]:
@@ -70,11 +72,11 @@ def _shown(record: Record) -> list[int]:
 def _of_worker(record: Record, worker: int) -> Record:
     """Return the record with the traffic of one worker only."""
     lists = ("traffic", "values_sent", "residual_norms", "bytes_sent", "bytes_received")
-    kept = {name: record[name][worker : worker + 1] for name in lists}
-    return {**record, **kept, **traffic.shares(**kept)}
+    fields = {name: record[name][worker : worker + 1] for name in lists}
+    return {**record, **fields, **traffic.shares(**fields)}
 
 
-def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], more: str) -> Sheet:
+def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], omitted: str) -> Sheet:
     records = [record for group in groups for record in group.records]
     values, residual = (
         any(r.get(name) is not None for r in records) for name in ("values_sent_share", "residual_share")
@@ -82,7 +84,9 @@ def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], more:
     further = {"values_sent": formatting.percent} if values else {}
     further |= {"residual": partial(formatting.figure, digits=2)} if residual else {}
     evaluates = any(EVALUATION_SYNC in traffic.purposes(record.get("traffic") or []) for record in records)
-    note = NOTE + (EVALUATION if evaluates else "") + (VALUES if values else "") + (RESIDUAL if residual else "") + more
+    note = (
+        NOTE + (EVALUATION if evaluates else "") + (VALUES if values else "") + (RESIDUAL if residual else "") + omitted
+    )
     rows = [row for group in groups for row in _block(group, len(beside), further)]
     return Sheet(
         TRAFFIC,
@@ -99,10 +103,14 @@ def _block(group: Group, beside: int, further: Mapping[str, Callable[[float | No
     total = [ALL_BUT_EVALUATION if EVALUATION_SYNC in names else ALL] if len(trained) > 1 else []
     purposes = [*trained, *total, *([EVALUATION_SYNC] if EVALUATION_SYNC in names else []), TRANSPORT]
     name = (Cell(group.label), Cell(str(group.workers)))[: 1 + beside]
-    last = [spread_cell(group.spread(_share(f"{what}_share")), write) for what, write in further.items()]
+    ratios = [spread_cell(group.spread(_share(f"{field}_share")), write) for field, write in further.items()]
     return [
-        (*(name if first else [Cell("")] * len(name)), *_row(group, purpose), *(last if first else _blank(last)))
-        for first, purpose in ((purpose == purposes[0], purpose) for purpose in purposes)
+        (
+            *(name if is_first else [Cell("")] * len(name)),
+            *_row(group, purpose),
+            *(ratios if is_first else _blank(ratios)),
+        )
+        for is_first, purpose in ((purpose == purposes[0], purpose) for purpose in purposes)
     ]
 
 
@@ -116,37 +124,39 @@ def _share(name: str) -> Measure:
 
 def _row(group: Group, purpose: str) -> tuple[Cell, ...]:
     cells = [Cell(purpose)]
-    for way in ("sent", "received"):
-        raw, encoded = (partial(_megabytes, purpose=purpose, way=name) for name in (f"raw_{way}", way))
+    for direction in ("sent", "received"):
+        raw, encoded = (
+            partial(_megabytes, purpose=purpose, direction=name) for name in (f"raw_{direction}", direction)
+        )
         cells += [spread_cell(group.spread(measure), in_megabytes) for measure in (raw, encoded)]
-        cells.append(spread_cell(group.spread(partial(_ratio, purpose=purpose, way=way)), formatting.times))
+        cells.append(spread_cell(group.spread(partial(_ratio, purpose=purpose, direction=direction)), formatting.times))
     return tuple(cells)
 
 
-def _megabytes(record: Record, purpose: str, way: str) -> float | None:
+def _megabytes(record: Record, purpose: str, direction: str) -> float | None:
     """Return the mean over workers in units of 10^6 bytes."""
     by_worker = record.get("traffic") or []
-    return _bytes(record, purpose, way) / len(by_worker) / 1e6 if by_worker else None
+    return _bytes(record, purpose, direction) / len(by_worker) / 1e6 if by_worker else None
 
 
-def _bytes(record: Record, purpose: str, way: str) -> int:
+def _bytes(record: Record, purpose: str, direction: str) -> int:
     """Return the bytes of all workers for one purpose, for all but evaluation syncs, or at the transport."""
     by_worker = record["traffic"]
     if purpose in (ALL, ALL_BUT_EVALUATION):
-        return traffic.total(by_worker, way)
+        return traffic.total(by_worker, direction)
     if purpose == TRANSPORT:
-        raw = way.startswith("raw_")
-        return traffic.total(by_worker, way, evaluation=True) if raw else sum(record[f"bytes_{way}"])
+        raw = direction.startswith("raw_")
+        return traffic.total(by_worker, direction, evaluation=True) if raw else sum(record[f"bytes_{direction}"])
     return traffic.total(
-        [{purpose: worker[purpose]} for worker in by_worker if purpose in worker], way, evaluation=True
+        [{purpose: worker[purpose]} for worker in by_worker if purpose in worker], direction, evaluation=True
     )
 
 
-def _ratio(record: Record, purpose: str, way: str) -> float | None:
+def _ratio(record: Record, purpose: str, direction: str) -> float | None:
     if not record.get("traffic"):
         return None
-    raw = _bytes(record, purpose, f"raw_{way}")
-    return traffic.ratio(raw, _bytes(record, purpose, way)) if raw else None
+    raw = _bytes(record, purpose, f"raw_{direction}")
+    return traffic.ratio(raw, _bytes(record, purpose, direction)) if raw else None
 
 
 # The plots

@@ -118,11 +118,11 @@ def _by_target(singles: Sequence[Group], distributed: Sequence[Group], target: T
 
 
 def _only_one_reached(winner: Timed, target: Target) -> Verdict:
-    every = "" if len(winner.group.asked) == 1 else " on every seed"
+    on_every_seed = "" if len(winner.group.asked) == 1 else " on every seed"
     reached_it = f"{winner} reached {target} in {_text(winner.time)}"
     if winner.group.single_process:
-        return Verdict(False, f"{STAY}{reached_it}; no distributed run reached it{every} with the same data.")
-    return Verdict(True, f"{WORTH}{reached_it}; a single process did not{every} with the same data.")
+        return Verdict(False, f"{STAY}{reached_it}; no distributed run reached it{on_every_seed} with the same data.")
+    return Verdict(True, f"{WORTH}{reached_it}; a single process did not{on_every_seed} with the same data.")
 
 
 def _by_data(singles: Sequence[Group], distributed: Sequence[Group], target: Target | None) -> Verdict:
@@ -145,20 +145,20 @@ def _as_good(singles: Sequence[Group], distributed: Sequence[Group], baseline: G
     best = _fastest(good, _seconds)
     if single is None or best is None:
         return _none_as_good(distributed, baseline, metric)
-    value, wanted = metrics.text(best.group, metric), metrics.text(single.group, metric)
+    value, baseline_value = metrics.text(best.group, metric), metrics.text(single.group, metric)
     tolerance = f"within {metrics.tolerance_text(metric, baseline)} counts as equal"
     rival, tail = "the fastest distributed run of equal quality", " for the same data"
     judged = _by_times(single, best, verb="took", rival=rival, tail=tail)
-    judged = judged.noting(f"Final {metric}: {value}, in a single process {wanted}; {tolerance}.")
+    judged = judged.noting(f"Final {metric}: {value}, in a single process {baseline_value}; {tolerance}.")
     return judged.noting(_faster_but_worse([g for g in distributed if g not in good], single, metric))
 
 
 def _none_as_good(distributed: Sequence[Group], baseline: Group, metric: str) -> Verdict:
     near = metrics.nearest(distributed, baseline, metric)
-    had = f"{_name(baseline)} had {metric} {metrics.text(baseline, metric)} {_after(baseline)}"
+    baseline_text = f"{_name(baseline)} had {metric} {metrics.text(baseline, metric)} {_after(baseline)}"
     came = f"after the same data no distributed run was within {metrics.tolerance_text(metric, baseline)} of it"
-    rest = f"; the nearest, {_name(near)}, had {metrics.text(near, metric)} {_after(near)}" if near else ""
-    return Verdict(False, f"{STAY}{had}, and {came}{rest}.")
+    nearest_text = f"; the nearest, {_name(near)}, had {metrics.text(near, metric)} {_after(near)}" if near else ""
+    return Verdict(False, f"{STAY}{baseline_text}, and {came}{nearest_text}.")
 
 
 def _after(group: Group) -> str:
@@ -186,16 +186,16 @@ def _by_speed(singles: Sequence[Group], distributed: Sequence[Group]) -> Verdict
 
 def _by_times(single: Timed, best: Timed, *, verb: str, rival: str, tail: str) -> Verdict:
     """Return the verdict on the fastest distributed group and the fastest baseline."""
-    baseline, other = f"{single} {verb} {_text(single.time)}", f"{best} {verb} {_text(best.time)}"
+    single_text, best_text = f"{single} {verb} {_text(single.time)}", f"{best} {verb} {_text(best.time)}"
     if best.time.median >= single.time.median * (1 + TIE):
         ratio = _ratio(best.time, single.time)
-        return Verdict(False, f"{STAY}{baseline}; {rival}, {best}, needed {_text(best.time)}, {ratio}{tail}.")
+        return Verdict(False, f"{STAY}{single_text}; {rival}, {best}, needed {_text(best.time)}, {ratio}{tail}.")
     if best.time.median > single.time.median * (1 - TIE):
-        return Verdict(False, f"{STAY}{other}, {single} {_text(single.time)}: no relevant difference{tail}.")
+        return Verdict(False, f"{STAY}{best_text}, {single} {_text(single.time)}: no relevant difference{tail}.")
     if best.time.high >= single.time.low:
-        return Verdict(False, f"{STAY}{other}, {single} {_text(single.time)}: the ranges over seeds overlap{tail}.")
+        return Verdict(False, f"{STAY}{best_text}, {single} {_text(single.time)}: the ranges over seeds overlap{tail}.")
     return Verdict(
-        True, f"{WORTH}{other}; {single} needed {_text(single.time)}, {_ratio(single.time, best.time)}{tail}."
+        True, f"{WORTH}{best_text}; {single} needed {_text(single.time)}, {_ratio(single.time, best.time)}{tail}."
     )
 
 
@@ -222,8 +222,8 @@ def _name(group: Group) -> str:
 
 def _implausible(distributed: Sequence[Group], baselines: Baselines) -> str:
     """Return a caveat for an implausible speed-up, which means that the baseline was measured too slow."""
-    found = [(group.median(lambda record: speed_up(record, baselines)) or 0.0, group) for group in distributed]
-    ratio, group = max(found, key=lambda pair: pair[0] / pair[1].workers, default=(0.0, None))
+    speed_ups = [(group.median(lambda record: speed_up(record, baselines)) or 0.0, group) for group in distributed]
+    ratio, group = max(speed_ups, key=lambda pair: pair[0] / pair[1].workers, default=(0.0, None))
     if group is None or ratio < PLAUSIBLE * group.workers:
         return ""
     return (
@@ -249,8 +249,8 @@ def _shares_cores(group: Group, single: Record) -> bool:
     cores, threads = run.get("cores"), run.get("threads")
     if group.workers == 1 or not (cores and threads and single["cores"] and single["threads"]):
         return False
-    wanted = group.workers * threads
-    return bool(wanted > cores or min(cores, wanted) <= single["threads"])
+    cores_used = group.workers * threads
+    return bool(cores_used > cores or min(cores, cores_used) <= single["threads"])
 
 
 def _seeds(groups: Sequence[Group]) -> str:
