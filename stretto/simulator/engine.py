@@ -138,9 +138,9 @@ class Worker:
     def catch_up(self) -> None:
         """Wait until the event queue has reached this worker's time, so that all earlier messages have arrived."""
         if self._local_time > self._engine.queue.now:
-            at = self._local_time
-            self._engine.queue.schedule(at, self.wake, RESUME, self.number)
-            self.wait_until(lambda: self._engine.queue.now >= at, lambda: f"its own time, {at:g} s")
+            local_time = self._local_time
+            self._engine.queue.schedule(local_time, self.wake, RESUME, self.number)
+            self.wait_until(lambda: self._engine.queue.now >= local_time, lambda: f"its own time, {local_time:g} s")
 
     def wait_until(
         self, condition: Callable[[], bool], description: Callable[[], str], limit_s: float = float("inf")
@@ -320,8 +320,8 @@ class Engine:
 
     def restart(self, number: int) -> None:
         """Start another incarnation of a worker."""
-        before = self.workers[number]
-        self.workers[number] = Worker(self, number, before.incarnation + 1, before.steps)
+        previous = self.workers[number]
+        self.workers[number] = Worker(self, number, previous.incarnation + 1, previous.steps)
         self._install(None)
         self._process.restore_modes()
         self._start(self.workers[number])
@@ -424,9 +424,9 @@ class Engine:
         if self.wall_clock is None:
             self._hub.switch()
             return
-        left = self.wall_clock()
+        suspended_at_s = self.wall_clock()
         self._hub.switch()
-        worker.suspended_s += self.wall_clock() - left
+        worker.suspended_s += self.wall_clock() - suspended_at_s
 
     @contextmanager
     def _deferring_waits(self) -> Iterator[None]:
@@ -455,9 +455,9 @@ class Engine:
 
     def _deadlock(self) -> LaunchError:
         blocked = [worker for worker in self.workers if not worker.has_ended]
-        shown = [f"  worker {worker.number} waits for {worker.waiting_for()}" for worker in blocked[:8]]
-        more = [f"  and {len(blocked) - 8} other workers wait"] if len(blocked) > 8 else []
-        done = [str(worker.number) for worker in self.workers if worker.has_ended][:8]
-        ended = [f"  worker {', '.join(done)} has ended"] if done else []
+        waits = [f"  worker {worker.number} waits for {worker.waiting_for()}" for worker in blocked[:8]]
+        further = [f"  and {len(blocked) - 8} other workers wait"] if len(blocked) > 8 else []
+        ended_workers = [str(worker.number) for worker in self.workers if worker.has_ended][:8]
+        ended = [f"  worker {', '.join(ended_workers)} has ended"] if ended_workers else []
         head = f"deadlock at {self.queue.now:g} s of virtual time: every worker waits, and no event will wake one"
-        return LaunchError("\n".join([head, *shown, *more, *ended]))
+        return LaunchError("\n".join([head, *waits, *further, *ended]))

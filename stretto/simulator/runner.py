@@ -151,7 +151,7 @@ class Simulator:
         try:
             self.engine.run(
                 self.run_worker,
-                lambda one: self.make_state(one, out),
+                lambda worker: self.make_state(worker, out),
                 order,
                 tick,
                 lambda: self._prepare(dataset_cache),
@@ -186,8 +186,8 @@ class Simulator:
 
     def make_state(self, worker: Worker, out: TextIO) -> ProcessState:
         """Return the initial process state of a worker."""
-        shown = worker.number == 0 and self._simulation.config.output == "rank0"
-        has_output = shown or self._simulation.config.output == "all"
+        is_shown = worker.number == 0 and self._simulation.config.output == "rank0"
+        has_output = is_shown or self._simulation.config.output == "all"
         return self.program.make_state(
             worker, *((out, self._err) if has_output else (DiscardedOutput(), DiscardedOutput()))
         )
@@ -258,8 +258,8 @@ class Simulator:
         if event.kind == "server" and self._servers is None and self._may_have_servers:
             self._postponed.append((time, event))
             return None
-        named = (number for fault in self._simulation.faults for number in faults.victims_of(fault)[1])
-        if event.kind != "server" or self._servers is None or event.numbers[0] in named:
+        named_workers = (number for fault in self._simulation.faults for number in faults.victims_of(fault)[1])
+        if event.kind != "server" or self._servers is None or event.numbers[0] in named_workers:
             return event
         return replace(event, numbers=(event.numbers[0] % self._servers.shards,))
 
@@ -457,8 +457,14 @@ class SimWorkerContext(WorkerContext):
 
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:
-    said = {"kind": type(error).__name__, "text": str(error), "traceback": "", "consequence": False, "at": round(t, 6)}
-    return _line("error", worker.number if worker is not None else 0, t, **said)
+    fields = {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "traceback": "",
+        "consequence": False,
+        "at": round(t, 6),
+    }
+    return _line("error", worker.number if worker is not None else 0, t, **fields)
 
 
 def _line(kind: str, worker: int, t: float, /, **carries: object) -> bytes:

@@ -116,8 +116,8 @@ class SimGroup:
         missing_workers = [str(number) for rank, number in enumerate(self.members) if rank not in contributions]
         if not missing_workers:
             return f"the network, in collective {number}"
-        more = " and others" if len(missing_workers) > 8 else ""
-        return f"worker {', '.join(missing_workers[:8])}{more} in collective {number}"
+        others = " and others" if len(missing_workers) > 8 else ""
+        return f"worker {', '.join(missing_workers[:8])}{others} in collective {number}"
 
     def _collective(self, number: int) -> _Collective:
         collective = self._collectives.get(number)
@@ -130,7 +130,7 @@ class SimGroup:
         collective.contributions.clear()
         collective.contributions.update(dict.fromkeys(range(self.workers)))
         try:
-            self._check_places(collective.places)
+            self._check_positions(collective.places)
             collective.result, exchange, work = self._combine(contributions)
         except (TransportError, UnevenLoopsError) as error:
             collective.error = error
@@ -168,10 +168,10 @@ class SimGroup:
         for worker in collective.waiting:
             worker.wake()
 
-    def _check_places(self, places: dict[int, LoopPosition]) -> None:
+    def _check_positions(self, positions: dict[int, LoopPosition]) -> None:
         """Raise UnevenLoopsError if the workers are at different positions of their loops."""
-        if are_apart(places.values()):
-            raise UnevenLoopsError(explained({self.members[rank]: place for rank, place in places.items()}))
+        if are_apart(positions.values()):
+            raise UnevenLoopsError(explained({self.members[rank]: position for rank, position in positions.items()}))
 
     def _combine(self, contributions: list[Any]) -> tuple[Any, Exchange, _Work]:
         if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
@@ -222,7 +222,7 @@ class _GatherBytes:
     message: bytes
 
     def combine(self, contributions: list[_GatherBytes], group: SimGroup) -> Any:
-        messages = [one.message for one in contributions]
+        messages = [contribution.message for contribution in contributions]
         longest = max(map(len, messages))
         sent, path, latency_s = group.links.gather(wire_bytes.FRAME_BYTES, group.explicit_members)
         is_long = longest > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
@@ -269,7 +269,7 @@ class _Handle:
         self.transport.spend_codec_time()
         if isinstance(self.op, AllReduceMean):
             return self.op.tensor.copy_(result)
-        self.transport.count_gathered([one.nbytes for one in result])
+        self.transport.count_gathered([message.nbytes for message in result])
         answered: list[Tensor] = result
         return answered
 

@@ -50,16 +50,17 @@ class FaultInjector:
 
     def end_of_computing(self, worker: int, start: float, seconds: float) -> float:
         """Return the end of `seconds` of computing that begins at `start`; pauses delay it."""
-        at, remaining = self.next_running_time(worker, start), seconds
+        resumed_s, remaining = self.next_running_time(worker, start), seconds
         while True:
-            self._draw(at + remaining)
+            self._draw(resumed_s + remaining)
             next_pause = next(
-                ((a, b) for a, b in self._pauses.get(worker, ()) if at <= a < min(b, at + remaining)), None
+                ((a, b) for a, b in self._pauses.get(worker, ()) if resumed_s <= a < min(b, resumed_s + remaining)),
+                None,
             )
             if next_pause is None:
-                return at + remaining
-            remaining -= next_pause[0] - at
-            at = self._pause_end(worker, next_pause[0])
+                return resumed_s + remaining
+            remaining -= next_pause[0] - resumed_s
+            resumed_s = self._pause_end(worker, next_pause[0])
 
     def paused_s(self, worker: int, start: float, stop: float) -> float:
         """Return the seconds in which the worker was paused between two times."""
@@ -80,9 +81,9 @@ class FaultInjector:
                 return end
             self._draw(self._next[0])
 
-    def _draw(self, until: float) -> None:
+    def _draw(self, until_s: float) -> None:
         """Draw all faults up to a time and schedule their application."""
-        while self._next is not None and self._next[0] <= until:
+        while self._next is not None and self._next[0] <= until_s:
             time, event = self._next
             self._next = next(self._plan, None)
             self._record_pause(time, event)
@@ -147,8 +148,8 @@ def refuse(time: float, event: FaultEvent, why: str = "the run could not continu
     """Raise LaunchError for a fault that this run cannot survive or does not support."""
     if event.verb in ("back", "resume"):
         return
-    who = event.who()
-    done = SAID[event.verb].rstrip(":")
+    target = event.who()
+    action = SAID[event.verb].rstrip(":")
     if event.verb == "slow":
-        who, done = f"the link of {who}", "slowed"
-    raise LaunchError(f"{who} was {done} at {time:g} s of virtual time, as --faults asked, and {why}")
+        target, action = f"the link of {target}", "slowed"
+    raise LaunchError(f"{target} was {action} at {time:g} s of virtual time, as --faults asked, and {why}")

@@ -119,8 +119,8 @@ class SimChannel:
 
     def _make_request(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Request:
         kinds = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
-        pieces: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
-        return _Request(m.Header(number, body, kinds), pieces, message_bytes(number, body, kinds, self._encrypted))
+        chunks: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
+        return _Request(m.Header(number, body, kinds), chunks, message_bytes(number, body, kinds, self._encrypted))
 
     def _send_request(self, request: _Request) -> None:
         self._sent += request.nbytes

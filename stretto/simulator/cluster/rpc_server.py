@@ -87,12 +87,14 @@ class SimServer:
             self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.CountedWork(0, [])
         )
 
-    def worker_ended(self, channel: SimChannel, gone: m.IncarnationEnded) -> None:
+    def worker_ended(self, channel: SimChannel, notice: m.IncarnationEnded) -> None:
         """Process the end of a worker incarnation, and of all earlier ones."""
-        if self.is_down or self._incarnations.is_over(gone.worker, gone.incarnation):
+        if self.is_down or self._incarnations.is_over(notice.worker, notice.incarnation):
             return
-        if self._incarnations.end(gone.worker, gone.incarnation):
-            self._send(channel, self._handler.remove(gone.worker, gone.epoch_number, gone.batches, gone.is_partial))
+        if self._incarnations.end(notice.worker, notice.incarnation):
+            self._send(
+                channel, self._handler.remove(notice.worker, notice.epoch_number, notice.batches, notice.is_partial)
+            )
 
     def reply_tensors(self, tensors: Sequence[Tensor]) -> ReplyTensors:
         """Return the wrapped tensors of a reply; those of the last reply are cached."""
@@ -117,8 +119,8 @@ class SimServer:
         worker, incarnation = channel.worker.number, channel.incarnation
         if self._incarnations.is_over(worker, incarnation):
             return
-        if (gone := self._incarnations.implied_end(worker, incarnation)) is not None:
-            self.worker_ended(channel, gone)
+        if (notice := self._incarnations.implied_end(worker, incarnation)) is not None:
+            self.worker_ended(channel, notice)
         self._incarnations.note(worker, incarnation)
         wall_clock = self._engine.wall_clock
         began = wall_clock() if wall_clock is not None else 0.0

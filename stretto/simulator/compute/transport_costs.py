@@ -100,11 +100,11 @@ def of_collective(
     return exchange_s, message_s, max(large_tensor_s - small_tensor_s, 0.0) / megabytes, conversion_s
 
 
-def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, float]:
+def _fit(few_messages_s: float, many_messages_s: float, few: float, many: float) -> tuple[float, float]:
     """Solve time = exchange + messages * message for an operation of few messages and one of many; both at least 0."""
-    message_s = max(other_s - one_s, 0.0) / (many - few)
-    exchange_s = one_s - few * message_s
-    return (exchange_s, message_s) if exchange_s >= 0.0 else (0.0, other_s / many)
+    message_s = max(many_messages_s - few_messages_s, 0.0) / (many - few)
+    exchange_s = few_messages_s - few * message_s
+    return (exchange_s, message_s) if exchange_s >= 0.0 else (0.0, many_messages_s / many)
 
 
 def of_server(
@@ -121,8 +121,8 @@ def of_server(
     if client.worker == 0:
         client.open(1, "async_sgd", [numbers])
 
-    def take(_part: int, at: int, piece: Tensor) -> None:
-        numbers[at : at + piece.numel()].copy_(piece)
+    def take(_part: int, offset: int, chunk: Tensor) -> None:
+        numbers[offset : offset + chunk.numel()].copy_(chunk)
 
     def read() -> None:
         client.read([NUMBERS]).wait(take)

@@ -61,8 +61,8 @@ def _free_bytes() -> int:
     """Return the bytes that this process may still allocate, limited by the machine and by its control group."""
     free = int(psutil.virtual_memory().available)
     try:
-        most = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return min(free, int(most) - int(used)) if most != "max" else free
+        return min(free, int(limit) - int(used)) if limit != "max" else free
     except (OSError, ValueError):
         return free

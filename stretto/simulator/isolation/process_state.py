@@ -202,9 +202,9 @@ class GeneratorState:
         words = ctypes.string_at(address, TWISTER_BYTES) if address is not None else b""
         if words and words == self._words and self._whole is None:
             return
-        whole = generator.get()
-        generator.may_store_normal = not words or generator.has_stored_normal(whole)
-        self._words, self._whole = words, whole if generator.may_store_normal else None
+        full_state = generator.get()
+        generator.may_store_normal = not words or generator.has_stored_normal(full_state)
+        self._words, self._whole = words, full_state if generator.may_store_normal else None
 
     def install(self) -> None:
         """Install the saved state."""
@@ -237,9 +237,9 @@ def _numpy_address() -> int | None:
 
 def _python_address() -> int | None:
     """Return the address of Python's position and words after the object's header, if this Python stores them there."""
-    at = id(_python) + object.__basicsize__
+    struct_address = id(_python) + object.__basicsize__
     *words, position = _python.getstate()[1]
-    return at if list((ctypes.c_uint32 * 625).from_address(at)) == [position, *words] else None
+    return struct_address if list((ctypes.c_uint32 * 625).from_address(struct_address)) == [position, *words] else None
 
 
 _python_words_at = _python_address()

@@ -57,9 +57,10 @@ class WrittenFiles:
 
     def several(self) -> str | None:
         """Return one sentence on the files that several workers have written, or None if there are none."""
-        found = sorted(self._written.items())
+        by_worker = sorted(self._written.items())
         return several_write(
-            {"event": "written", "host": "", "worker": worker, "paths": list(one.paths)} for worker, one in found
+            {"event": "written", "host": "", "worker": worker, "paths": list(written.paths)}
+            for worker, written in by_worker
         )
 
 

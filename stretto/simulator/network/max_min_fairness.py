@@ -115,8 +115,8 @@ class FluidModel:
         ended_flows, self._ended = self._ended, []
         if self.now >= self._next:
             self._settle()
-            left, amount, _, _, end = self._table
-            over = (left <= END_TOLERANCE * amount) | (end <= self.now + 4 * ulp(self.now))
+            remaining, amount, _, _, end = self._table
+            over = (remaining <= END_TOLERANCE * amount) | (end <= self.now + 4 * ulp(self.now))
             ended_flows += self._flows[over].tolist()
             self._compress(~over)
             self._next = inf
@@ -142,9 +142,9 @@ class FluidModel:
     def _settle(self) -> None:
         """Subtract the bytes delivered since the rates were computed from the remaining bytes."""
         if self.now > self._since:
-            left = self._table[LEFT]
-            left -= self._table[RATE] * (self.now - self._since)
-            np.maximum(left, 0.0, out=left)
+            remaining = self._table[LEFT]
+            remaining -= self._table[RATE] * (self.now - self._since)
+            np.maximum(remaining, 0.0, out=remaining)
             self._since = self.now
 
     def _compress(self, mask: NDArray[np.bool_]) -> None:
@@ -168,11 +168,11 @@ class FluidModel:
         self._starting = {}
 
     def _find_rates(self) -> None:
-        left, amount, weight, rate, end = self._table
+        remaining, amount, weight, rate, end = self._table
         rate[:] = max_min(self._capacity, self._path, self._hops, weight)
         end[:] = inf
-        np.divide(left, rate, out=end, where=rate > 0)
-        end[left <= END_TOLERANCE * amount] = 0.0
+        np.divide(remaining, rate, out=end, where=rate > 0)
+        end[remaining <= END_TOLERANCE * amount] = 0.0
         end += self.now
         self._next = float(end.min(initial=inf))
         self._stale = False
@@ -198,14 +198,14 @@ def max_min(capacity: Floats, path: Ints, hops: Ints, weight: Floats) -> Floats:
         load = np.bincount(path, weight.repeat(hops), len(capacity))
         share = np.maximum(share, free_capacity / np.where(load > 0, load, 1.0))
         offered = share[path]
-        least = np.minimum.reduceat(offered, begin)
+        lowest_share = np.minimum.reduceat(offered, begin)
         not_bottleneck = np.zeros(len(capacity), np.bool_)
-        not_bottleneck[path[offered > (least * (1 + SHARE_TOLERANCE)).repeat(hops)]] = True
+        not_bottleneck[path[offered > (lowest_share * (1 + SHARE_TOLERANCE)).repeat(hops)]] = True
         unresolved = np.logical_and.reduceat(not_bottleneck[path], begin)
-        rate[flows] = weight * least
+        rate[flows] = weight * lowest_share
         if not unresolved.any():
             break
-        free_capacity -= np.bincount(path, np.where(unresolved, 0.0, weight * least).repeat(hops), len(capacity))
+        free_capacity -= np.bincount(path, np.where(unresolved, 0.0, weight * lowest_share).repeat(hops), len(capacity))
         path = path.compress(unresolved.repeat(hops))
         hops, flows, weight = hops.compress(unresolved), flows.compress(unresolved), weight.compress(unresolved)
     return rate

@@ -231,8 +231,8 @@ class Links:
     def broadcast(self, root: int, nbytes: float, members: Sequence[int] | None = None) -> Exchange:
         """Return the broadcast of B = `nbytes` bytes from `root`, as a binomial tree: T = ceil(log2 N) (B/b + L)."""
         members = self._members(members)
-        first = members.index(root)
-        members = members[first:] + members[:first]
+        root_index = members.index(root)
+        members = members[root_index:] + members[:root_index]
         return self._over(_tree(members), _depth(members), nbytes)
 
     def _over(self, hops: Iterable[tuple[int, int]], steps: int, nbytes: float) -> Exchange:
@@ -250,7 +250,10 @@ class Links:
         hosts = self._first_resource
         if net.between:
             hosts = [self._add(net.between) for _ in range(0, self._workers, net.hosts)]
-        inside, outside = [self._port(first) for first in self._first_resource], [self._port(first) for first in hosts]
+        inside, outside = (
+            [self._port(resource) for resource in self._first_resource],
+            [self._port(resource) for resource in hosts],
+        )
         for worker in everyone:
             host = worker // (net.hosts or 1)
             self._places.append(_Place(worker, host, inside[worker], outside[host], (net.between or net.link).latency))
@@ -273,8 +276,10 @@ class Links:
         self.capacities += [rate / 8 * (1 - self._network.loss) for rate in (link.up, link.down)]
         return len(self.capacities) - 2
 
-    def _port(self, first: int) -> _Port:
-        up, down = [(resource,) if self.capacities[resource] < inf else () for resource in (first, first + 1)]
+    def _port(self, first_resource: int) -> _Port:
+        up, down = [
+            (resource,) if self.capacities[resource] < inf else () for resource in (first_resource, first_resource + 1)
+        ]
         return _Port(up, down)
 
 
@@ -284,7 +289,7 @@ def _ring(members: list[int]) -> list[tuple[int, int]]:
 
 def _tree(members: list[int]) -> list[tuple[int, int]]:
     """Return (parent, child) pairs: a child's position without its lowest binary 1 is its parent's position."""
-    return [(members[place & (place - 1)], members[place]) for place in range(1, len(members))]
+    return [(members[position & (position - 1)], members[position]) for position in range(1, len(members))]
 
 
 def _depth(members: list[int]) -> int:
@@ -311,10 +316,10 @@ def _part(words: Words) -> dict[str, Any]:
         words.take("on")
         return {LINK: _parsed_link(words, "a speed, like 10Gbit/s"), HOSTS: hosts}
     if words.skip("servers"):
-        where = words.take("with", "in")
-        for word in ("workers",) if where == "with" else ("worker", "0"):
+        location = words.take("with", "in")
+        for word in ("workers",) if location == "with" else ("worker", "0"):
             words.take(word)
-        return {SERVER: where}
+        return {SERVER: location}
     if words.skip("server"):
         return {SERVER: _parsed_link(words, "a speed, like 1Gbit/s")}
     if words.skip("loss"):

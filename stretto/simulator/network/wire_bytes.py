@@ -30,10 +30,10 @@ PIECE_BYTES = 16 << 20
 """Largest piece in bytes; longer messages are split by the process-group transport, except in an all-reduce."""
 
 
-def _with_headers(out: tuple[int, int], into: tuple[int, int]) -> tuple[int, int]:
+def _with_headers(outgoing: tuple[int, int], incoming: tuple[int, int]) -> tuple[int, int]:
     """Return (sent, received) with headers for outgoing and incoming messages, each given as (count, bytes)."""
-    sent = out[1] + HEADER_BYTES * (2 * out[0] + into[0])
-    received = into[1] + HEADER_BYTES * (2 * into[0] + out[0])
+    sent = outgoing[1] + HEADER_BYTES * (2 * outgoing[0] + incoming[0])
+    received = incoming[1] + HEADER_BYTES * (2 * incoming[0] + outgoing[0])
     return sent, received
 
 
@@ -73,25 +73,25 @@ def all_reduce_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> t
 
 def all_reduce_messages(worker: int, workers: int, nbytes: int, item: int = 4) -> int:
     """Return the number of messages that a worker sends and receives in an all-reduce."""
-    out, into = _all_reduce_messages(worker, workers, nbytes, item)
-    return out[0] + into[0]
+    outgoing, incoming = _all_reduce_messages(worker, workers, nbytes, item)
+    return outgoing[0] + incoming[0]
 
 
 def _all_reduce_messages(worker: int, workers: int, nbytes: int, item: int) -> tuple[tuple[int, int], tuple[int, int]]:
     per_chunk = -(-max(-(-nbytes // SEGMENT_BYTES), 2 * workers) // workers)
     segment = max(-(-nbytes // (per_chunk * workers) // item) * item, item)
 
-    def chunk(of: int) -> tuple[int, int]:
-        held = min(max(nbytes - of % workers * per_chunk * segment, 0), per_chunk * segment)
-        return -(-held // segment), held
+    def chunk(index: int) -> tuple[int, int]:
+        nbytes_of_chunk = min(max(nbytes - index % workers * per_chunk * segment, 0), per_chunk * segment)
+        return -(-nbytes_of_chunk // segment), nbytes_of_chunk
 
-    whole = (-(-nbytes // segment), nbytes)
-    before, own, after = (chunk(worker + by) for by in (-1, 0, 1))
-    return _ring_volume(whole, before, own), _ring_volume(whole, own, after)
+    vector = (-(-nbytes // segment), nbytes)
+    previous, own, following = (chunk(worker + shift) for shift in (-1, 0, 1))
+    return _ring_volume(vector, previous, own), _ring_volume(vector, own, following)
 
 
-def _ring_volume(whole: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return 2 * whole[0] - one[0] - other[0], 2 * whole[1] - one[1] - other[1]
+def _ring_volume(vector: tuple[int, int], first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    return 2 * vector[0] - first[0] - second[0], 2 * vector[1] - first[1] - second[1]
 
 
 def _pieces(nbytes: int) -> int:
@@ -106,10 +106,10 @@ def _all_gather(workers: int, nbytes: int) -> tuple[int, int]:
 
 def all_gather_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of an all-gather of messages of `sizes` bytes: first the lengths, then all nonempty messages."""
-    others, own_bytes = len(sizes) - 1, sizes[worker]
-    out = (others * _pieces(own_bytes), others * own_bytes)
-    into = (sum(map(_pieces, sizes)) - _pieces(own_bytes), sum(sizes) - own_bytes)
-    return _added(_all_gather(len(sizes), LENGTH_BYTES), _with_headers(out, into))
+    receivers, own_bytes = len(sizes) - 1, sizes[worker]
+    outgoing = (receivers * _pieces(own_bytes), receivers * own_bytes)
+    incoming = (sum(map(_pieces, sizes)) - _pieces(own_bytes), sum(sizes) - own_bytes)
+    return _added(_all_gather(len(sizes), LENGTH_BYTES), _with_headers(outgoing, incoming))
 
 
 def all_gather_message_bytes(workers: int, longest: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ def broadcast_bytes(worker: int, workers: int, root: int, length: int) -> tuple[
         ((receivers * _pieces(nbytes), receivers * nbytes), (_pieces(nbytes) * (position > 0), nbytes * (position > 0)))
         for nbytes in lengths
     ]
-    return _added(*(_with_headers(*each) for each in moves))
+    return _added(*(_with_headers(*move) for move in moves))
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
@@ -166,13 +166,13 @@ def message_bytes(number: int, body: Body, tensors: Sequence[tuple[str, int]], e
     total = _frame(len(_encoder.encode(Header(number, body, list(tensors)))), encrypted)
     room = CHUNK_BYTES
     for dtype, length in tensors:
-        left = length * _ITEM_BYTES[dtype]
-        while left:
-            chunk = min(left, CHUNK_BYTES)
+        remaining = length * _ITEM_BYTES[dtype]
+        while remaining:
+            chunk = min(remaining, CHUNK_BYTES)
             if chunk > room:
                 total += _frame(0, encrypted)
                 room = CHUNK_BYTES
             total += _frame(chunk, encrypted)
             room -= chunk
-            left -= chunk
+            remaining -= chunk
     return total

@@ -161,8 +161,8 @@ def parse(text: str) -> Axis:
 
 
 def _unquoted(value: str) -> str:
-    whole = len(value) > 2 and value[0] in QUOTES and value.find(value[0], 1) == len(value) - 1
-    return value[1:-1] if whole else value
+    is_quoted = len(value) > 2 and value[0] in QUOTES and value.find(value[0], 1) == len(value) - 1
+    return value[1:-1] if is_quoted else value
 
 
 def _expanded(words: Sequence[str], name: str) -> list[str]:

@@ -47,8 +47,8 @@ def write(folder: Path) -> Path:
 
 
 def _kicker(sweep: Result) -> str:
-    asked = sweep["asked"]
-    return f"{' '.join([asked['script'], *map(shlex.quote, asked['args'])])} · simulated · {_counted(sweep)}"
+    definition = sweep["asked"]
+    return f"{' '.join([definition['script'], *map(shlex.quote, definition['args'])])} · simulated · {_counted(sweep)}"
 
 
 def _counted(sweep: Result) -> str:
@@ -61,8 +61,12 @@ def _counted(sweep: Result) -> str:
 def sentences(sweep: Result) -> list[str]:
     """Return sentences: the fastest point, where more workers stop paying, and limits of comparability."""
     stops = [_stop_sentence(limit, sweep) for limit in sweep["stops_paying"]]
-    asked = sweep["asked"]
-    typed = asked["sweep"].get("step_time") or asked.get("step_times") or asked["options"].get("step_time", "auto")
+    definition = sweep["asked"]
+    typed = (
+        definition["sweep"].get("step_time")
+        or definition.get("step_times")
+        or definition["options"].get("step_time", "auto")
+    )
     measured = typed == "auto"
     return [_fastest(sweep), *(stops if len(stops) <= MOST_SENTENCES else ()), *([MEASURED] if measured else [])]
 
@@ -73,11 +77,11 @@ def _fastest(sweep: Result) -> str:
     best = min(points, key=lambda point: results.time(point, by) or float("inf"), default=None)
     if best is None or results.time(best, by) is None:
         return f"No point reached {target}." if target and points else "No point has been measured."
-    where = f"{results.label(best)} on {formatting.plural(best['workers'], 'worker')}"
+    configuration = f"{results.label(best)} on {formatting.plural(best['workers'], 'worker')}"
     gain = f", {formatting.times(best['speed_up'])} as fast as one" if best["speed_up_by"] == by else ""
     if target:
-        return f"Fastest to {target}: {where}, {formatting.seconds(best['seconds_to_target'])}{gain}."
-    return f"Most samples/s: {where}, {formatting.count(best[results.PACE])}{gain}."
+        return f"Fastest to {target}: {configuration}, {formatting.seconds(best['seconds_to_target'])}{gain}."
+    return f"Most samples/s: {configuration}, {formatting.count(best[results.PACE])}{gain}."
 
 
 def _stop_sentence(limit: Result, sweep: Result) -> str:
@@ -189,14 +193,14 @@ def _metric_names(points: Sequence[Result]) -> list[str]:
 
 
 def _facts(sweep: Result) -> list[Fact]:
-    asked, machine = sweep["asked"], sweep["machine"]
-    options = {name: value for name, value in asked["options"].items() if name not in asked["sweep"]}
-    swept = [f"{name}: {', '.join(values)}" for name, values in asked["sweep"].items()]
+    definition, machine = sweep["asked"], sweep["machine"]
+    options = {name: value for name, value in definition["options"].items() if name not in definition["sweep"]}
+    swept = [f"{name}: {', '.join(values)}" for name, values in definition["sweep"].items()]
     return [
         Fact("Reproduce", (shlex.join(sweep["command"]),), typed=True),
         Fact("Swept", tuple(swept)),
         *(Fact(name.replace("_", " ").capitalize(), (value,)) for name, value in options.items()),
-        *(Fact(f"Step time, {of}", (text,)) for of, text in asked.get("step_times", {}).items()),
+        *(Fact(f"Step time, {name}", (text,)) for name, text in definition.get("step_times", {}).items()),
         Fact("Points", (f"{len(sweep['points'])}, each a process with one thread",)),
         Fact("Machine", (f"{machine['processor']}, {formatting.plural(machine['cores'], 'core')}",)),
         Fact("Versions", (", ".join(f"{name} {text}" for name, text in sweep["versions"].items()),)),
@@ -248,7 +252,7 @@ def _drawn(sweep: Result, across: str) -> dict[str, list[Result]]:
     lines = results.lines(sweep["points"], across)
     names = list(lines)
     if len(names) > MOST_LINES:
-        names = [names[place * (len(names) - 1) // (MOST_LINES - 1)] for place in range(MOST_LINES)]
+        names = [names[index * (len(names) - 1) // (MOST_LINES - 1)] for index in range(MOST_LINES)]
     return {name: lines[name] for name in names}
 
 
@@ -259,9 +263,9 @@ def _colours(sweep: Result, across: str) -> dict[str, str]:
 
 def _fast(sweep: Result, across: str) -> list[_Panel]:
     """Return the panels of time, and of speed-up if workers are swept."""
-    known = _known(sweep)
-    seconds = "seconds_to_target" if known else "seconds"
-    title = f"Seconds to {_target(sweep)}" if known else "Seconds"
+    has_times = _known(sweep)
+    seconds = "seconds_to_target" if has_times else "seconds"
+    title = f"Seconds to {_target(sweep)}" if has_times else "Seconds"
     marks = {limit["line"]: limit["workers"] for limit in sweep["stops_paying"] if limit["workers"]}
     panels = [(title, seconds, False), *([("Speed-up over one worker", "speed_up", True)] if across == WORKERS else [])]
     drawn = [
@@ -279,12 +283,12 @@ def _known(sweep: Result) -> bool:
 def _cost(sweep: Result, across: str) -> list[_Panel]:
     """Return the panels of bytes, staleness and the main metric, as far as there are values."""
     metric = main_metric(_metric_names(sweep["points"]))
-    wanted: list[tuple[str, Callable[[Result], Any]]] = [
+    measures: list[tuple[str, Callable[[Result], Any]]] = [
         ("MB sent by each worker", _megabytes),
         ("Mean staleness", _read("mean_staleness")),
         *([(metric, lambda point: point["metrics"].get(metric))] if metric else []),
     ]
-    drawn = [(title, _values(sweep, across, value)) for title, value in wanted]
+    drawn = [(title, _values(sweep, across, value)) for title, value in measures]
     return [_Panel(title, lines, _spans(lines)) for title, lines in drawn if lines]
 
 
@@ -310,22 +314,22 @@ def _spans(lines: Mapping[str, Points]) -> bool:
 def _plot(name: str, panels: Sequence[_Panel], sweep: Result, across: str, caption: str) -> tuple[Plot, ...]:
     if not panels:
         return ()
-    drawn, whole = len(_drawn(sweep, across)), len(results.lines(sweep["points"], across))
-    rest = f" {drawn} of {whole} lines are drawn; the table lists all." if drawn < whole else ""
+    drawn, line_count = len(_drawn(sweep, across)), len(results.lines(sweep["points"], across))
+    note = f" {drawn} of {line_count} lines are drawn; the table lists all." if drawn < line_count else ""
     paint = partial(_paint, panels=panels, across=across, colours=_colours(sweep, across))
-    return (Plot(name, Markup(plot_style.draw(name, plot_style.WIDTH, TOP + TALL + BOTTOM, paint)), caption + rest),)
+    return (Plot(name, Markup(plot_style.draw(name, plot_style.WIDTH, TOP + TALL + BOTTOM, paint)), caption + note),)
 
 
 def _paint(figure: Figure, panels: Sequence[_Panel], across: str, colours: Mapping[str, str]) -> None:
     wide = (plot_style.WIDTH - RIGHT) / max(2, len(panels)) - LEFT
     xs = sorted({x for panel in panels for points in panel.lines.values() for x, _ in points})
-    for at, panel in enumerate(panels):
-        ax = plot_style.axes(figure, LEFT + at * (wide + LEFT), TOP, wide, TALL)
+    for index, panel in enumerate(panels):
+        ax = plot_style.axes(figure, LEFT + index * (wide + LEFT), TOP, wide, TALL)
         ends = _lines(ax, panel, colours)
         _scale_x(ax, xs, across, MOST_TICKS // max(1, len(panels) - 1))
         _scale_y(ax, panel.log)
         ax.set_title(panel.title, loc="left", fontweight="bold", fontsize=9)
-        if at == len(panels) - 1:
+        if index == len(panels) - 1:
             ax.autoscale_view()
             plot_style.label_ends(ax, [*ends, *_unended(ax, ends, colours)], TALL)
 
@@ -352,20 +356,20 @@ def _unended(
     ax: Axes, ends: Sequence[tuple[float, str, str]], colours: Mapping[str, str]
 ) -> list[tuple[float, str, str]]:
     """Return labels, at the bottom, of the lines that only other panels have."""
-    named = {text for _, text, _ in ends}
+    labelled = {text for _, text, _ in ends}
     bottom = ax.get_ylim()[0]
     return [
         (bottom, plot_style.short(name), colour)
         for name, colour in colours.items()
-        if plot_style.short(name) not in named
+        if plot_style.short(name) not in labelled
     ]
 
 
-def _scale_x(ax: Axes, xs: Sequence[float], across: str, most: int) -> None:
+def _scale_x(ax: Axes, xs: Sequence[float], across: str, max_ticks: int) -> None:
     if across == WORKERS or (xs[0] > 0 and xs[-1] > LOG_FROM * xs[0]):
         ax.set_xscale("log")
-    every = -(-len(xs) // most)
-    ax.xaxis.set_major_locator(FixedLocator(list(xs[::every])))
+    tick_step = -(-len(xs) // max_ticks)
+    ax.xaxis.set_major_locator(FixedLocator(list(xs[::tick_step])))
     ax.xaxis.set_major_formatter(FuncFormatter(_tick))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(across)

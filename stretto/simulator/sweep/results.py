@@ -63,8 +63,8 @@ def failed(point: Point, error: str) -> Record:
     """Return the record of a failed point."""
     missing = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
     also_missing = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
-    known = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
-    return {**_identity(point), **known, **dict.fromkeys((*missing, *also_missing))}
+    facts = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
+    return {**_identity(point), **facts, **dict.fromkeys((*missing, *also_missing))}
 
 
 def _identity(point: Point) -> Record:
@@ -109,7 +109,7 @@ def compared(point_records: Sequence[Result]) -> list[Record]:
 
 def _compared(point: Result, base: Result | None) -> Record:
     by = measure([base]) if base else None
-    own_time, base_time = (time(each, by) if each and by else None for each in (point, base))
+    own_time, base_time = (time(measured, by) if measured and by else None for measured in (point, base))
     speed_up = base_time / own_time if own_time and base_time else None
     efficiency = None if speed_up is None else speed_up / point["workers"]
     return {**point, "speed_up": speed_up, "speed_up_by": by if speed_up else None, "efficiency": efficiency}

@@ -28,15 +28,15 @@ def run(config: SweepConfig, say: Callable[[str], None], command: Sequence[str] 
     LaunchError or RecipeError before any simulation starts, LaunchError at the end if points failed, and
     KeyboardInterrupt after SIGINT, SIGTERM or SIGHUP; complete points are kept.
     """
-    grid, jobs, asked = points(config), config.concurrency(), config.asked()
-    folder, head = _folder(config, asked)
+    grid, jobs, definition = points(config), config.concurrency(), config.asked()
+    folder, head = _folder(config, definition)
     sweep = _Sweep(config, grid, folder, head)
     progress = Progress(Console(stderr=True), len(grid), jobs, say, config.quiet)
     try:
         sweep.run(jobs, command, progress)
     except KeyboardInterrupt:
-        done = f"{len(sweep.records)} of {formatting.plural(len(grid), 'point')} are done"
-        say(f"{done}; the same command with --out {folder} continues the sweep")
+        completed = f"{len(sweep.records)} of {formatting.plural(len(grid), 'point')} are done"
+        say(f"{completed}; the same command with --out {folder} continues the sweep")
         raise
     finally:
         progress.close()
@@ -56,19 +56,19 @@ def _finish(config: SweepConfig, folder: Path, say: Callable[[str], None]) -> No
     _check_failed(sweep["points"], folder)
 
 
-def _folder(config: SweepConfig, asked: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def _folder(config: SweepConfig, definition: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Return the folder, new or to be continued, and the head of its sweep.json."""
     now = datetime.now()
     if config.out is not None and (config.out / results.NAME).exists():
         head = results.read(config.out)
-        _check_same(head["asked"], asked, config.out)
-        return config.out, {**head, "asked": asked}
-    return make_folder(f"sweep-{config.config.name}", config.out, now), describe({"asked": asked}, now)
+        _check_same(head["asked"], definition, config.out)
+        return config.out, {**head, "asked": definition}
+    return make_folder(f"sweep-{config.config.name}", config.out, now), describe({"asked": definition}, now)
 
 
-def _check_same(previous: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
+def _check_same(previous: Mapping[str, Any], definition: Mapping[str, Any], folder: Path) -> None:
     """Raise LaunchError unless a folder holds the points of this sweep; the target may differ."""
-    for key, value in asked.items():
+    for key, value in definition.items():
         if key != "target" and previous.get(key) != value:
             problem, got = f"{folder} holds another sweep: its {key} differs", f"{key} {value}"
             expected = f"{key} {previous.get(key)}, to continue that sweep, or a new or empty folder"
