@@ -126,14 +126,14 @@ class StoreBarrier:
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
         """Report a position and wait. No worker can be replaced here, so `mend` is not called."""
         self.announce(position)
-        others = (other for other in range(self._workers) if other != self._worker and of in (other, EVERYBODY))
+        awaited = (worker for worker in range(self._workers) if worker != self._worker and of in (worker, EVERYBODY))
         limit = time.monotonic() + self._limit_s
-        for other in others:
+        for awaited_worker in awaited:
             left_s = max(limit - time.monotonic(), 0.001)
             try:
-                self._connected().wait([_key(position, other)], timedelta(seconds=left_s))
+                self._connected().wait([_key(position, awaited_worker)], timedelta(seconds=left_s))
             except RuntimeError:
-                raise late(self._worker, [other], self._limit_s) from None
+                raise late(self._worker, [awaited_worker], self._limit_s) from None
 
     def _connected(self) -> Store:
         if self._store is None:
@@ -147,8 +147,8 @@ def _key(position: Position, worker: int) -> str:
 
 def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportError:
     """Return the error of a worker that has waited too long at a barrier."""
-    whom = f"worker {', '.join(map(str, missing))}" if missing else "the coordinator, which did not answer"
-    problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {whom}"
+    awaited = f"worker {', '.join(map(str, missing))}" if missing else "the coordinator, which did not answer"
+    problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {awaited}"
     expected = "a call that all workers come to: one inside `if stretto.is_main():` stops here"
     return TransportError(
         explain(

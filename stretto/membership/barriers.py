@@ -125,7 +125,9 @@ class Barriers:
         if message.of == NOBODY:
             return Missing([])
         awaited = self._attendees.awaited(message.position.section > 0, now)
-        expected = (other for other in awaited if other != worker and message.of in (other, EVERYBODY))
+        expected = (member for member in awaited if member != worker and message.of in (member, EVERYBODY))
         return Missing(
-            sorted(other for other in expected if not self._positions.is_past(other, awaited[other], message.position))
+            sorted(
+                member for member in expected if not self._positions.is_past(member, awaited[member], message.position)
+            )
         )

@@ -146,9 +146,9 @@ class MembershipClient(CoordinatorConnection):
         with self._changed:
             while not until():
                 self._raise_if_ended()
-                if (left := self._last_message + limit_s - time.monotonic()) <= 0:
+                if (remaining_s := self._last_message + limit_s - time.monotonic()) <= 0:
                     raise self._no_reply_error(limit_s)
-                self._changed.wait(left)
+                self._changed.wait(remaining_s)
 
     def _raise_if_ended(self) -> None:
         if self.state.evicted is not None:
@@ -204,10 +204,10 @@ class MembershipClient(CoordinatorConnection):
         A worker that is alone in its generation waits for no other: it aborts earlier, before workers that it cannot
         see may begin without it.
         """
-        doing, _, since = self._doing
+        doing, _, since_s = self._doing
         alone = self.state.is_alone and not self.state.asynchronous
         limit_s = ALONE * self._failure_timeout_s if alone else self._failure_timeout_s
-        silent_s = time.monotonic() - (self._last_message if alone else max(since, self._last_message))
+        silent_s = time.monotonic() - (self._last_message if alone else max(since_s, self._last_message))
         if silent_s > limit_s and (alone or doing == EXCHANGING):
             self.abort(self.state.generation, "the coordinator was not heard")
 
@@ -249,8 +249,8 @@ class MembershipClient(CoordinatorConnection):
             generation, aborted = self.state.generation, self.state.aborted
             is_registered = self.state.asynchronous is not None
         if with_heartbeat:
-            doing, global_step, since = self._doing
-            for_s, place = time.monotonic() - since, self._operations_begun()
+            doing, global_step, since_s = self._doing
+            for_s, place = time.monotonic() - since_s, self._operations_begun()
             self._send(Heartbeat(generation, doing, for_s, global_step, place, self._waits))
             if not is_registered:
                 self._send(Register(socket.gethostname(), os.getpid()))

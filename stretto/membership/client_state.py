@@ -116,12 +116,12 @@ class MembershipClientState:
         report = self._report
         if report is None:
             return False
-        mine = next((member for member in view.members if (member.worker, member.incarnation) == self._me), None)
-        if mine is None:  # though an earlier incarnation of this worker may be in it
-            others = [member for member in view.members if member.worker != self._me[0]]
-            self._reply(msgspec.structs.replace(view, members=others))
+        own_member = next((member for member in view.members if (member.worker, member.incarnation) == self._me), None)
+        if own_member is None:  # though an earlier incarnation of this worker may be in it
+            other_members = [member for member in view.members if member.worker != self._me[0]]
+            self._reply(msgspec.structs.replace(view, members=other_members))
         elif view.generation == self.generation:
-            if report.between_steps and mine.report == report:
+            if report.between_steps and own_member.report == report:
                 self._enter(view)
         elif view.generation > self.generation:
             if view.generation > self.aborted:

@@ -105,10 +105,10 @@ class MembershipCoordinator:
     @classmethod
     def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
         """Return the coordinator that wrote these records; the first one has its rules."""
-        started, *others = (decode_record(record) for record in records)
+        started, *further = (decode_record(record) for record in records)
         assert isinstance(started, Started), "a coordinator log begins with the rules"
         coordinator = cls(started)
-        for record in others:
+        for record in further:
             coordinator._replay(record, now)
         coordinator._records.clear()
         return coordinator
@@ -164,7 +164,9 @@ class MembershipCoordinator:
         if process is None or incarnation > process.incarnation:
             process = self._begin(worker, incarnation, now)
         if incarnation == process.incarnation and process.state != "left":
-            self._end(worker, why, will_restart, now, again=f", worker {worker} is restarted" if will_restart else "")
+            self._end(
+                worker, why, will_restart, now, restart_note=f", worker {worker} is restarted" if will_restart else ""
+            )
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -258,11 +260,13 @@ class MembershipCoordinator:
             return
         process.waits = waits
         if self._exchanges.differs(waits):
-            known = {worker: self.workers.processes[worker].waits for worker in self.members}
-            found = {
-                worker: other.place for worker, other in known.items() if other and other.exchange >= waits.exchange
+            waits_by_worker = {worker: self.workers.processes[worker].waits for worker in self.members}
+            positions = {
+                worker: member_waits.place
+                for worker, member_waits in waits_by_worker.items()
+                if member_waits and member_waits.exchange >= waits.exchange
             }
-            self._stop(explained(found), uneven=True)
+            self._stop(explained(positions), uneven=True)
 
     def _on_ready_of_new(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
         if message.generation > process.last_generation:
@@ -272,10 +276,10 @@ class MembershipCoordinator:
             self._send(worker, self.workers.view)
         elif message.generation <= 0 and process.report is None:
             limit = self._rules.max_workers
-            others = len(self.members) + sum(
-                other.report is not None for other in self.workers.new_processes().values()
+            admitted = len(self.members) + sum(
+                new_process.report is not None for new_process in self.workers.new_processes().values()
             )
-            if limit is not None and others >= limit:
+            if limit is not None and admitted >= limit:
                 self._end(worker, f"the run has its {limit} workers", False, now)
                 self._send(worker, Evicted(process.why))
             elif self._rules.asynchronous:
@@ -284,18 +288,18 @@ class MembershipCoordinator:
                 process.report = message
 
     def _on_ready_between_steps(self, worker: int, process: WorkerProcess, message: ReadyReport) -> None:
-        last = self.workers.view.boundary_step
-        mine = next(each.report for each in self.workers.view.members if each.worker == worker)
-        if message == mine:
+        boundary_step = self.workers.view.boundary_step
+        stored_report = next(member.report for member in self.workers.view.members if member.worker == worker)
+        if message == stored_report:
             self._send(worker, self.workers.view)
-        elif message.global_step <= last:
-            self._send(worker, Continue(self.generation, last + 1))
+        elif message.global_step <= boundary_step:
+            self._send(worker, Continue(self.generation, boundary_step + 1))
         elif process.report is None or message.global_step > process.report.global_step:
             process.report, process.global_step = message, max(process.global_step, message.global_step)
 
     def _resend_generation(self, worker: int, message: ReadyReport) -> None:
         """Send the current generation again to a worker that missed it or is not in it."""
-        is_in = any(each.worker == worker for each in self.workers.view.members)
+        is_in = any(member.worker == worker for member in self.workers.view.members)
         if is_in == (self.workers.processes[worker].state == "in"):
             self._send(worker, self.workers.view)
             if is_in and self._phase == "aborting":
@@ -306,7 +310,7 @@ class MembershipCoordinator:
         if process.state == "new":
             self._end(worker, ASKED, False, now, "left")
         elif process.state == "in" and self._rules.asynchronous:
-            self._form_asynchronous([other for other in self.members if other != worker], ASKED, now, worker)
+            self._form_asynchronous([member for member in self.members if member != worker], ASKED, now, worker)
 
     def _on_leave(self, worker: int, process: WorkerProcess, now: float) -> None:
         if process.is_running:
@@ -383,19 +387,19 @@ class MembershipCoordinator:
             self._send(worker, Continue(self.generation, furthest))
         if any(process.report is None for process in members.values()):
             return False
-        left = [worker for worker, process in members.items() if process.is_leaving]
-        after = sorted({*members, *self.workers.waiting_workers()} - set(left))
-        if after == [member.worker for member in self.workers.view.members]:
-            self._continue_generation(after)
+        leaving = [worker for worker, process in members.items() if process.is_leaving]
+        remaining = sorted({*members, *self.workers.waiting_workers()} - set(leaving))
+        if remaining == [member.worker for member in self.workers.view.members]:
+            self._continue_generation(remaining)
         else:
-            self._form(after, self.workers.described_change(after, left), now, left)
-            self._abort_if_few(after)
+            self._form(remaining, self.workers.described_change(remaining, leaving), now, leaving)
+            self._abort_if_few(remaining)
         return True
 
-    def _abort_if_few(self, after: list[int]) -> None:
+    def _abort_if_few(self, remaining: list[int]) -> None:
         """Abort the generation if too few members remain after the others left."""
-        if 0 < len(after) < self._rules.min_workers:
-            self._abort(self._few(len(after)), 0.0)
+        if 0 < len(remaining) < self._rules.min_workers:
+            self._abort(self._few(len(remaining)), 0.0)
             self._limit = None
 
     def _form_after_abort(self, now: float) -> bool:
@@ -408,8 +412,8 @@ class MembershipCoordinator:
         )
         if not history:
             return self._start_over(now, NO_STATE_LEFT)
-        others = len(self.workers.waiting_workers()) + len(members) - len(history) + self.workers.finished_count()
-        if len(history) + others < self._rules.min_workers:
+        stateless = len(self.workers.waiting_workers()) + len(members) - len(history) + self.workers.finished_count()
+        if len(history) + stateless < self._rules.min_workers:
             return self._stop_if_few(now)
         if self._is_exchange_broken and self._is_stuck(members):
             return self._stop(self._stuck_reason(members))
@@ -421,17 +425,17 @@ class MembershipCoordinator:
 
     def _is_stuck(self, members: dict[int, WorkerProcess]) -> bool:
         """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
-        now = sorted(
+        reports = sorted(
             (worker, process.incarnation, process.report.commits if process.report else 0)
             for worker, process in members.items()
         )
-        before, times = self._last_abort
-        self._last_abort = now, times + 1 if now == before else 1
+        previous_reports, times = self._last_abort
+        self._last_abort = reports, times + 1 if reports == previous_reports else 1
         return self._last_abort[1] >= STUCK
 
     def _stuck_reason(self, members: dict[int, WorkerProcess]) -> str:
-        places = {worker: process.waits.place for worker, process in members.items() if process.waits is not None}
-        return f"the same workers have aborted the same operation {STUCK} times: {sentence(places) or self._why}"
+        positions = {worker: process.waits.place for worker, process in members.items() if process.waits is not None}
+        return f"the same workers have aborted the same operation {STUCK} times: {sentence(positions) or self._why}"
 
     def _start_over(self, now: float, why: str) -> bool:
         """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
@@ -450,15 +454,15 @@ class MembershipCoordinator:
 
     def _stop_if_few(self, now: float) -> bool:
         """Stop the run if too few workers are there or may still come."""
-        there = sum(
+        available = sum(
             process.is_running or self.workers.may_return(process, now) for process in self.workers.processes.values()
         )
-        if there + self.workers.unseen_count() + self.workers.finished_count() >= max(self._rules.min_workers, 1):
+        if available + self.workers.unseen_count() + self.workers.finished_count() >= max(self._rules.min_workers, 1):
             return False
-        return self._stop(self._few(there))
+        return self._stop(self._few(available))
 
-    def _few(self, there: int) -> str:
-        return f"{_workers(there)} cannot continue, at least {max(self._rules.min_workers, 1)} are required"
+    def _few(self, available: int) -> str:
+        return f"{_workers(available)} cannot continue, at least {max(self._rules.min_workers, 1)} are required"
 
     def _check_limits(self, now: float) -> None:
         limit_s = self._rules.failure_timeout_s
@@ -467,9 +471,9 @@ class MembershipCoordinator:
                 if self.workers.processes[worker].report is None:
                     self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
         if self._phase in ("running", "pausing") and not self._rules.asynchronous and self.members:
-            left = [member for member in self.workers.view.members if self.workers.has_left(member)]
-            if left and all(now > self.workers.processes[member.worker].ended_at + limit_s for member in left):
-                self._abort(f"worker {left[0].worker} has left the loop", now)
+            departed = [member for member in self.workers.view.members if self.workers.has_left(member)]
+            if departed and all(now > self.workers.processes[member.worker].ended_at + limit_s for member in departed):
+                self._abort(f"worker {departed[0].worker} has left the loop", now)
                 self._limit = None
 
     # --- transitions -------------------------------------------------------------------------------------------------
@@ -488,14 +492,14 @@ class MembershipCoordinator:
         will_restart: bool,
         now: float,
         state: Literal["gone", "left"] = "gone",
-        again: str = "",
+        restart_note: str = "",
     ) -> None:
         """Note the end of an incarnation."""
         process = self.workers.processes[worker]
         if process.state == "gone" and process.will_restart == will_restart:
             return
         if process.is_running and state == "gone":
-            self._note_failed(worker, process, why, again, now)
+            self._note_failed(worker, process, why, restart_note, now)
         if state == "left":
             self._note("left", worker, process.incarnation, why)
         if process.state == "in":
@@ -528,7 +532,7 @@ class MembershipCoordinator:
         self._form(sorted(workers), why, now, [] if notified in workers else [notified], only=notified)
 
     def _form(
-        self, workers: list[int], why: str, now: float, left: list[int] | None = None, only: int | None = None
+        self, workers: list[int], why: str, now: float, leaving: list[int] | None = None, only: int | None = None
     ) -> bool:
         """Form the next generation of these workers."""
         previous = {member.worker: member.incarnation for member in self.workers.view.members}
@@ -536,19 +540,19 @@ class MembershipCoordinator:
             Member(worker, self.workers.processes[worker].incarnation, _shown(self.workers.processes[worker].report))
             for worker in workers
         ]
-        gone = sorted(worker for worker in previous if worker not in workers)
+        removed = sorted(worker for worker in previous if worker not in workers)
         view = GenerationView(
-            self.generation + 1, members, gone, why
+            self.generation + 1, members, removed, why
         )  # no checkpoint: joining workers could not take part
-        notified = [*workers, *(left or [])]
+        notified = [*workers, *(leaving or [])]
         joined = [member for member in members if previous.get(member.worker) != member.incarnation]
-        self._record(Formed(view, left or []))
-        self._enter(view, left or [], now)
+        self._record(Formed(view, leaving or []))
+        self._enter(view, leaving or [], now)
         for worker in notified if only is None else [only]:
             self._send(worker, view)
         for member in joined:
             self._note("joined", member.worker, member.incarnation, why)
-        for worker in left or []:
+        for worker in leaving or []:
             self._note("left", worker, self.workers.processes[worker].incarnation, ASKED)
         self._note("formed", COORDINATOR, 0, why, members=workers)
         return True
@@ -565,7 +569,7 @@ class MembershipCoordinator:
         for worker in workers:
             self._send(worker, view)
 
-    def _enter(self, view: GenerationView, left: list[int], now: float) -> None:
+    def _enter(self, view: GenerationView, leaving: list[int], now: float) -> None:
         """Make a generation, new or read from the log, the current one."""
         previous, self.workers.view = self.workers.view, view
         self._exchanges, self._is_exchange_broken = Exchanges(), False
@@ -581,7 +585,7 @@ class MembershipCoordinator:
                 or member.worker in remaining
             ):
                 continue
-            if member.worker in left:
+            if member.worker in leaving:
                 process.state, process.why, process.ended_at = "left", ASKED, now
             else:
                 process.state = "new"
@@ -605,8 +609,8 @@ class MembershipCoordinator:
         match record:
             case Formed(view, left):
                 for member in view.members:
-                    known = self.workers.processes.get(member.worker)
-                    if known is None or known.incarnation < member.incarnation:
+                    process = self.workers.processes.get(member.worker)
+                    if process is None or process.incarnation < member.incarnation:
                         self.workers.processes[member.worker] = WorkerProcess(member.incarnation, now)
                 self._enter(view, left, now)
             case ContinuedTo(global_step):
@@ -627,23 +631,25 @@ class MembershipCoordinator:
     def _record(self, record: AnyRecord) -> None:
         self._records.append(encode_record(record))
 
-    def _note(self, what: str, worker: int, incarnation: int, why: str, **more: object) -> None:
-        fields = {"what": what, "incarnation": incarnation, "generation": self.generation, "why": why}
-        self.events.append({"event": "membership", **of_process(worker), **fields, **more})
+    def _note(self, change: str, worker: int, incarnation: int, why: str, **further: object) -> None:
+        fields = {"what": change, "incarnation": incarnation, "generation": self.generation, "why": why}
+        self.events.append({"event": "membership", **of_process(worker), **fields, **further})
 
-    def _note_failed(self, worker: int, process: WorkerProcess, why: str, again: str, now: float) -> None:
-        others = sum(other != worker for other in self.members)
+    def _note_failed(self, worker: int, process: WorkerProcess, why: str, restart_note: str, now: float) -> None:
+        remaining_count = sum(member != worker for member in self.members)
         doing = f" while {process.doing} for {max(now - process.since, 0.0):.1f} s" if process.doing else ""
-        noun = "worker" if others == 1 else "workers"
-        self.notices.append(f"worker {worker} failed ({why}){doing}; continuing with {others} {noun}{again}")
+        noun = "worker" if remaining_count == 1 else "workers"
+        self.notices.append(
+            f"worker {worker} failed ({why}){doing}; continuing with {remaining_count} {noun}{restart_note}"
+        )
         self._note("failed", worker, process.incarnation, why)
 
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
         process = self.workers.processes[worker]
         doing = f" It was {process.doing} for {max(now - process.since - silent, 0.0):.1f} s." if process.doing else ""
-        left = self._rules.failure_timeout_s - silent
+        remaining_s = self._rules.failure_timeout_s - silent
         self.notices.append(
-            f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
+            f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(remaining_s, 0.0):.1f} s it is "
             "declared failed"
         )
         self._note("slow", worker, process.incarnation, f"no heartbeat for {silent:.1f} s")

@@ -60,15 +60,15 @@ class Exchanges:
         """Note where a worker waits; return True if another worker's operation of that number differs."""
         if waits.place.phase == COMING:
             return False
-        first = self._first.setdefault(waits.exchange, waits)
-        for old in sorted(self._first)[:-KEPT]:
-            del self._first[old]
-        return not waits.fits(first)
+        first_waits = self._first.setdefault(waits.exchange, waits)
+        for old_exchange in sorted(self._first)[:-KEPT]:
+            del self._first[old_exchange]
+        return not waits.fits(first_waits)
 
 
 def are_apart(places: Iterable[LoopPosition]) -> bool:
     """Return True if workers in one operation are at different positions of their loops."""
-    return len({one.section for one in places if one.phase != COMING}) > 1
+    return len({place.section for place in places if place.phase != COMING}) > 1
 
 
 def explained(places: Mapping[int, LoopPosition]) -> str:
@@ -94,12 +94,14 @@ def sentence(places: Mapping[int, LoopPosition]) -> str:
     groups: dict[LoopPosition, list[int]] = {}
     for worker in sorted(places):
         groups.setdefault(places[worker], []).append(worker)
-    ordered = sorted((one for one in groups if one.phase != COMING), key=lambda one: (-one.phase, one.epoch, one.step))
-    parts, epoch = [], None
+    ordered = sorted(
+        (place for place in groups if place.phase != COMING), key=lambda place: (-place.phase, place.epoch, place.step)
+    )
+    phrases, epoch = [], None
     for place in ordered:
-        parts.append(f"{named(groups[place])} {_at(place, len(groups[place]) > 1, place.epoch != epoch)}")
+        phrases.append(f"{named(groups[place])} {_at(place, len(groups[place]) > 1, place.epoch != epoch)}")
         epoch = place.epoch
-    return ", ".join(parts)
+    return ", ".join(phrases)
 
 
 def _at(place: LoopPosition, several: bool, with_epoch: bool) -> str:

@@ -113,10 +113,12 @@ class MembershipServer:
         try:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
-            if (at := _AT_BARRIER.fullmatch(name)) is not None:
+            if (barrier_match := _AT_BARRIER.fullmatch(name)) is not None:
                 arrived = _ARRIVAL.decode(frames[0])
-                missing = self._barriers.receive(int(at[1]), int(at[2]), arrived, time.monotonic())
-                outgoing, reply = [], _ENCODER.encode(missing)
+                missing_workers = self._barriers.receive(
+                    int(barrier_match[1]), int(barrier_match[2]), arrived, time.monotonic()
+                )
+                outgoing, reply = [], _ENCODER.encode(missing_workers)
             elif match is not None:
                 worker, incarnation = int(match[1]), int(match[2])
                 outgoing = self._coordinator.receive(

@@ -72,19 +72,19 @@ class WorkerTable:
         well, since none has begun without it.
         """
         if in_training:
-            found = {worker: self.processes[worker] for worker in self.members}
+            members = {worker: self.processes[worker] for worker in self.members}
             resting = {
                 worker
-                for worker, process in found.items()
+                for worker, process in members.items()
                 if process.report is not None and process.report.between_steps
             }
             joining = {
                 worker
-                for worker, process in found.items()
+                for worker, process in members.items()
                 if self._rules.asynchronous and process.incarnation and process.place < 0
             }
-            expected = found.keys() - resting - joining
-            return {worker: Awaited(found[worker].incarnation, found[worker].place) for worker in expected}
+            expected = members.keys() - resting - joining
+            return {worker: Awaited(members[worker].incarnation, members[worker].place) for worker in expected}
         early = (worker for worker in range(self._rules.expected) if self._is_to_begin(worker, now))
         return {
             worker: Awaited(self.processes[worker].incarnation if worker in self.processes else 0, -1)
@@ -140,20 +140,20 @@ class WorkerTable:
         """Return True while a failed worker that is restarted is awaited."""
         return process.state == "gone" and process.will_restart and now <= process.ended_at + self._rules.return_limit_s
 
-    def described_failures(self, lost: list[int]) -> str:
+    def described_failures(self, failed: list[int]) -> str:
         """Return a sentence about failed members."""
-        return "; ".join(f"worker {worker} failed" + self.failure_cause(worker) for worker in lost)
+        return "; ".join(f"worker {worker} failed" + self.failure_cause(worker) for worker in failed)
 
     def failure_cause(self, worker: int) -> str:
         """Return the cause of a failure in brackets, if it is known."""
         process = self.processes[worker]
         return f" ({process.why})" if process.state == "gone" and process.why else ""
 
-    def described_change(self, after: list[int], left: list[int]) -> str:
-        """Return the reason for a generation of the workers `after`, of which `left` have gone."""
+    def described_change(self, next_members: list[int], leaving: list[int]) -> str:
+        """Return the reason for a generation of `next_members`, without the workers that are `leaving`."""
         previous = [member.worker for member in self.view.members]
-        reasons = [f"worker {worker} joined" for worker in after if worker not in previous]
-        return "; ".join([*reasons, *(f"worker {worker} leaves gracefully" for worker in left)])
+        reasons = [f"worker {worker} joined" for worker in next_members if worker not in previous]
+        return "; ".join([*reasons, *(f"worker {worker} leaves gracefully" for worker in leaving)])
 
     def is_any_to_come(self, now: float) -> bool:
         """Return True if a worker has not reported yet and still can."""

@@ -33,21 +33,21 @@ class WriteAheadLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        found = _found(path)
-        self._number = len(found.records)
-        self.cut_off = path.stat().st_size - found.size if path.exists() else 0
+        intact = _found(path)
+        self._number = len(intact.records)
+        self.cut_off = path.stat().st_size - intact.size if path.exists() else 0
         """Number of bytes removed after the last intact record."""
         self._waiting = bytearray()
         self._dirty = False
         """True if written data may not be on disk yet."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._file, found.size)
-            os.lseek(self._file, found.size, os.SEEK_SET)
+            os.ftruncate(self._file, intact.size)
+            os.lseek(self._file, intact.size, os.SEEK_SET)
             os.fsync(self._file)
             _sync_folder(path.parent)
         except OSError as error:
-            raise LogError(f"the journal {path} cannot be opened: {error.strerror}") from error
+            raise LogError(f"the write-ahead log {path} cannot be opened: {error.strerror}") from error
 
     def append(self, record: bytes) -> None:
         """Add a record; it is on disk after the next flush."""
@@ -64,7 +64,7 @@ class WriteAheadLog:
                 os.fdatasync(self._file)
                 self._dirty = False
         except OSError as error:
-            raise LogError(f"the journal {self.path} cannot be written: {error.strerror}") from error
+            raise LogError(f"the write-ahead log {self.path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Flush and close the file."""
@@ -82,17 +82,17 @@ def _found(path: Path) -> _Found:
     except FileNotFoundError:
         return _Found([], 0)
     except OSError as error:
-        raise LogError(f"the journal {path} cannot be read: {error.strerror}") from error
+        raise LogError(f"the write-ahead log {path} cannot be read: {error.strerror}") from error
     records: list[bytes] = []
-    at = 0
-    while len(content) - at >= _HEAD.size:
-        start = at + _HEAD.size
-        record = content[start : start + _HEAD.unpack_from(content, at)[0]]
-        if content[at:start] != _head(len(records), record):
+    offset = 0
+    while len(content) - offset >= _HEAD.size:
+        start = offset + _HEAD.size
+        record = content[start : start + _HEAD.unpack_from(content, offset)[0]]
+        if content[offset:start] != _head(len(records), record):
             break
         records.append(record)
-        at = start + len(record)
-    return _Found(records, at)
+        offset = start + len(record)
+    return _Found(records, offset)
 
 
 def _sync_folder(folder: Path) -> None:
