@@ -110,15 +110,15 @@ def _check_server_options(config: RunConfig, live: bool) -> None:
     from stretto.recipe.parser import parse
 
     recipe = settled(config).recipe
-    asked = parse(recipe) if recipe is not None else None
+    parsed_recipe = parse(recipe) if recipe is not None else None
     got = f"--recipe {recipe}" if recipe is not None else "no --recipe"
-    if config.on_nan == "skip" and not (asked and asked.asynchronous):
+    if config.on_nan == "skip" and not (parsed_recipe and parsed_recipe.asynchronous):
         problem, expected = (
             "only an update that arrives at a server can be skipped",
             "a recipe on arrival, as async_sgd",
         )
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
-    if config.plain and not (asked and asked.shards) and not (live and config.elastic):
+    if config.plain and not (parsed_recipe and parsed_recipe.shards) and not (live and config.elastic):
         problem, expected = (
             "no traffic with a server could be unencrypted",
             "a recipe with a server, as async_sgd",
@@ -221,13 +221,13 @@ def _names(paths: list[Path]) -> str:
     return ", ".join(path.name for path in paths[-3:])
 
 
-def _at_least_one(what: str, got: int | None, to_type: str) -> None:
+def _at_least_one(field: str, got: int | None, to_type: str) -> None:
     if got is not None and got < 1:
-        _refuse(what, got, "a whole number, at least 1", to_type)
+        _refuse(field, got, "a whole number, at least 1", to_type)
 
 
-def _refuse(what: str, got: object, expected: str, to_type: str) -> None:
-    raise LaunchError(explain(f"{what} cannot be {got}", got=got, expected=expected, to_type=to_type))
+def _refuse(field: str, got: object, expected: str, to_type: str) -> None:
+    raise LaunchError(explain(f"{field} cannot be {got}", got=got, expected=expected, to_type=to_type))
 
 
 def _without_recipe(servers: int) -> LaunchError:

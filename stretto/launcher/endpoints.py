@@ -77,8 +77,8 @@ class Servers:
 
     def close(self) -> None:
         """Close the sockets. Once only the servers hold them, connections to an exited server are refused."""
-        for one in self.sockets:
-            one.close()
+        for sock in self.sockets:
+            sock.close()
 
 
 def address(listener: socket) -> str:

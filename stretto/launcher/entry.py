@@ -36,15 +36,15 @@ def located(script: Path) -> Path:
     """Return the file of a script: the path that was typed, or a console script of that name."""
     if script.is_file() or script.parent != Path() or script.name != str(script):
         return script
-    found = _console_script(script.name)
-    return found if found is not None and _is_python(found) else script
+    console_script = _console_script(script.name)
+    return console_script if console_script is not None and _is_python(console_script) else script
 
 
 def _console_script(name: str) -> Path | None:
     """Return the command of this name in the environment's folder, or else on the PATH."""
     beside = Path(sys.executable).with_name(name)
-    found = str(beside) if name and os.access(beside, os.X_OK) and beside.is_file() else shutil.which(name)
-    return Path(found) if found is not None else None
+    path = str(beside) if name and os.access(beside, os.X_OK) and beside.is_file() else shutil.which(name)
+    return Path(path) if path is not None else None
 
 
 def _is_python(file: Path) -> bool:
@@ -62,8 +62,8 @@ def check(script: Path, module: bool) -> None:
     """Raise LaunchError if there is no such program. Nothing of it is executed."""
     if module:
         module_file(str(script))
-    elif not (found := located(script)).is_file():
-        _refuse_script(found)
+    elif not (file := located(script)).is_file():
+        _refuse_script(file)
 
 
 def file_of(script: Path, module: bool) -> Path:
@@ -98,52 +98,52 @@ def module_file(name: str) -> tuple[str, Path]:
 
     No package is imported to find it. Raises LaunchError if there is none.
     """
-    words = name.split(".")
-    if not all(word.isidentifier() for word in words):
+    names = name.split(".")
+    if not all(part.isidentifier() for part in names):
         raise _no_module(name, "the name of a module, as package.module", module_name(Path(name)))
     locations = [str(Path.cwd()), *sys.path]
-    for depth, word in enumerate(words, 1):
-        spec = _spec(word, locations) or (_installed(word) if depth == 1 else None)
+    for depth, part in enumerate(names, 1):
+        spec = _spec(part, locations) or (_installed(part) if depth == 1 else None)
         if spec is None:
-            raise _unfound(name, words[: depth - 1], word, locations)
+            raise _unfound(name, names[: depth - 1], part, locations)
         locations = list(spec.submodule_search_locations or ())
     if locations:
         name, spec = f"{name}.{MAIN}", _spec(MAIN, locations)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         typed_name = name.removesuffix(f".{MAIN}")
-        what = f"is a package without {MAIN}.py" if spec is None else "is not written in Python"
+        problem = f"is a package without {MAIN}.py" if spec is None else "is not written in Python"
         expected, to_type = "a module that `python -m` can start", f"stretto run -m {typed_name}.MODULE"
-        raise mistyped(f"{typed_name} {what}", f"-m {typed_name}", expected, to_type)
+        raise mistyped(f"{typed_name} {problem}", f"-m {typed_name}", expected, to_type)
     return name, Path(spec.origin).absolute()
 
 
-def _spec(word: str, locations: Iterable[str]) -> ModuleSpec | None:
+def _spec(name: str, locations: Iterable[str]) -> ModuleSpec | None:
     """Return where a module lies, or a package; the folders of a namespace package if it is one."""
     portions: list[str] = []
     for location in locations:
         finder = pkgutil.get_importer(location or os.curdir)
-        spec = finder.find_spec(word) if finder is not None else None
+        spec = finder.find_spec(name) if finder is not None else None
         if spec is not None and spec.loader is not None:
             return spec
         portions += (spec.submodule_search_locations or ()) if spec is not None else ()
     if not portions:
         return None
-    namespace = ModuleSpec(word, None, is_package=True)
+    namespace = ModuleSpec(name, None, is_package=True)
     namespace.submodule_search_locations = portions
     return namespace
 
 
-def _installed(word: str) -> ModuleSpec | None:
+def _installed(name: str) -> ModuleSpec | None:
     """Return where a module outside the search path lies, as some packages are that are installed to be edited."""
-    found = (finder.find_spec(word, None) for finder in sys.meta_path)
-    return next((spec for spec in found if spec is not None), None)
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
 
 
-def _unfound(name: str, package: Sequence[str], word: str, locations: Sequence[str]) -> Exception:
+def _unfound(name: str, package: Sequence[str], part: str, locations: Sequence[str]) -> Exception:
     """Return the error of a module that is not there, with modules of similar names."""
-    here = locations if package else locations[:1]
-    names = [one.name for one in pkgutil.iter_modules(here)] if here else []
-    near = [".".join([*package, one]) for one in difflib.get_close_matches(word, names, n=3, cutoff=0.5)]
+    first_locations = locations if package else locations[:1]
+    names = [module.name for module in pkgutil.iter_modules(first_locations)] if first_locations else []
+    near = [".".join([*package, name]) for name in difflib.get_close_matches(part, names, n=3, cutoff=0.5)]
     expected = "a module that can be imported from this folder" + (f"; near it are {', '.join(near)}" if near else "")
     return _no_module(name, expected, near[0] if near else None)
 

@@ -31,9 +31,9 @@ class ExitNotifier:
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
         if servers.keys is not None:
-            own = servers.keys.worker
+            key = servers.keys.worker
             self._socket.curve_serverkey = servers.keys.server.public.encode()
-            self._socket.curve_publickey, self._socket.curve_secretkey = own.public.encode(), own.secret.encode()
+            self._socket.curve_publickey, self._socket.curve_secretkey = key.public.encode(), key.secret.encode()
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
         self._failures = Failures()

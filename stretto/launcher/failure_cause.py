@@ -93,8 +93,8 @@ def in_words(end: Exited) -> str:
     """
     if end.code < 0:
         return f"killed by {signal_name(-end.code)}"
-    again = end.code == EVICTED and end.worker >= 0
-    return "was declared failed and stopped itself" if again else f"ended with exit code {end.code}"
+    is_evicted = end.code == EVICTED and end.worker >= 0
+    return "was declared failed and stopped itself" if is_evicted else f"ended with exit code {end.code}"
 
 
 def signal_name(number: int) -> str:
@@ -108,5 +108,5 @@ def signal_name(number: int) -> str:
 def readable(cause: Cause, tail: Callable[[int], str], log: str) -> str:
     """Return the text of a cause: what failed, its traceback or last output, and the log file."""
     lines = [] if cause.reported else tail(cause.worker).splitlines()[-TAIL_LINES:]
-    last = ["the last lines of its output:", *(f"  {line}" for line in lines)] if lines else []
-    return "\n".join(filter(None, [cause.headline, cause.details, *last, f"the whole log: {log}"]))
+    output_lines = ["the last lines of its output:", *(f"  {line}" for line in lines)] if lines else []
+    return "\n".join(filter(None, [cause.headline, cause.details, *output_lines, f"the whole log: {log}"]))

@@ -121,18 +121,18 @@ def _connect(coordinator: str) -> str:
         raise LaunchError(explain(problem, got=str(error), expected=expected, to_type=to_type)) from error
 
 
-def _reserve_ranks(folder: Path, first: int, wanted: int) -> tuple[int, ...]:
+def _reserve_ranks(folder: Path, first: int, count: int) -> tuple[int, ...]:
     """Return the first free ranks, each reserved by a file of its name."""
-    taken: list[int] = []
+    reserved: list[int] = []
     try:
         folder.mkdir(exist_ok=True)
-        while len(taken) < wanted:
+        while len(reserved) < count:
             try:
                 (folder / str(first)).touch(exist_ok=False)
-                taken.append(first)
+                reserved.append(first)
             except FileExistsError:
                 pass
             first += 1
     except OSError as error:
         raise LaunchError(f"{error.filename} cannot be written: {error.strerror}") from error
-    return tuple(taken)
+    return tuple(reserved)

@@ -34,21 +34,21 @@ def listening(port: int | None = None, host: str | None = None) -> Iterator[sock
 def interface_of(address: str) -> str:
     """Return the network interface with this address, or the loopback interface."""
     for name, ends in psutil.net_if_addrs().items():
-        if any(one.address == address for one in ends):
+        if any(end.address == address for end in ends):
             return str(name)
     return LOOPBACK
 
 
 def _not_ours(host: str) -> LaunchError:
-    known = [one.address for ends in psutil.net_if_addrs().values() for one in ends if one.family == socket.AF_INET]
-    problem, expected = f"{host} is not an address of this machine", f"one of {', '.join(known)}"
-    return LaunchError(explain(problem, got=f"--host {host}", expected=expected, to_type=f"--host {known[-1]}"))
+    addresses = [end.address for ends in psutil.net_if_addrs().values() for end in ends if end.family == socket.AF_INET]
+    problem, expected = f"{host} is not an address of this machine", f"one of {', '.join(addresses)}"
+    return LaunchError(explain(problem, got=f"--host {host}", expected=expected, to_type=f"--host {addresses[-1]}"))
 
 
 def _refused(port: int | None, error: OSError) -> LaunchError:
     if not port:
         return LaunchError(f"no port can be listened on: {error.strerror}")
-    used = error.errno == errno.EADDRINUSE
-    problem = f"port {port} is in use" if used else f"port {port} cannot be listened on: {error.strerror}"
+    is_in_use = error.errno == errno.EADDRINUSE
+    problem = f"port {port} is in use" if is_in_use else f"port {port} cannot be listened on: {error.strerror}"
     to_type = "leave --port away: a free one is taken"
     return LaunchError(explain(problem, got=port, expected="a free port", to_type=to_type))

@@ -88,10 +88,10 @@ class ProcessPlan:
         config, listener = self.config, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
         command += [MODULE if config.module else FILE, str(config.script), *config.args]
-        of = max(config.workers, *(one + 1 for one in self.joining or (0,)))
+        workers = max(config.workers, *(rank + 1 for rank in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number, config)
-        return ProcessSpec(number, of, command, environment, self._worker_config(number, incarnation), fds)
+        return ProcessSpec(number, workers, command, environment, self._worker_config(number, incarnation), fds)
 
     def _worker_config(self, number: int, incarnation: int) -> WorkerConfig:
         config, servers = self.config, self.servers
@@ -141,13 +141,13 @@ class ProcessPlan:
         )
         return self._service(COORDINATOR, 1, "coordinator_main", process, [servers.coordinator.fileno()])
 
-    def _service(self, number: int, of: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
+    def _service(self, number: int, workers: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
         environment = _common(self.config) | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
         environment |= _path(environment)
         if (folder := codec_folder(self.config)) is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), folder]))
-        return ProcessSpec(number, of, command, environment, process, fds)
+        return ProcessSpec(number, workers, command, environment, process, fds)
 
     @property
     def _run(self) -> str:
@@ -156,8 +156,8 @@ class ProcessPlan:
 
 def _snapshot_interval_s(config: RunConfig) -> float:
     """Return the interval of snapshots: short enough for a checkpoint to be written when it is due."""
-    asked = every(config.checkpoint_every).seconds if config.checkpoint_every else None
-    return min(SNAPSHOT_INTERVAL_S, asked or SNAPSHOT_INTERVAL_S)
+    checkpoint_interval_s = every(config.checkpoint_every).seconds if config.checkpoint_every else None
+    return min(SNAPSHOT_INTERVAL_S, checkpoint_interval_s or SNAPSHOT_INTERVAL_S)
 
 
 def environment_of(number: int, config: RunConfig) -> dict[str, str]:
@@ -193,15 +193,15 @@ make every recipe look fast in comparison."""
 def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs that the workers share, as CUDA_VISIBLE_DEVICES names them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
-        return [one for one in environment["CUDA_VISIBLE_DEVICES"].split(",") if one]
-    found = (one.name.removeprefix("nvidia") for one in devices.glob("nvidia[0-9]*"))
-    return sorted((one for one in found if one.isdigit()), key=int)
+        return [device for device in environment["CUDA_VISIBLE_DEVICES"].split(",") if device]
+    numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+    return sorted((number for number in numbers if number.isdigit()), key=int)
 
 
 def _path(environment: dict[str, str]) -> dict[str, str]:
     """Return PYTHONPATH for child processes of a launcher that runs from a checkout that is not installed."""
-    known = {*site.getsitepackages(), site.getusersitepackages()}
-    found = {str(Path(entry).resolve()) for entry in sys.path if entry not in known}
-    if str(ROOT) in known or str(ROOT) not in found:
+    site_folders = {*site.getsitepackages(), site.getusersitepackages()}
+    folders = {str(Path(entry).resolve()) for entry in sys.path if entry not in site_folders}
+    if str(ROOT) in site_folders or str(ROOT) not in folders:
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(ROOT)]))}

@@ -126,19 +126,19 @@ class ProgressDisplay:
         """Show what a worker has written to stderr, where stderr is separate from stdout."""
         self.say(data, STDERR)
 
-    def _write(self, data: bytes, to: int | None) -> None:
+    def _write(self, data: bytes, descriptor: int | None) -> None:
         try:
-            while to is not None and data:
-                data = data[os.write(to, data) :]
+            while descriptor is not None and data:
+                data = data[os.write(descriptor, data) :]
         except OSError:
-            self._out = None if to == self._out else self._out
+            self._out = None if descriptor == self._out else self._out
 
     def _end_lines(self) -> None:
         """End unfinished lines of the script on the terminal, so that a line of ours starts on a new one."""
-        for to, is_unfinished in self._open.items():
-            if is_unfinished and _is_stderr(to):
-                self._write(b"\n", to)
-                self._open[to] = False
+        for descriptor, is_unfinished in self._open.items():
+            if is_unfinished and _is_stderr(descriptor):
+                self._write(b"\n", descriptor)
+                self._open[descriptor] = False
 
     def _print_above(self, data: bytes) -> None:
         """Print complete lines; an unfinished one, such as a progress bar, is shown above the live line."""
@@ -211,9 +211,9 @@ def _in_lines(facts: Sequence[str], width: int) -> list[str]:
     """Return the facts joined into lines of at most this width."""
     lines = [""]
     for fact in facts:
-        together = f"{lines[-1]} · {fact}" if lines[-1] else fact
-        if len(together) < width:
-            lines[-1] = together
+        joined_line = f"{lines[-1]} · {fact}" if lines[-1] else fact
+        if len(joined_line) < width:
+            lines[-1] = joined_line
         else:
             lines.append(fact)
     return lines

@@ -16,7 +16,7 @@ def left_in(folder: Path, retyped: Sequence[str]) -> str:
     """
     lines = [f"run folder: {folder}", f"page: stretto report {folder} writes {folder / 'report.html'}"]
     if any((folder / CHECKPOINTS).glob("round-*")):
-        again = shlex.join(["stretto", "run", "--resume", str(folder), *(retyped or ("...",))])
-        return "\n".join([*lines, f"continue from the last checkpoint: {again}"])
+        resume_command = shlex.join(["stretto", "run", "--resume", str(folder), *(retyped or ("...",))])
+        return "\n".join([*lines, f"continue from the last checkpoint: {resume_command}"])
     lines.append("continue: not possible, for no checkpoint was written; --checkpoint-every 5m writes them")
     return "\n".join(lines)

@@ -38,8 +38,8 @@ class Progress:
 
     def take(self, event: Event) -> str | None:
         """Update the status; return the line to print for this event, if any."""
-        known = getattr(self, f"_on_{event.get('event')}", None)
-        return known(event) if known is not None else None
+        handler = getattr(self, f"_on_{event.get('event')}", None)
+        return handler(event) if handler is not None else None
 
     def facts(self) -> list[str]:
         """Return the facts to display, the most important first."""
@@ -62,14 +62,14 @@ class Progress:
     def samples_per_second(self) -> float | None:
         """Return samples of all workers per second of training, over the last RECENT_S."""
         rates = [_rate(points) for points in self._recent.values()]
-        known = [rate for rate in rates if rate is not None]
-        return sum(known) if known else None
+        known_rates = [rate for rate in rates if rate is not None]
+        return sum(known_rates) if known_rates else None
 
     def waiting(self) -> float | None:
         """Return the share of their time that workers waited for others."""
         splits = [event["time_breakdown"] for event in self.counts.values() if event.get("time_breakdown")]
-        whole = sum(sum(split.values()) for split in splits)
-        return sum(split.get("waiting", 0.0) for split in splits) / whole if whole else None
+        total_s = sum(sum(split.values()) for split in splits)
+        return sum(split.get("waiting", 0.0) for split in splits) / total_s if total_s else None
 
     def compression(self) -> float | None:
         """Return the compression ratio of the traffic; None where nothing was encoded."""
@@ -93,8 +93,8 @@ class Progress:
         """Reset the counts: each section counts its own."""
         self._ended_at = None
         self.epoch = self.step = self.updates = self.staleness = self.stalest = 0
-        for known in (self.values, self.metrics, self.counts, self._recent):
-            known.clear()
+        for records in (self.values, self.metrics, self.counts, self._recent):
+            records.clear()
         return f"section {event.get('section')} begins: {event.get('folder')}"
 
     def _on_fault_injected(self, event: Event) -> str:
@@ -114,10 +114,10 @@ class Progress:
             points.popleft()
 
     def _on_update_applied(self, event: Event) -> None:
-        found = [update[2] for update in event.get("updates", [])]
-        self.updates += len(found)
-        self.staleness += sum(found)
-        self.stalest = max(self.stalest, *found, 0)
+        stalenesses = [update[2] for update in event.get("updates", [])]
+        self.updates += len(stalenesses)
+        self.staleness += sum(stalenesses)
+        self.stalest = max(self.stalest, *stalenesses, 0)
 
     def _on_end(self, event: Event) -> None:
         self._on_progress(event)
@@ -135,13 +135,13 @@ class Progress:
         ended, step = event.get("epoch", self.epoch), event.get("step", self.step)
         self.step = max(self.step, step)
         self.epoch, self._ended_at = ended, self.step
-        done = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"
-        return f"epoch {ended} ended: step {step}, {done}"
+        progress = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"
+        return f"epoch {ended} ended: step {step}, {progress}"
 
 
 def _rate(points: deque[tuple[float, int]]) -> float | None:
-    (first_s, before), (last_s, now) = points[0], points[-1]
-    return (now - before) / (last_s - first_s) if last_s > first_s else None
+    (first_s, first_samples), (last_s, last_samples) = points[0], points[-1]
+    return (last_samples - first_samples) / (last_s - first_s) if last_s > first_s else None
 
 
 def _number(value: object) -> str:

@@ -52,7 +52,7 @@ class Written:
     """Files that this process has opened for writing, except those below the folders in `own`."""
 
     def __init__(self, own: Iterable[str | os.PathLike[str]]) -> None:
-        self._own = tuple(str(Path(one).resolve()) + os.sep for one in own)
+        self._own = tuple(str(Path(folder).resolve()) + os.sep for folder in own)
         self.paths: dict[str, None] = {}
 
     def begin(self) -> None:
@@ -79,9 +79,9 @@ class Written:
         save: Callable[..., Any] = module.save
 
         @functools.wraps(save)
-        def noted(obj: object, f: object, *given: Any, **named: Any) -> Any:
+        def noted(obj: object, f: object, *args: Any, **kwargs: Any) -> Any:
             self.note(f)
-            return save(obj, f, *given, **named)
+            return save(obj, f, *args, **kwargs)
 
         module.save = noted  # type: ignore[attr-defined]
 
@@ -116,9 +116,9 @@ def several_write(events: Iterable[Event]) -> str | None:
     shared = [(path, sorted(workers)) for (_, path), workers in writers.items() if len(workers) > 1]
     if not shared:
         return None
-    shown = "; ".join(f"{path} (workers {', '.join(map(str, workers[:8]))})" for path, workers in shared[:SHOWN])
-    more = f"; and {len(shared) - SHOWN} others" if len(shared) > SHOWN else ""
+    listed = "; ".join(f"{path} (workers {', '.join(map(str, workers[:8]))})" for path, workers in shared[:SHOWN])
+    others = f"; and {len(shared) - SHOWN} others" if len(shared) > SHOWN else ""
     return (
-        f"several workers wrote the same file: {shown}{more}. Use stretto.save(obj, path), "
+        f"several workers wrote the same file: {listed}{others}. Use stretto.save(obj, path), "
         "`if stretto.is_main():`, or a name with stretto.rank()"
     )

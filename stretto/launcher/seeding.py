@@ -34,49 +34,49 @@ def seed_libraries(seed: int) -> None:
 def _seed_random(module: Any, seed: int) -> None:
     module.seed(seed)
     if seed:
-        module.seed = _before(module.seed, lambda given: _shifted_any(given, seed))
+        module.seed = _before(module.seed, lambda value: _shifted_any(value, seed))
 
 
 def _seed_numpy(module: Any, seed: int) -> None:
     module.seed(seed)
     if seed:
-        module.seed = _before(module.seed, lambda given: _shifted_words(given, seed))
+        module.seed = _before(module.seed, lambda value: _shifted_words(value, seed))
 
 
 def _seed_torch(module: Any, seed: int) -> None:
     module.manual_seed(seed)
     if seed:
         module.manual_seed = module.random.manual_seed = _before(
-            module.manual_seed, lambda given: (int(given) + seed) % 2**63
+            module.manual_seed, lambda value: (int(value) + seed) % 2**63
         )
 
 
-def _shifted_any(given: Any, seed: int) -> Any:
+def _shifted_any(value: Any, seed: int) -> Any:
     """Shift a seed of `random`, which may be any value; None is the randomness of the system."""
-    if given is None or isinstance(given, int):
-        return None if given is None else given + seed
-    return f"{given!r} + {seed}"
+    if value is None or isinstance(value, int):
+        return None if value is None else value + seed
+    return f"{value!r} + {seed}"
 
 
-def _shifted_words(given: Any, seed: int) -> Any:
+def _shifted_words(value: Any, seed: int) -> Any:
     """Shift a seed of `numpy.random`: one or several words of 32 bits."""
-    if given is None:
+    if value is None:
         return None
-    return [_word(one, seed) for one in given] if isinstance(given, Iterable) else _word(given, seed)
+    return [_word(word, seed) for word in value] if isinstance(value, Iterable) else _word(value, seed)
 
 
-def _word(given: Any, seed: int) -> int:
-    return (int(given) + seed) % 2**32
+def _word(word: Any, seed: int) -> int:
+    return (int(word) + seed) % 2**32
 
 
 def _before(function: Seed, change: Callable[[Any], Any]) -> Seed:
     """Return the function with a change of its first argument."""
 
     @functools.wraps(function)
-    def changed(*args: Any, **named: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
         if args:
-            return function(change(args[0]), *args[1:], **named)
-        return function(**{name: change(value) if name in ("seed", "a") else value for name, value in named.items()})
+            return function(change(args[0]), *args[1:], **kwargs)
+        return function(**{name: change(value) if name in ("seed", "a") else value for name, value in kwargs.items()})
 
     return changed
 

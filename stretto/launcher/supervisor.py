@@ -193,16 +193,16 @@ class Supervisor:
 
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""
-        least = 1 if self._plan.joining else self._config.min_workers
-        left = len(self._in("running", "restarting", "left", "done"))
-        if end.worker >= 0 and (left >= least or not self._in("running", "restarting")):
+        min_workers = 1 if self._plan.joining else self._config.min_workers
+        remaining = len(self._in("running", "restarting", "left", "done"))
+        if end.worker >= 0 and (remaining >= min_workers or not self._in("running", "restarting")):
             return None
         cause = first_cause([end], self._errors())
         details = [cause.details] if cause.details else []
         if self._config.restarts:
             details.append(f"it was restarted {self._config.restarts} times (--restarts)")
-        if end.worker >= 0 and left:
-            details.append(f"{left} of at least {least} workers are left (--min-workers)")
+        if end.worker >= 0 and remaining:
+            details.append(f"{remaining} of at least {min_workers} workers are left (--min-workers)")
         return replace(cause, details="\n".join(details))
 
     def _find_cause(self, end: Exited) -> Cause:

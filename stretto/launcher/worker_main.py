@@ -197,7 +197,7 @@ def _of_shared_files(error: BaseException) -> str:
             "or `if stretto.is_main():`"
         )
     frames = traceback.extract_tb(error.__traceback__)
-    is_reading = any(one.name == "load" and one.filename.endswith("torch/serialization.py") for one in frames)
+    is_reading = any(frame.name == "load" and frame.filename.endswith("torch/serialization.py") for frame in frames)
     if is_reading and _is_damaged_file(error):
         return (
             "; if several workers write this file it may be torn: write it with stretto.save(obj, path), or make it "
@@ -225,23 +225,23 @@ def short(error: BaseException) -> str:
     """
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return ""
-    whole = traceback.TracebackException.from_exception(error)
-    _shorten(whole, (*STARTERS, PACKAGE, TORCH) if isinstance(error, StrettoError) else STARTERS)
-    lines, last = list(whole.format()), list(whole.format_exception_only())
-    if len(last) == 1 and lines[-1:] == last:
+    report = traceback.TracebackException.from_exception(error)
+    _shorten(report, (*STARTERS, PACKAGE, TORCH) if isinstance(error, StrettoError) else STARTERS)
+    lines, message = list(report.format()), list(report.format_exception_only())
+    if len(message) == 1 and lines[-1:] == message:
         lines.pop()
     return "".join(lines) if len(lines) > 1 else ""
 
 
-def _shorten(part: traceback.TracebackException, without: tuple[str, ...]) -> None:
+def _shorten(report: traceback.TracebackException, without: tuple[str, ...]) -> None:
     """Remove frames whose file has one of these prefixes, and earlier errors that have no other frames."""
-    frames = [frame for frame in part.stack if not frame.filename.startswith(without)]
-    part.stack = traceback.StackSummary.from_list(frames)
+    frames = [frame for frame in report.stack if not frame.filename.startswith(without)]
+    report.stack = traceback.StackSummary.from_list(frames)
     for name in ("__cause__", "__context__"):
-        if (earlier := getattr(part, name)) is not None:
+        if (earlier := getattr(report, name)) is not None:
             _shorten(earlier, without)
             if PACKAGE in without and not earlier.stack:
-                setattr(part, name, None)
+                setattr(report, name, None)
 
 
 if __name__ == "__main__":

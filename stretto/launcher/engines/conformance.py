@@ -70,10 +70,10 @@ class _Trial:
 def _check_exits(trial: _Trial) -> None:
     limit = trial.engine.capacity()
     assert limit is None or limit >= 0, f"the capacity is {limit}"
-    for number, (code, wanted) in enumerate({"print('x')": 0, "raise SystemExit(3)": 3}.items()):
+    for number, (code, exit_code) in enumerate({"print('x')": 0, "raise SystemExit(3)": 3}.items()):
         process = trial.start(number, code)
         end = trial.exit(process)
-        assert (end.worker, end.code, end.injected) == (number, wanted, False), f"{code}: {end}"
+        assert (end.worker, end.code, end.injected) == (number, exit_code, False), f"{code}: {end}"
         assert not end.record.finished, "a process that noted nothing has not finished"
         assert process.output.read() == (b"x\n" if number == 0 else b"")
         for _ in range(2):
@@ -111,10 +111,10 @@ def _check_close(trial: _Trial) -> None:
     _until(lambda: not _runs(child), "close ends the processes that ignore SIGTERM, with their children")
 
 
-def _until(condition: Callable[[], bool], what: str) -> None:
+def _until(condition: Callable[[], bool], description: str) -> None:
     limit = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < limit, f"{what}: not within {LIMIT_S:g} s"
+        assert time.monotonic() < limit, f"{description}: not within {LIMIT_S:g} s"
         time.sleep(0.01)
 
 
