@@ -347,7 +347,7 @@ class BatchSource:
             self._sampler = self._create_sampler(division.when)
             if assignment == "own":
                 _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
-            self._rebuilt = rebuilt(loader, self._sampler, runtime.loads(loader))
+            self._rebuilt = rebuilt(loader, self._sampler, runtime.loader_processes(loader))
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
         elif assignment is None and transport.workers > 1:

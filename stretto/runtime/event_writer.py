@@ -73,7 +73,7 @@ class EventWriter:
 
     def due(self) -> bool:
         """Return True if a progress event is due."""
-        return self.t() - self._progressed >= self._runtime.flush_every_s
+        return self.t() - self._progressed >= self._runtime.progress_interval_s
 
     def flush(self) -> None:
         """Write pending events to the disk."""
@@ -92,7 +92,7 @@ class EventWriter:
         pending, self._pending = self._pending, []
         for t, step, samples, values in pending:
             numbers = {name: float(value) for name, value in values.items()}
-            if self._log is not None and self._runtime.records:
+            if self._log is not None and self._runtime.writes_metrics:
                 self._log.write("log", t, step=step, samples=samples, values=numbers)
             for name, number in numbers.items():
                 if not math.isfinite(number):

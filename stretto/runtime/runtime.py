@@ -20,7 +20,10 @@ from stretto.runtime.phase_timer import Pace, Stopwatch, Stretch
 
 
 class StopTraining(BaseException):
-    """Raised to end the script gracefully at a limit of the simulation. Not an Exception: nothing failed."""
+    """Ends the script gracefully at a limit of the simulation.
+
+    Not an Exception, so that `except Exception` in a script does not catch it.
+    """
 
 
 class Runtime:
@@ -28,37 +31,38 @@ class Runtime:
 
     def __init__(self, own_process: bool = False) -> None:
         self.own_process = own_process
+        """True if the script is the only one in this process, so that the state of the process is its own."""
 
-    flush_every_s = 0.5
-    """Interval between progress events."""
-    records = True
+    progress_interval_s = 0.5
+    """Seconds between progress events."""
+    writes_metrics = True
     """True if metrics of the script are written to the log."""
 
     def clock(self) -> float:
         """Return the seconds since an arbitrary moment."""
         return time.perf_counter()
 
-    def pace(self, watch: Stopwatch, slow: float) -> Pace:
-        """Return the control of the duration of the computation."""
-        return Stretch(slow, watch, time.sleep)
+    def pace(self, watch: Stopwatch, slowdown: float) -> Pace:
+        """Return the Pace that prolongs the computation by the factor `slowdown`."""
+        return Stretch(slowdown, watch, time.sleep)
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Call `then` at the end of the current backward pass."""
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        """Call a function at the end of the current backward pass."""
         engine: Any = Variable._execution_engine
-        engine.queue_callback(then)
+        engine.queue_callback(callback)
 
     def log(self, folder: Path, worker: int) -> EventLog:
         """Return the event log of this worker."""
         return EventLog(LogFile(folder / "events.jsonl"), worker)
 
-    def facts(self) -> dict[str, Any]:
+    def process_info(self) -> dict[str, Any]:
         """Return facts about the process for the start event."""
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
-    def begins(self, model: nn.Module, loader: Any) -> None:
+    def on_distribute(self, model: nn.Module, loader: Any) -> None:
         """Note that the script has called `distribute` with these arguments."""
 
-    def loads(self, loader: DataLoader[Any]) -> int:
+    def loader_processes(self, loader: DataLoader[Any]) -> int:
         """Return the number of processes that load the batches of this loader; 0 for this process."""
         return loader.num_workers
 
@@ -66,10 +70,10 @@ class Runtime:
         """Return the gradient scalers of this worker's script, which have no reference to its optimizer."""
         return SCALERS.all() if self.own_process else []
 
-    def is_limit_reached(self, global_steps: int, samples: int, t: float) -> bool:
-        """Return True if the run ends before the next global step, after this many steps, samples and seconds."""
+    def ends_before_step(self, global_steps: int, samples: int, t: float) -> bool:
+        """Return False: only the simulator limits a run, to a number of samples or `t` virtual seconds."""
         return False
 
-    def has_reached_limit(self) -> bool:
-        """Return True if an asynchronous worker has reached the limit within the epoch that just ended for all."""
+    def ended_within_epoch(self) -> bool:
+        """Return False: only the simulator limits a run."""
         return False

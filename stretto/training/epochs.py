@@ -169,7 +169,7 @@ class Epochs:
                 self._timer.switch("other")
                 if not self.end_epoch(left=False):
                     continue
-                if self._runtime.has_reached_limit():
+                if self._runtime.ended_within_epoch():
                     raise StopTraining
                 return None
             steps.begin(global_step)
@@ -183,7 +183,7 @@ class Epochs:
         """Return True if the run ends before the next global step; all sections count."""
         before, progress = self._trainer.section, self._progress
         global_steps, samples = before.global_steps + progress.global_steps, before.samples + progress.samples
-        return self._runtime.is_limit_reached(global_steps, samples, before.seconds + self._trainer.events.t())
+        return self._runtime.ends_before_step(global_steps, samples, before.seconds + self._trainer.events.t())
 
     def _refuse_if_over(self) -> None:
         """Raise ScriptError if the section has ended: its loader has no batches any more."""

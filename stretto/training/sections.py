@@ -173,7 +173,7 @@ class Sections:
                     to_type="one recipe for all, with --recipe or in every call of stretto.distribute",
                 )
             )
-        self._context.runtime.begins(arguments.model, arguments.loader)  # before the others are waited for
+        self._context.runtime.on_distribute(arguments.model, arguments.loader)  # before the others are waited for
         if self._transport is None:
             named = trainable(arguments.model, arguments.optimizers)
             self._kind = kind

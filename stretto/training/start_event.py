@@ -15,7 +15,7 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
     trainer.events.write(
         "start",
         workers=workers,
-        **context.runtime.facts(),
+        **context.runtime.process_info(),
         device=str(next(trainer.model.parameters(), torch.empty(0)).device),
         threads=torch.get_num_threads(),
         recipe=str(recipe) if recipe else "single process",

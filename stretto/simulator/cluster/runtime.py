@@ -146,8 +146,8 @@ class SimRuntime(Runtime):
         self._on_begin = on_begin
         self.asynchronous = False
         """True if this worker trains with an asynchronous recipe."""
-        self.flush_every_s = max(Runtime.flush_every_s, workers / MAX_PROGRESS_PER_S)
-        self.records = worker.number < RECORDED_WORKERS
+        self.progress_interval_s = max(Runtime.progress_interval_s, workers / MAX_PROGRESS_PER_S)
+        self.writes_metrics = worker.number < RECORDED_WORKERS
 
     def clock(self) -> float:
         """Return this worker's virtual time in seconds."""
@@ -166,24 +166,24 @@ class SimRuntime(Runtime):
         assert self._log is not None
         return EventLog(self._log.for_folder(folder), worker, max_buffered=0)
 
-    def facts(self) -> dict[str, Any]:
+    def process_info(self) -> dict[str, Any]:
         """Return the facts of a start event; a simulated worker has no process."""
         return {"pid": 0, "host": "simulated"}
 
-    def loads(self, loader: DataLoader[Any]) -> int:
+    def loader_processes(self, loader: DataLoader[Any]) -> int:
         """Return 0: batches are loaded in this process."""
         return 0
 
-    def begins(self, model: nn.Module, loader: Any) -> None:
+    def on_distribute(self, model: nn.Module, loader: Any) -> None:
         """Report the script's model and data loader to the simulator."""
         self._on_begin(self._worker, model, loader)
 
-    def is_limit_reached(self, steps: int, samples: int, t: float) -> bool:
+    def ends_before_step(self, steps: int, samples: int, t: float) -> bool:
         """Return True if this worker has reached the limit."""
         if self._limit.is_timed:
             self._worker.catch_up()  # workers must be asked in order of virtual time
         return self._limit.reached(steps, samples, t, self.asynchronous)
 
-    def has_reached_limit(self) -> bool:
+    def ended_within_epoch(self) -> bool:
         """Return True if an asynchronous worker has ended within an epoch: no worker then starts the next epoch."""
         return self._limit.has_ended

@@ -170,7 +170,7 @@ class _MeasuringRuntime(SimRuntime):
         self._simulator.paces[self._worker.number] = recorder = _StepRecorder(watch, self._worker)
         return recorder
 
-    def is_limit_reached(self, steps: int, samples: int, t: float) -> bool:
+    def ends_before_step(self, steps: int, samples: int, t: float) -> bool:
         """Return True if enough steps were measured; all workers end after the same step."""
         is_long = self._wall_clock() - self._began > LONGEST_S
         return self._simulator.ends(steps, (is_long and steps >= LEAST_STEPS) or steps >= MOST_STEPS)
