@@ -32,16 +32,16 @@ class Snapshots:
     @torch.no_grad()
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the tensors on the CPU."""
-        return {name: self._memory(name, one).copy_(one) for name, one in tensors.items()}
+        return {name: self._memory(name, tensor).copy_(tensor) for name, tensor in tensors.items()}
 
     def _memory(self, name: str, tensor: Tensor) -> Tensor:
         """Return memory for a tensor that is not in use."""
-        kept = [one for one in self._kept.get(name, ()) if _alike(one[0], tensor)]
-        free = next((one for one in kept if one[1]() is None), None)
+        entries = [entry for entry in self._kept.get(name, ()) if _alike(entry[0], tensor)]
+        free = next((entry for entry in entries if entry[1]() is None), None)
         memory = free[0] if free is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         copy = memory.detach()
-        kept = [one for one in kept if one is not free]
-        self._kept[name] = [*kept, (memory, weakref.ref(copy))] if len(kept) < 2 else kept
+        entries = [entry for entry in entries if entry is not free]
+        self._kept[name] = [*entries, (memory, weakref.ref(copy))] if len(entries) < 2 else entries
         return copy
 
 

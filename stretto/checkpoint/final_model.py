@@ -67,7 +67,7 @@ def _try_write(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
 
 def _unused(path: Path) -> Path:
     """Return the path, or the first of path-2, path-3, ... that does not exist."""
-    return next(one for one in _names(path) if not os.path.lexists(one))
+    return next(candidate for candidate in _names(path) if not os.path.lexists(candidate))
 
 
 def _names(path: Path) -> Iterator[Path]:

@@ -39,9 +39,9 @@ def pack(state: State) -> bytes:
 
 def unpack(data: bytes) -> State:
     """Decode a state."""
-    found = msgspec.msgpack.decode(data, type=_Encoded)
-    own = {worker: (facts, _unpacked(tensors)) for worker, (facts, tensors) in found.own.items()}
-    return State(found.facts, _unpacked(found.tensors), own)
+    encoded = msgspec.msgpack.decode(data, type=_Encoded)
+    own = {worker: (facts, _unpacked(tensors)) for worker, (facts, tensors) in encoded.own.items()}
+    return State(encoded.facts, _unpacked(encoded.tensors), own)
 
 
 def pack_own(own: Own) -> bytes:
@@ -56,11 +56,11 @@ def unpack_own(data: bytes) -> Own:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
-    return {name: packed(one) for name, one in tensors.items()}
+    return {name: packed(tensor) for name, tensor in tensors.items()}
 
 
 def _unpacked(tensors: Mapping[str, Packed]) -> dict[str, Tensor]:
-    return {name: unpacked(one) for name, one in tensors.items()}
+    return {name: unpacked(tensor) for name, tensor in tensors.items()}
 
 
 # --- bytes in facts -------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def as_text(facts: Any) -> Any:
         return {"base64": base64.b64encode(facts).decode()}
     if isinstance(facts, Mapping):
         return {str(name): as_text(value) for name, value in facts.items()}
-    return [as_text(one) for one in facts] if isinstance(facts, list | tuple) else facts
+    return [as_text(fact) for fact in facts] if isinstance(facts, list | tuple) else facts
 
 
 def from_text(facts: Any) -> Any:
@@ -81,7 +81,7 @@ def from_text(facts: Any) -> Any:
         if set(facts) == {"base64"}:
             return base64.b64decode(facts["base64"])
         return {name: from_text(value) for name, value in facts.items()}
-    return [from_text(one) for one in facts] if isinstance(facts, list) else facts
+    return [from_text(fact) for fact in facts] if isinstance(facts, list) else facts
 
 
 # --- model and optimizer --------------------------------------------------------------------------------------------
@@ -89,32 +89,34 @@ def from_text(facts: Any) -> Any:
 
 def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the model's `state_dict`, by the names in the script's model."""
-    return {plain_name(name): one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+    return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the entries of the model's `state_dict` by name, and the buffers that are not in it."""
-    named = state_dict_of(model)
-    others = {name: one for name, one in state_of(model).items() if name not in named}
-    return {f"model/{name}": one for name, one in named.items()} | {f"more/{name}": one for name, one in others.items()}
+    in_state_dict = state_dict_of(model)
+    further = {name: tensor for name, tensor in state_of(model).items() if name not in in_state_dict}
+    return {f"model/{name}": tensor for name, tensor in in_state_dict.items()} | {
+        f"more/{name}": tensor for name, tensor in further.items()
+    }
 
 
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load these tensors into the model. Raises ModelError if they belong to another model."""
-    for name, one in model_tensors(model).items():
-        found = tensors.get(name)
-        if found is None or found.shape != one.shape:
-            got = "nothing" if found is None else str(tuple(found.shape))
+    for name, tensor in model_tensors(model).items():
+        stored = tensors.get(name)
+        if stored is None or stored.shape != tensor.shape:
+            got = "nothing" if stored is None else str(tuple(stored.shape))
             raise ModelError(
                 explain(
                     f"the loaded state does not fit this model: {name.partition('/')[2]}",
                     got=got,
-                    expected=str(tuple(one.shape)),
+                    expected=str(tuple(tensor.shape)),
                     to_type="the same script as before, with the same arguments",
                 )
             )
-        one.copy_(found)
+        tensor.copy_(stored)
 
 
 def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
@@ -143,12 +145,12 @@ def _unsaved(state: Mapping[str, Any]) -> list[str]:
 def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
     """Replace the optimizers' state. Raises ModelError for state of parameters that no optimizer holds."""
     parameters = optimizers.parameters
-    states: list[tuple[nn.Parameter, dict[str, Any]]] = [(one, {}) for one in parameters]
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = [(parameter, {}) for parameter in parameters]
     for path, value in tensors.items():
-        kind, _, rest = path.partition("/")
+        kind, _, index_and_name = path.partition("/")
         if kind != "optimizer":
             continue
-        index, _, name = rest.partition("/")
+        index, _, name = index_and_name.partition("/")
         if int(index) >= len(parameters):
             raise ModelError(
                 explain(
@@ -161,8 +163,8 @@ def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
         parameter, state = states[int(index)]
         state[name] = value.to(parameter.device if value.dim() else "cpu").clone()
     optimizers.replace_states(states)
-    for one in optimizers:
-        vars(one)["_opt_called"] = True  # schedulers check it; it stepped in an earlier process
+    for optimizer in optimizers:
+        vars(optimizer)["_opt_called"] = True  # schedulers check it; it stepped in an earlier process
 
 
 # --- random states --------------------------------------------------------------------------------------------------
@@ -174,8 +176,8 @@ def random_states(loader: Any) -> Own:
     kind, keys, *rest = np.random.get_state()
     facts = {"python": [version, list(numbers), gauss], "numpy": [kind, *rest]}
     tensors = {"random/torch": torch.get_rng_state(), "random/numpy": torch.from_numpy(np.array(keys, np.int64))}
-    for index, one in enumerate(_generators(loader)):
-        tensors[f"random/loader/{index}"] = one.get_state()
+    for index, generator in enumerate(_generators(loader)):
+        tensors[f"random/loader/{index}"] = generator.get_state()
     return facts, tensors
 
 
@@ -189,9 +191,9 @@ def restore_random_states(own: Own, loader: Any) -> None:
     kind, *rest = facts["numpy"]
     np.random.set_state((kind, tensors["random/numpy"].numpy().astype(np.uint32), *rest))
     torch.set_rng_state(tensors["random/torch"])
-    for index, one in enumerate(_generators(loader)):
+    for index, generator in enumerate(_generators(loader)):
         if f"random/loader/{index}" in tensors:
-            one.set_state(tensors[f"random/loader/{index}"])
+            generator.set_state(tensors[f"random/loader/{index}"])
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
@@ -199,5 +201,7 @@ def _generators(loader: Any) -> Iterator[torch.Generator]:
     if not isinstance(loader, DataLoader):
         return
     holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    found = {id(one): one for holder in holders if (one := getattr(holder, "generator", None)) is not None}
-    yield from found.values()
+    generators = {
+        id(generator): generator for holder in holders if (generator := getattr(holder, "generator", None)) is not None
+    }
+    yield from generators.values()

@@ -147,15 +147,15 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Remove all that are older than the newest `keep` complete ones. Newer damaged ones stay."""
-        kept = 0
+        complete_count = 0
         for path in self._paths():
-            if kept < self.keep:
-                kept += self._is_complete(path)
+            if complete_count < self.keep:
+                complete_count += self._is_complete(path)
                 continue
             self._complete.discard(path)
             with contextlib.suppress(OSError):
-                away = path.rename(self._temporary())  # renamed first, so that no reader finds a part of it
-                shutil.rmtree(away, ignore_errors=True)
+                removed = path.rename(self._temporary())  # renamed first, so that no reader finds a part of it
+                shutil.rmtree(removed, ignore_errors=True)
 
     def older(self) -> Iterator[Path]:
         """Remove those older than the newest complete one, the oldest first, and yield the former path of each."""
@@ -191,8 +191,8 @@ class Checkpoints:
 
     def _unused(self, number: int) -> Path:
         """Return an unused path for a checkpoint of this round: a second one of the same round ends in -2."""
-        again = max((_order(path)[1] for path in self._paths() if _order(path)[0] == number), default=0) + 1
-        return self.folder / (f"round-{number:08d}" + (f"-{again}" if again > 1 else ""))
+        occurrence = max((_order(path)[1] for path in self._paths() if _order(path)[0] == number), default=0) + 1
+        return self.folder / (f"round-{number:08d}" + (f"-{occurrence}" if occurrence > 1 else ""))
 
 
 def _order(path: Path) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
     One pass hashes and writes, without a copy of contiguous tensors on the CPU. Raises OSError with its errno, which
     the writer of the safetensors package hides, and TypeError for a tensor that the format cannot hold.
     """
-    ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest, size = _digest(), 0
     with path.open("xb", buffering=0) as file:
         for chunk in _chunks(dict(ordered)):
@@ -224,20 +224,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
 def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of a safetensors file: length of the header, header, tensors one after another."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in KINDS or tensor.layout != torch.strided or name in head:
             raise TypeError(f"the tensor {name!r} ({tensor.dtype}, {tensor.layout}) has no safetensors type")
-        stop = at + tensor.numel() * tensor.element_size()
-        head[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
-        at = stop
+        stop = offset + tensor.numel() * tensor.element_size()
+        head[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        whole = octets(tensor.reshape(()) if tensor.numel() == 1 else tensor).data  # one number: any stride
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
+        data = octets(tensor.reshape(()) if tensor.numel() == 1 else tensor).data  # one number: any stride
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
 
 
 def _write_all(file: BinaryIO, chunk: memoryview) -> None:
@@ -265,17 +265,17 @@ def _worker_file(worker: int) -> str:
     return f"worker-{worker}.safetensors"
 
 
-def _check_plain(fact: object, where: str) -> None:
+def _check_plain(fact: object, path: str) -> None:
     """Raise TypeError for values that JSON would not return unchanged."""
     if isinstance(fact, dict) and all(isinstance(key, str) for key in fact):
         for key, value in fact.items():
-            _check_plain(value, f"{where}/{key}")
+            _check_plain(value, f"{path}/{key}")
     elif isinstance(fact, list):
         for value in fact:
-            _check_plain(value, where)
+            _check_plain(value, path)
     elif not (fact is None or isinstance(fact, str | int | float)):
         raise TypeError(
-            f"{where} of a checkpoint cannot be {fact!r}: a {type(fact).__name__} cannot be read back as such"
+            f"{path} of a checkpoint cannot be {fact!r}: a {type(fact).__name__} cannot be read back as such"
         )
 
 
@@ -319,7 +319,9 @@ def _manifest(path: Path) -> _Manifest:
     body = text[len(OPENING % (b"0" * CHECKSUM)) : -len(CLOSING)]
     sealed = _sealed(body)
     if text != sealed:
-        checksum, expected = (one[OPENING.index(b"%s") :][:CHECKSUM].decode(errors="replace") for one in (sealed, text))
+        checksum, expected = (
+            manifest[OPENING.index(b"%s") :][:CHECKSUM].decode(errors="replace") for manifest in (sealed, text)
+        )
         raise _DamagedError(_differs(path, checksum, expected))
     paths = json.loads(body)
     if paths["format"] != FORMAT:

@@ -98,8 +98,8 @@ def _run(question: Question, folder: Path, quiet: bool) -> Comparison:
     try:
         comparison.run()
     except (Stopped, KeyboardInterrupt):
-        done = f"{len(comparison.records)} of {len(comparison.trials)} runs are done"
-        progress.say(f"{done}; write their page with: stretto report {folder}")
+        completed = f"{len(comparison.records)} of {len(comparison.trials)} runs are done"
+        progress.say(f"{completed}; write their page with: stretto report {folder}")
         raise
     return comparison
 
@@ -114,8 +114,8 @@ def _conclude(comparison: Comparison, json_to: Path | None) -> None:
     show(console, records, target)
     console.print(Text(str(verdict(records, target)), style="bold"))
     for failed in comparison.failed():
-        first = str(failed["failed"]).partition("\n")[0]
-        console.print(Text(f"failed: {failed['folder']}: {first}"), soft_wrap=True)
+        first_line = str(failed["failed"]).partition("\n")[0]
+        console.print(Text(f"failed: {failed['folder']}: {first_line}"), soft_wrap=True)
     console.print(Text(f"page: {written}"), soft_wrap=True)
     if json_to is not None:
         write_json(json_to, [{**record, "folder": str(comparison.folder / record["folder"])} for record in records])

@@ -52,28 +52,28 @@ def main() -> None:
 
 def command(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; errors are printed to the standard error."""
-    given = list(arguments) or ["--help"]
+    words = list(arguments) or ["--help"]
     try:
-        return int(typer.main.get_command(app).main(given, prog_name="stretto", standalone_mode=False) or 0)
+        return int(typer.main.get_command(app).main(words, prog_name="stretto", standalone_mode=False) or 0)
     except StrettoError as error:
         return _print_error(str(error), FAILED)
     except TyperException as error:
-        return _print_error(_full_message(error, given), USAGE)
+        return _print_error(_full_message(error, words), USAGE)
     except Stopped as stop:
         return _print_error(str(stop), stop.exit_code)
     except KeyboardInterrupt:
         return _print_error("stopped", 128 + signal.SIGINT)
 
 
-def _full_message(error: TyperException, given: Sequence[str]) -> str:
+def _full_message(error: TyperException, words: Sequence[str]) -> str:
     """Return the text of an error, with the three nearest names for an unknown command or option."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     commands = getattr(typer.main.get_command(app), "commands", {})
-    if option is None and given[0] not in commands and not given[0].startswith("-"):
-        near = nearest(given[0], commands)
+    if option is None and words[0] not in commands and not words[0].startswith("-"):
+        near = nearest(words[0], commands)
         expected = f"one of {', '.join(commands)}"
-        problem = f"there is no command {given[0]}; the nearest are {', '.join(near)}"
-        return explain(problem, got=given[0], expected=expected, to_type=f"stretto {near[0]}")
+        problem = f"there is no command {words[0]}; the nearest are {', '.join(near)}"
+        return explain(problem, got=words[0], expected=expected, to_type=f"stretto {near[0]}")
     names = [name for param in context.command.params for name in param.opts] if context is not None else []
     if context is None or option is None or option in names:
         return error.format_message().replace(": Value error, ", ": ")
@@ -87,8 +87,8 @@ def _print_error(text: str, code: int) -> int:
     return code
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"stretto {version()}")
         raise typer.Exit
 

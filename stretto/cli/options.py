@@ -36,11 +36,11 @@ def whole_number(text: str | float) -> int:
 
 def duration(text: str | float) -> float:
     """Return the seconds of a time that was typed. Raises BadParameter."""
-    found = seconds(text) if isinstance(text, str) else float(text)
-    if found is None:
+    duration_s = seconds(text) if isinstance(text, str) else float(text)
+    if duration_s is None:
         expected = "a time such as 500ms, 10s, 2m"
         raise typer.BadParameter(explain(f"{text} is not a time", got=text, expected=expected, to_type="10s"))
-    return found
+    return duration_s
 
 
 def option(name: str, **changes: Any) -> Any:
@@ -50,13 +50,13 @@ def option(name: str, **changes: Any) -> Any:
     """
     kind, declared, _ = options()[name]
     declared = replace(declared, **changes)
-    more: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
-    more |= {"parser": duration} if declared.metavar == "TIME" else {}
-    more |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
-    return Annotated[kind, _typer_option(declared, name, more)]
+    settings: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
+    settings |= {"parser": duration} if declared.metavar == "TIME" else {}
+    settings |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
+    return Annotated[kind, _typer_option(declared, name, settings)]
 
 
-def _typer_option(declared: Option, name: str, more: Mapping[str, Any]) -> Any:
+def _typer_option(declared: Option, name: str, settings: Mapping[str, Any]) -> Any:
     names = declared.names or (f"--{name.replace('_', '-')}",)
     return typer.Option(
         *names,
@@ -65,7 +65,7 @@ def _typer_option(declared: Option, name: str, more: Mapping[str, Any]) -> Any:
         help=declared.help,
         rich_help_panel=declared.heading,
         envvar=declared.variable,
-        **more,
+        **settings,
     )
 
 
@@ -96,14 +96,14 @@ def configured(*names: str, file: bool = True, **defaults: Any) -> Callable[[Com
             args = tuple(values.pop("args") or ())
             command(context, RunConfig(args=args, **fields, **context.meta.get(FROM_FILE, {})), **values)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())
+        declared = list(inspect.signature(command, eval_str=True).parameters.values())
         added = [
             _parameter("script", annotation=Script),
             _parameter("args", None, Arguments),
             *(_parameter(name, defaults.get(name, options()[name][2])) for name in names),
             *([_parameter("file", None, ConfigFile)] if file else []),
         ]
-        return _signed(call, command, [own[0], *added, *own[2:]])
+        return _signed(call, command, [declared[0], *added, *declared[2:]])
 
     return decorate
 
@@ -114,9 +114,11 @@ def with_options(command: Command) -> Command:
     def call(**values: Any) -> None:
         command(**values)
 
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    known = [_parameter(one.name, one.default) if _is_field(one) else one for one in own]
-    return _signed(call, command, known)
+    declared = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [
+        _parameter(parameter.name, parameter.default) if _is_field(parameter) else parameter for parameter in declared
+    ]
+    return _signed(call, command, parameters)
 
 
 def _is_field(parameter: inspect.Parameter) -> bool:
@@ -133,7 +135,7 @@ def _signed(call: Command, command: Command, parameters: Sequence[inspect.Parame
     """Give a function the name and the help text of a command, and these parameters."""
     call.__doc__, call.__name__, call.__annotations__ = command.__doc__, command.__name__, {}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    call.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in parameters])  # type: ignore[attr-defined]
+    call.__signature__ = inspect.Signature([parameter.replace(kind=keyword) for parameter in parameters])  # type: ignore[attr-defined]
     return call
 
 

@@ -67,26 +67,26 @@ def split(arguments: Sequence[str], options: Mapping[str, bool]) -> Split:
 
     Raises TyperException for an unknown option before the script.
     """
-    left = list(arguments)
-    parts = Split(script=left)
-    while left and left[0].startswith("-") and left[0] != "-":
-        if left[0] == "--":
-            del left[0]
+    remaining = list(arguments)
+    parts = Split(script=remaining)
+    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
+        if remaining[0] == "--":
+            del remaining[0]
             parts.ended = True
             break
-        parts.ours += _taken(left, options)
+        parts.ours += _taken(remaining, options)
     return parts
 
 
-def _taken(left: list[str], options: Mapping[str, bool]) -> list[str]:
-    """Remove and return the option at the front of `left`, with its value."""
-    name = _name(left[0], options)
+def _taken(remaining: list[str], options: Mapping[str, bool]) -> list[str]:
+    """Remove and return the option at the front of `remaining`, with its value."""
+    name = _name(remaining[0], options)
     if name is None:
-        raise _unknown(left[0].partition("=")[0], options)
-    words = 1 + (options[name] and left[0] == name)
-    taken = left[:words]
-    del left[:words]
-    return taken
+        raise _unknown(remaining[0].partition("=")[0], options)
+    length = 1 + (options[name] and remaining[0] == name)
+    option = remaining[:length]
+    del remaining[:length]
+    return option
 
 
 def _name(argument: str, options: Iterable[str]) -> str | None:
@@ -118,19 +118,19 @@ def hint(command: str, parts: Split, options: Mapping[str, bool]) -> str | None:
     """
     if parts.ours or parts.ended or not parts.script:
         return None
-    script, *left = parts.script
+    script, *remaining = parts.script
     ours: list[str] = []
-    theirs: list[str] = []
-    while left and left[0] != "--":
-        if _name(left[0], options) in (None, HELP):
-            theirs.append(left.pop(0))
+    script_options: list[str] = []
+    while remaining and remaining[0] != "--":
+        if _name(remaining[0], options) in (None, HELP):
+            script_options.append(remaining.pop(0))
         else:
-            ours += _taken(left, options)
+            ours += _taken(remaining, options)
     if not ours:
         return None
-    to_type = shlex.join([*command.split(), *ours, script, *theirs, *left])
-    given = f"arguments after {script} belong to it: {shlex.join(ours)} is given to the script"
-    return f"{given}; options stand before the script: {to_type}"
+    to_type = shlex.join([*command.split(), *ours, script, *script_options, *remaining])
+    notice = f"arguments after {script} belong to it: {shlex.join(ours)} is given to the script"
+    return f"{notice}; options stand before the script: {to_type}"
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -139,11 +139,11 @@ def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
     >>> without(["-n", "2", "--out", "here", "--resume=old"], ["--out", "--resume"])
     ['-n', '2']
     """
-    left, kept = list(words), []
-    while left:
-        word = left.pop(0)
+    remaining, kept = list(words), []
+    while remaining:
+        word = remaining.pop(0)
         if word in names:
-            del left[:1]
+            del remaining[:1]
         elif word.partition("=")[0] not in names:
             kept.append(word)
     return kept

@@ -69,7 +69,7 @@ class Progress:
         return f"about {formatting.duration(seconds)} left" if seconds else ""
 
 
-def estimate(left: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
+def estimate(remaining: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
     """Return the estimated seconds of the remaining trials, or None without costs.
 
     A trial takes the mean time of trials with the same recipe and workers, or of all trials if there are none.
@@ -79,10 +79,10 @@ def estimate(left: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
     overall = statistics.fmean(seconds for _, seconds in costs)
 
     def expected(trial: Trial) -> float:
-        similar = [seconds for other, seconds in costs if _is_similar(trial, other)]
+        similar = [seconds for measured_trial, seconds in costs if _is_similar(trial, measured_trial)]
         return statistics.fmean(similar) if similar else overall
 
-    return sum(map(expected, left))
+    return sum(map(expected, remaining))
 
 
 def _is_similar(a: Trial, b: Trial) -> bool:

@@ -173,14 +173,14 @@ def _of_seed(question: Question, seed: int) -> list[Trial]:
     single = f"single-process-seed{seed}"
     with_global_batch = {count: f"single-process-global-batch-{count}-seed{seed}" for count in counts}
     references = {1: single, **with_global_batch}
-    found = [Trial(single, None, 1, 1, seed, with_global_batch[max(counts)] if counts else None)]
-    found += [Trial(with_global_batch[count], None, 1, count, seed, None) for count in counts]
+    trials = [Trial(single, None, 1, 1, seed, with_global_batch[max(counts)] if counts else None)]
+    trials += [Trial(with_global_batch[count], None, 1, count, seed, None) for count in counts]
     names = _folder_names(question.recipes)
     for workers in question.workers:
         for recipe in question.recipes:
             name = f"{names[recipe]}-n{workers}-seed{seed}"
-            found.append(Trial(name, recipe, workers, 1, seed, references.get(workers, single)))
-    return found
+            trials.append(Trial(name, recipe, workers, 1, seed, references.get(workers, single)))
+    return trials
 
 
 def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
@@ -188,6 +188,6 @@ def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for recipe in recipes:
         plain = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe).strip("-.")[:LONGEST_NAME] or "recipe"
-        taken = sum(name == plain or name.startswith(f"{plain}~") for name in names.values())
-        names[recipe] = f"{plain}~{taken + 1}" if taken else plain
+        same_names = sum(name == plain or name.startswith(f"{plain}~") for name in names.values())
+        names[recipe] = f"{plain}~{same_names + 1}" if same_names else plain
     return names

@@ -77,8 +77,8 @@ class _WholeBatches:
         return self.stop - self.first
 
     def part(self, rank: int) -> Ranges:
-        at = self.first + rank
-        return ((self.bounds[at], self.bounds[at + 1]),) if at < self.stop else ()
+        batch = self.first + rank
+        return ((self.bounds[batch], self.bounds[batch + 1]),) if batch < self.stop else ()
 
 
 @dataclass(slots=True)
@@ -115,9 +115,9 @@ class _EvenSplit:
         return min(self.samples, self.members)
 
     def part(self, rank: int) -> Ranges:
-        each, over = divmod(self.samples, self.members)
-        start = each * rank + min(rank, over)
-        return _slice(self.ranges, start, start + each + (rank < over))
+        share, over = divmod(self.samples, self.members)
+        start = share * rank + min(rank, over)
+        return _slice(self.ranges, start, start + share + (rank < over))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +214,17 @@ class BatchAssignment:
         steps up to `after` are returned. A worker that is removed and joins again counts as a new member. A change
         takes effect after all earlier changes, even if the remaining members have not reached these yet.
         """
-        until = max([after, *(change.after for change in self._pending)])
-        if not (self.global_step <= after and self._committed <= committed <= until):
-            known = f"{self.global_step} are assigned and {self._committed} committed"
-            raise ValueError(f"change after {after} global steps with {committed} committed, but {known}")
-        before, self._committed = self._latest_members, committed
-        self._pending.append(_PendingChange(tuple(members), until, committed))
+        effective_after = max([after, *(change.after for change in self._pending)])
+        if not (self.global_step <= after and self._committed <= committed <= effective_after):
+            state = f"{self.global_step} are assigned and {self._committed} committed"
+            raise ValueError(f"change after {after} global steps with {committed} committed, but {state}")
+        previous_members, self._committed = self._latest_members, committed
+        self._pending.append(_PendingChange(tuple(members), effective_after, committed))
         for number in range(committed + 1, self.global_step + 1):
             self._return_parts(self._pending[-1], number)
-        former = set(before)
+        former = set(previous_members)
         self._joined_after = {
-            worker: self._joined_after.get(worker, 0) if worker in former else until for worker in members
+            worker: self._joined_after.get(worker, 0) if worker in former else effective_after for worker in members
         }
         self._take_effect()
 
@@ -258,8 +258,8 @@ class BatchAssignment:
 
         Nothing is computed before the function is called: calls are rare, and there may be many workers.
         """
-        segment, number, lost = self._segments[-1], self.global_step, self._lost.get(self.global_step, ())
-        return lambda worker: 0 if worker in lost else _samples(self._assigned(segment, number, worker))
+        segment, number, removed = self._segments[-1], self.global_step, self._lost.get(self.global_step, ())
+        return lambda worker: 0 if worker in removed else _samples(self._assigned(segment, number, worker))
 
     def counts_of_departed(self) -> NDArray[np.uint8]:
         """Return how often each position is in committed work of ended incarnations or in work from before `restored`.
@@ -289,15 +289,19 @@ class BatchAssignment:
 
     def upcoming(self, me: int) -> Iterator[Ranges]:
         """Yield a worker's parts of the coming global steps if no further change happens. Assigns nothing."""
-        other = self.copied()
-        return (rank_batch.ranges for rank_batch in iter(lambda: other.next(me), None))
+        copied = self.copied()
+        return (rank_batch.ranges for rank_batch in iter(lambda: copied.next(me), None))
 
     def copied(self) -> BatchAssignment:
         """Return an independent copy in the same state."""
-        other = copy.copy(self)
-        other._returned, other._segments, other._lost = self._returned.copy(), self._segments.copy(), self._lost.copy()
-        other._pending = [replace(change, returned=change.returned.copy()) for change in self._pending]
-        return other
+        assignment = copy.copy(self)
+        assignment._returned, assignment._segments, assignment._lost = (
+            self._returned.copy(),
+            self._segments.copy(),
+            self._lost.copy(),
+        )
+        assignment._pending = [replace(change, returned=change.returned.copy()) for change in self._pending]
+        return assignment
 
     def state(self) -> dict[str, Any]:
         """Return the whole state as numbers and bytes. Raises ValueError if a global step is not committed or a change
@@ -333,10 +337,12 @@ class BatchAssignment:
     @classmethod
     def from_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> BatchAssignment:
         """Return the assignment of batches that were leased one by one; batches that are not settled are returned."""
-        assignment, done = cls((), (), base=workers, bounds=bounds), set(settled)
-        assignment._next_batch = max(done, default=-1) + 1
+        assignment, settled_batches = cls((), (), base=workers, bounds=bounds), set(settled)
+        assignment._next_batch = max(settled_batches, default=-1) + 1
         assignment._returned = [
-            (bounds[batch], bounds[batch + 1]) for batch in range(assignment._next_batch) if batch not in done
+            (bounds[batch], bounds[batch + 1])
+            for batch in range(assignment._next_batch)
+            if batch not in settled_batches
         ]
         return assignment
 
@@ -380,11 +386,11 @@ class BatchAssignment:
             return ()
         if self._rule == "per-worker-batch":
             self._refill(self._next_batch + len(self._members) - len(self._returned))
-            taken, self._returned = self._returned[: len(self._members)], self._returned[len(self._members) :]
-            return tuple(taken)
+            spans, self._returned = self._returned[: len(self._members)], self._returned[len(self._members) :]
+            return tuple(spans)
         full = max(self._bounds[min(self._base, len(self._bounds) - 1)], 1)
-        missing = self._bounds[self._next_batch] + full - _samples(self._returned)
-        self._refill(bisect_left(self._bounds, missing, self._next_batch))
+        missing_samples = self._bounds[self._next_batch] + full - _samples(self._returned)
+        self._refill(bisect_left(self._bounds, missing_samples, self._next_batch))
         ranges, self._returned = self._returned, list(_slice(self._returned, full, _samples(self._returned)))
         return _slice(ranges, 0, full)
 
@@ -425,14 +431,14 @@ class BatchAssignment:
 
     def _rank_batch(self, me: int) -> RankBatch:
         """Return the part of worker `me` in the last global step."""
-        segment, lost = self._segments[-1], self._lost.get(self.global_step)
+        segment, removed = self._segments[-1], self._lost.get(self.global_step)
         layout = self._layout(segment, self.global_step)
         is_mine = self._joined_after.get(me, 0) <= segment.after  # else the part was an earlier incarnation's
-        own = self._part(segment, self.global_step, me) if is_mine else ()
-        if not lost:
-            return RankBatch(own, _samples(own), layout.samples, layout.parts < len(segment.members))
-        counting = [layout.part(rank) for rank, worker in enumerate(segment.members) if worker not in lost]
-        return RankBatch(own, _samples(own), sum(map(_samples, counting)), () in counting)
+        own_ranges = self._part(segment, self.global_step, me) if is_mine else ()
+        if not removed:
+            return RankBatch(own_ranges, _samples(own_ranges), layout.samples, layout.parts < len(segment.members))
+        counting = [layout.part(rank) for rank, worker in enumerate(segment.members) if worker not in removed]
+        return RankBatch(own_ranges, _samples(own_ranges), sum(map(_samples, counting)), () in counting)
 
     def _return_parts(self, change: _PendingChange, number: int) -> None:
         """Add the parts that removed members had in a global step to the positions that a change returns."""

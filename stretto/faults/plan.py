@@ -91,8 +91,8 @@ class Kill:
 
     def __str__(self) -> str:
         """Return the text that parses to this value."""
-        back = "" if self.back_after_s is None else f", back after {spelled(self.back_after_s)}s"
-        return f"kill {self.who} {self.when}{back}"
+        restart = "" if self.back_after_s is None else f", back after {spelled(self.back_after_s)}s"
+        return f"kill {self.who} {self.when}{restart}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class FaultEvent:
 
     def __str__(self) -> str:
         """Return a line for the user."""
-        by = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
-        return f"{SAID[self.verb]} {self.who()}{by}"
+        factor = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
+        return f"{SAID[self.verb]} {self.who()}{factor}"
 
     def who(self) -> str:
         """Return the victims as text."""
@@ -191,16 +191,16 @@ def _fault(words: Words) -> Sequence[Fault]:
 
 
 def _kill(words: Words) -> Sequence[Fault]:
-    who, when, back_after_s = _who(words, "worker", "server", "coordinator"), _when(words), None
+    targets, when, back_after_s = _who(words, "worker", "server", "coordinator"), _when(words), None
     if words.skip(","):
         words.take("back")
         back_after_s = _time(words, "after")
-    return [Kill(one, when, back_after_s) for one in who]
+    return [Kill(target, when, back_after_s) for target in targets]
 
 
 def _pause(words: Words) -> Sequence[Fault]:
-    who, for_s, when = _who(words, "worker", "server", "coordinator"), _time(words, "for"), _when(words)
-    return [Pause(one, when, for_s) for one in who]
+    targets, for_s, when = _who(words, "worker", "server", "coordinator"), _time(words, "for"), _when(words)
+    return [Pause(target, when, for_s) for target in targets]
 
 
 def _cut(words: Words) -> Sequence[Fault]:
@@ -212,18 +212,18 @@ def _cut(words: Words) -> Sequence[Fault]:
 def _slow(words: Words) -> Sequence[Fault]:
     words.take("link")
     words.take("of")
-    who = _who(words, "worker", "server")
+    targets = _who(words, "worker", "server")
     words.take("by")
     factor = words.quantity(least=1, expected="a number, at least 1")
     for_s, when = _time(words, "for"), _when(words)
-    return [Slow(one, when, for_s, factor) for one in who]
+    return [Slow(target, when, for_s, factor) for target in targets]
 
 
 READERS = {"kill": _kill, "pause": _pause, "cut": _cut, "slow": _slow}
 
 
 def _who(words: Words, *kinds: Kind) -> list[Target]:
-    kind = next((one for one in kinds if words.skip(one) or words.skip(f"{one}s")), None)
+    kind = next((kind for kind in kinds if words.skip(kind) or words.skip(f"{kind}s")), None)
     if kind is None:
         raise words.refused(" or ".join(kinds))
     numbered = kind != "coordinator" and words.next[:1].isdigit()
@@ -236,29 +236,31 @@ def _when(words: Words) -> At | Every:
     return Every(words.quantity(TIMES, SHORTEST_S, expected=TIME))
 
 
-def _time(words: Words, before: str) -> float:
-    words.take(before)
+def _time(words: Words, preposition: str) -> float:
+    words.take(preposition)
     return words.quantity(TIMES, SHORTEST_S, expected=TIME)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     firsts = sorted(set(numbers) - {number + 1 for number in numbers})
     lasts = sorted(set(numbers) - {number - 1 for number in numbers})
-    return ",".join(f"{one}-{last}" if one < last else f"{one}" for one, last in zip(firsts, lasts, strict=True))
+    return ",".join(
+        f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, lasts, strict=True)
+    )
 
 
 def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
     """Raise LaunchError for a fault whose victim does not exist among these workers and shards."""
     for fault in faults:
         kind, numbers = victims_of(fault)
-        there = {"worker": workers, "server": shards, "coordinator": 1}[kind]
-        wrong = next((number for number in numbers if number >= there), None)
-        if there == 0:
+        count = {"worker": workers, "server": shards, "coordinator": 1}[kind]
+        missing = next((number for number in numbers if number >= count), None)
+        if count == 0:
             raise _cannot(fault, "there is no parameter server", "a fault of workers, or a recipe with a server")
-        if wrong is not None:
-            raise _cannot(fault, f"there is no {kind} {wrong} of {there}", f"a {kind} from 0 to {there - 1}")
-        if isinstance(fault, Partition) and len(numbers) == there:
-            raise _cannot(fault, f"all {there} workers on one side of a cut", "at least one worker on the other side")
+        if missing is not None:
+            raise _cannot(fault, f"there is no {kind} {missing} of {count}", f"a {kind} from 0 to {count - 1}")
+        if isinstance(fault, Partition) and len(numbers) == count:
+            raise _cannot(fault, f"all {count} workers on one side of a cut", "at least one worker on the other side")
 
 
 def _cannot(fault: Fault, problem: str, expected: str) -> LaunchError:
@@ -301,27 +303,29 @@ def schedule(
     >>> [(time, event.verb, event.numbers) for time, event in plan]
     [(10.0, 'kill', (1,)), (15.0, 'back', (1,))]
     """
-    crew = _Crew({"worker": workers, "server": shards, "coordinator": 1})
-    rngs = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, one))) for one in range(len(faults))]
+    processes = _ProcessStates({"worker": workers, "server": shards, "coordinator": 1})
+    rngs = [
+        np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, index))) for index in range(len(faults))
+    ]
     queue: list[_Turn] = []
     for number, (fault, rng) in enumerate(zip(faults, rngs, strict=True)):
         heapq.heappush(queue, _Turn(_after(0.0, fault.when, rng), True, number, 0))
     while queue:
         turn = heapq.heappop(queue)
         if turn.ends is not None:
-            if crew.end(turn.ends, turn):
+            if processes.end(turn.ends, turn):
                 yield turn.time, turn.ends
             continue
         fault, rng = faults[turn.fault], rngs[turn.fault]
-        event, lasts_s = crew.struck(fault, rng), _lasts_s(fault)
+        event, lasts_s = processes.event_of(fault, rng), _lasts_s(fault)
         if event is not None:
             returns = supervised or event.kind != "worker"
-            crew.begin(event, turn, gone=not returns or lasts_s is not None, for_good=lasts_s is None)
+            processes.begin(event, turn, is_removed=not returns or lasts_s is not None, for_good=lasts_s is None)
             yield turn.time, event
         if event is not None and lasts_s is not None:
             ends = replace(event, verb=fault.ends, back_after_s=None)
             heapq.heappush(queue, turn._replace(time=turn.time + lasts_s, begins=False, ends=ends))
-        if isinstance(fault.when, Every) and not crew.lost(*victims_of(fault)):
+        if isinstance(fault.when, Every) and not processes.lost(*victims_of(fault)):
             heapq.heappush(queue, turn._replace(time=_after(turn.time, fault.when, rng), again=turn.again + 1))
 
 
@@ -343,7 +347,7 @@ def _lasts_s(fault: Fault) -> float | None:
     return fault.back_after_s if isinstance(fault, Kill) else fault.for_s
 
 
-class _Crew:
+class _ProcessStates:
     """Killed processes, for a while or permanently, and paused ones with the turn that paused them."""
 
     def __init__(self, sizes: dict[Kind, int]) -> None:
@@ -351,23 +355,23 @@ class _Crew:
         self._gone: dict[tuple[Kind, int], bool] = {}
         self._paused: dict[tuple[Kind, int], tuple[int, int]] = {}
 
-    def struck(self, fault: Fault, rng: np.random.Generator) -> FaultEvent | None:
+    def event_of(self, fault: Fault, rng: np.random.Generator) -> FaultEvent | None:
         """Return the event of a fault now, with a random victim if it names none; None if no victim is left."""
-        kind, named = victims_of(fault)
-        numbers = named or tuple(rng.permutation(self._sizes[kind]).tolist())
-        if not named or isinstance(fault, Kill | Pause):
-            out = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()
-            numbers = tuple(islice((one for one in numbers if (kind, one) not in out), 1))
+        kind, victims = victims_of(fault)
+        numbers = victims or tuple(rng.permutation(self._sizes[kind]).tolist())
+        if not victims or isinstance(fault, Kill | Pause):
+            excluded = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()
+            numbers = tuple(islice((number for number in numbers if (kind, number) not in excluded), 1))
         factor = fault.factor if isinstance(fault, Slow) else 1.0
         back_after_s = fault.back_after_s if isinstance(fault, Kill) else None
         return FaultEvent(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
 
-    def begin(self, event: FaultEvent, turn: _Turn, gone: bool, for_good: bool) -> None:
+    def begin(self, event: FaultEvent, turn: _Turn, is_removed: bool, for_good: bool) -> None:
         """Note the begin of a fault, and whether a kill removes the process, permanently or not."""
         process = event.kind, event.numbers[0]
         if event.verb == "kill":
             self._paused.pop(process, None)
-            if gone:
+            if is_removed:
                 self._gone[process] = for_good
         elif event.verb == "pause":
             self._paused[process] = turn.fault, turn.again
@@ -385,4 +389,4 @@ class _Crew:
 
     def lost(self, kind: Kind, numbers: tuple[int, ...]) -> bool:
         """Return True if all possible victims of a fault are killed permanently."""
-        return all(self._gone.get((kind, one), False) for one in numbers or range(self._sizes[kind]))
+        return all(self._gone.get((kind, number), False) for number in numbers or range(self._sizes[kind]))

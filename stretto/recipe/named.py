@@ -53,23 +53,25 @@ def named(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Recipe:
-        given = signature.bind(*args, **kwargs).arguments
+        arguments = signature.bind(*args, **kwargs).arguments
         try:
             recipe = make(*args, **kwargs)
         except FieldError as error:
-            raise _in_typed_words(error, make.__name__, given) from None
-        options = ", ".join(f"{name}={literal(value)}" for name, value in given.items())
+            raise _in_typed_words(error, make.__name__, arguments) from None
+        options = ", ".join(f"{name}={literal(value)}" for name, value in arguments.items())
         object.__setattr__(recipe, "called", f"{make.__name__}({options})" if options else make.__name__)
         return recipe
 
     return made
 
 
-def _in_typed_words(error: FieldError, name: str, given: Mapping[str, object]) -> FieldError:
+def _in_typed_words(error: FieldError, name: str, arguments: Mapping[str, object]) -> FieldError:
     """Return the error of a field as one of the recipe's option that it was made from, where that is known."""
-    alike = [one for one, value in given.items() if value == error.value and type(value) is type(error.value)]
-    alike.sort(key=lambda one: (one != error.field, not one.endswith(error.field)))
-    return error.renamed(alike[0], name) if alike else error
+    candidates = [
+        argument for argument, value in arguments.items() if value == error.value and type(value) is type(error.value)
+    ]
+    candidates.sort(key=lambda argument: (argument != error.field, not argument.endswith(error.field)))
+    return error.renamed(candidates[0], name) if candidates else error
 
 
 @named
@@ -348,7 +350,7 @@ def catalogue() -> list[Entry]:
 def _entry(make: Callable[..., Recipe]) -> Entry:
     recipe = make()
     options = inspect.signature(make).parameters.values()
-    signature = ", ".join(f"{one.name}={literal(one.default)}" for one in options)
+    signature = ", ".join(f"{option.name}={literal(option.default)}" for option in options)
     sentence = (make.__doc__ or "").partition("\n")[0]
     return Entry(make.__name__, sentence, f"{make.__name__}({signature})", recipe.words(), recipe.sources())
 
@@ -357,7 +359,12 @@ def markdown_table(entries: Sequence[Entry]) -> str:
     """Return the recipes as a Markdown table."""
     head = ["recipe", "what it does", "what", "when", "whom", "how", "then", "papers"]
     rows = [
-        [f"`{one.signature}`", one.sentence, *(f"`{word}`" for word in one.words.values()), "; ".join(one.papers)]
-        for one in entries
+        [
+            f"`{entry.signature}`",
+            entry.sentence,
+            *(f"`{word}`" for word in entry.words.values()),
+            "; ".join(entry.papers),
+        ]
+        for entry in entries
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])

@@ -32,9 +32,9 @@ EXPECTED = "a recipe's name with its options (see `stretto recipes`), or Recipe(
 
 
 def _answers() -> dict[str, Callable[..., Any]]:
-    found = (value for room in (what, when, whom, codecs, then) for value in vars(room).values())
-    leaves = (one for one in found if isinstance(one, type) and issubclass(one, Answer))
-    return {one.__name__: one for one in leaves if one.__name__.islower()}
+    values = (value for module in (what, when, whom, codecs, then) for value in vars(module).values())
+    answers = (value for value in values if isinstance(value, type) and issubclass(value, Answer))
+    return {answer.__name__: answer for answer in answers if answer.__name__.islower()}
 
 
 ANSWERS = _answers()
@@ -63,8 +63,8 @@ _WITHIN = {**WORDS, **ANSWERS}
 
 
 def _read(text: str) -> tuple[Words, Term]:
-    shown = text if len(text) <= LONGEST else f"{text[:40]}... of {len(text)} characters"
-    words = Words(shown, "--recipe", EXAMPLE, EXPECTED, RecipeError)
+    shortened = text if len(text) <= LONGEST else f"{text[:40]}... of {len(text)} characters"
+    words = Words(shortened, "--recipe", EXAMPLE, EXPECTED, RecipeError)
     term = words.term()
     words.end()
     return words, term
@@ -73,8 +73,8 @@ def _read(text: str) -> tuple[Words, Term]:
 def _value(term: Term, words: Words, names: Mapping[str, Callable[..., Any]]) -> Any:
     if not term.name:
         return term.value
-    args = [_value(one, words, _WITHIN) for one in term.args]
-    options = {name: _value(one, words, _WITHIN) for name, one in term.options.items()}
+    args = [_value(arg, words, _WITHIN) for arg in term.args]
+    options = {name: _value(option, words, _WITHIN) for name, option in term.options.items()}
     make = names.get(term.name) or (_imported(term.name) if "." in term.name else _of_entry_point(term, words))
     _check_options(term, words, make, args, options)
     return make(*args, **options)
@@ -97,34 +97,36 @@ def _imported(path: str) -> type[codecs.Codec]:
     """Return the codec of an import path. Raise RecipeError if there is none."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        imported = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises while it is imported
         raise _no_codec(path, f"{type(error).__name__}: {error}") from error
-    return _codec(path, found)
+    return _codec(path, imported)
 
 
 def _of_entry_point(term: Term, words: Words) -> type[codecs.Codec]:
     """Return the codec that a package has registered under this name. Raise RecipeError if none has."""
     name = term.name
-    found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
-    if found is None:
+    entry_point = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
+    if entry_point is None:
         near = ", ".join(difflib.get_close_matches(name, [*RECIPES, *ANSWERS], n=3, cutoff=0.0))
         words.example = nearest(name, RECIPES) or EXAMPLE
         problem = f"no recipe or answer is called {name!r}; the nearest are {near}"
         raise words.refused("one of " + ", ".join(sorted(WORDS)), term.at, problem)
     try:
-        loaded = found.load()
+        loaded = entry_point.load()
     except Exception as error:  # whatever the module raises while it is imported
-        raise _no_codec(f"{name} ({found.value})", f"{type(error).__name__}: {error}") from error
-    return _codec(f"{name} ({found.value})", loaded)
+        raise _no_codec(f"{name} ({entry_point.value})", f"{type(error).__name__}: {error}") from error
+    return _codec(f"{name} ({entry_point.value})", loaded)
 
 
-def _codec(path: str, found: object) -> type[codecs.Codec]:
-    if not isinstance(found, type) or not issubclass(found, codecs.Codec):
-        raise _no_codec(path, f"a {type(found).__name__}" if not isinstance(found, type) else f"class {found.__name__}")
-    if not dataclasses.is_dataclass(found):
-        raise _no_codec(path, f"class {found.__name__}, which is no dataclass")
-    return found
+def _codec(path: str, imported: object) -> type[codecs.Codec]:
+    if not isinstance(imported, type) or not issubclass(imported, codecs.Codec):
+        raise _no_codec(
+            path, f"a {type(imported).__name__}" if not isinstance(imported, type) else f"class {imported.__name__}"
+        )
+    if not dataclasses.is_dataclass(imported):
+        raise _no_codec(path, f"class {imported.__name__}, which is no dataclass")
+    return imported
 
 
 def _no_codec(path: str, got: str) -> RecipeError:
@@ -142,13 +144,13 @@ def _check_options(
     term: Term, words: Words, make: Callable[..., Any], args: list[Any], options: dict[str, Any]
 ) -> None:
     name, signature = term.name, inspect.signature(make)
-    allowed = [one for one in signature.parameters if one != "called"]
+    allowed = [parameter for parameter in signature.parameters if parameter != "called"]
     expected = "the options " + ", ".join(allowed) if allowed else "no options"
-    wrong = next((one for one in options if one not in allowed), None)
-    if wrong is not None:
-        near = nearest(wrong, allowed)
-        example = f"{name}({near}={options[wrong]})" if near else f"{name}()"
-        raise words.refused(expected, term.options[wrong].at - 2, f"{name} has no option {wrong!r}", example)
+    unknown = next((option for option in options if option not in allowed), None)
+    if unknown is not None:
+        near = nearest(unknown, allowed)
+        example = f"{name}({near}={options[unknown]})" if near else f"{name}()"
+        raise words.refused(expected, term.options[unknown].at - 2, f"{name} has no option {unknown!r}", example)
     try:
         signature.bind(*args, **options)
     except TypeError as error:
@@ -164,11 +166,13 @@ def with_shards(text: str, shards: int) -> str:
     'Recipe(whom=server(shards=2))'
     """
     recipe = parse(text)
-    wanted = dataclasses.replace(recipe, whom=whom.server(shards), called="")
+    sharded = dataclasses.replace(recipe, whom=whom.server(shards), called="")
     with contextlib.suppress(RecipeError):
         name, _, options = str(recipe).partition("(")
-        kept = [one for one in options.removesuffix(")").split(", ") if one and not one.startswith("shards=")]
-        short = f"{name}({', '.join([*kept, f'shards={shards}'])})"
-        if parse(short) == wanted:
+        other_options = [
+            option for option in options.removesuffix(")").split(", ") if option and not option.startswith("shards=")
+        ]
+        short = f"{name}({', '.join([*other_options, f'shards={shards}'])})"
+        if parse(short) == sharded:
             return short
-    return str(wanted)
+    return str(sharded)

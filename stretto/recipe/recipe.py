@@ -46,12 +46,12 @@ class Recipe(Answer):
 
     def spelled(self) -> str:
         """Return the long form of the recipe."""
-        answers = [f"{one.name}={getattr(self, one.name)}" for one in _axes() if _differs(self, one.name)]
+        answers = [f"{axis.name}={getattr(self, axis.name)}" for axis in _axes() if _differs(self, axis.name)]
         return f"Recipe({', '.join(answers)})"
 
     def words(self) -> dict[str, str]:
         """Return the five answers as text."""
-        return {one.name: str(getattr(self, one.name)) for one in _axes()}
+        return {axis.name: str(getattr(self, axis.name)) for axis in _axes()}
 
     @property
     def asynchronous(self) -> bool:
@@ -77,12 +77,12 @@ class Recipe(Answer):
 
     def sources(self) -> tuple[str, ...]:
         """Return the papers of all answers, each once."""
-        papers = (paper for one in _axes() for paper in getattr(self, one.name).sources())
+        papers = (paper for axis in _axes() for paper in getattr(self, axis.name).sources())
         return tuple(dict.fromkeys(papers))
 
 
 def _axes() -> list[Field[Any]]:
-    return [one for one in fields(Recipe) if one.name != "called"]
+    return [field for field in fields(Recipe) if field.name != "called"]
 
 
 def _differs(recipe: Recipe, name: str) -> bool:
@@ -152,14 +152,14 @@ def _check_then(recipe: Recipe) -> None:
     fitting = THENS[type(recipe.when)][type(recipe.what)]
     if isinstance(recipe.then, fitting) and not _is_frozen_alone(recipe):
         return
-    given = f"what={recipe.what}, when={recipe.when}"
+    answers = f"what={recipe.what}, when={recipe.when}"
     whom = f", whom={recipe.whom}" if recipe.shards else ""
     raise RecipeError(
         explain(
             f"what={recipe.what} and then={recipe.then} do not fit: {_reason(recipe)}",
-            got=f"{given}, then={recipe.then}",
-            expected=f"with {given}, then= one of " + ", ".join(f"{one.__name__}()" for one in fitting),
-            to_type=f"Recipe({given}{whom}, then={_fitting_then(recipe)})",
+            got=f"{answers}, then={recipe.then}",
+            expected=f"with {answers}, then= one of " + ", ".join(f"{then.__name__}()" for then in fitting),
+            to_type=f"Recipe({answers}{whom}, then={_fitting_then(recipe)})",
         )
     )
 
@@ -242,8 +242,8 @@ def _check_how(recipe: Recipe) -> None:
                 to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
             )
         )
-    whole = isinstance(recipe.what, parameters) and not (recipe.how.elementwise and recipe.how.reply is None)
-    if recipe.asynchronous and whole:
+    is_whole = isinstance(recipe.what, parameters) and not (recipe.how.elementwise and recipe.how.reply is None)
+    if recipe.asynchronous and is_whole:
         raise RecipeError(
             explain(
                 "parameters are sent whole to a server on arrival: a part of them does not determine the rest",

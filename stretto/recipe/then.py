@@ -34,8 +34,8 @@ PIECE = 1 << 16
 def _add(theta: Tensor, answer: Tensor, agreed: Tensor, weight: float) -> None:
     """`agreed += weight * answer; theta = agreed`."""
     flat: tuple[Any, ...] = (theta, answer, agreed)
-    for now, change, before in zip(*(one.split(PIECE) for one in flat), strict=True):
-        now.copy_(before.add_(change, alpha=weight))
+    for theta_piece, answer_piece, agreed_piece in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
+        theta_piece.copy_(agreed_piece.add_(answer_piece, alpha=weight))
 
 
 class Then(Answer):

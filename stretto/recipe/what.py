@@ -49,8 +49,8 @@ class OfParameters(What):
     def bring(self, theta: Tensor, agreed: Tensor, share: float, out: Tensor) -> None:
         """Write this worker's contribution, weighted by its share of the samples, into `out`."""
         flat: tuple[Any, ...] = (theta, agreed, out)
-        for now, before, piece in zip(*(one.split(PIECE) for one in flat), strict=True):
-            torch.sub(now, before, out=piece).mul_(share)
+        for theta_piece, agreed_piece, out_piece in zip(*(tensor.split(PIECE) for tensor in flat), strict=True):
+            torch.sub(theta_piece, agreed_piece, out=out_piece).mul_(share)
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,9 +99,9 @@ class gradient_differences(gradients):
         return DifferencesState(like, how.init_state(like, context), context.worker)
 
     def average(self, how: Encoding, x: Tensor, state: DifferencesState) -> CollectiveCoroutine:
-        sent = yield from how.exchange(self._message(how, x.sub_(state.own), state), x)
-        answer = state.all + sent
-        state.all.add_(sent, alpha=self.beta)
+        difference = yield from how.exchange(self._message(how, x.sub_(state.own), state), x)
+        answer = state.all + difference
+        state.all.add_(difference, alpha=self.beta)
         return answer
 
     def codec_state(self, state: DifferencesState) -> Any:

@@ -28,13 +28,13 @@ class CreationOrder(Generic[Created]):
         numbers: WeakKeyDictionary[Created, int] = WeakKeyDictionary()
         next_number = count()
 
-        def create(made: type[Created], *_: Any, **__: Any) -> Created:
-            found = object.__new__(made)
-            numbers[found] = next(next_number)
-            return found
+        def create(created_class: type[Created], *_: Any, **__: Any) -> Created:
+            instance = object.__new__(created_class)
+            numbers[instance] = next(next_number)
+            return instance
 
-        for found in sorted((one for one in gc.get_objects() if issubclass(type(one), kind)), key=_description):
-            numbers[found] = next(next_number)
+        for instance in sorted((obj for obj in gc.get_objects() if issubclass(type(obj), kind)), key=_description):
+            numbers[instance] = next(next_number)
         kind.__new__ = create  # type: ignore[method-assign, assignment]
         self._numbers = numbers
 
@@ -43,9 +43,9 @@ class CreationOrder(Generic[Created]):
         return sorted(self._numbers, key=self._numbers.__getitem__)
 
 
-def _description(found: object) -> tuple[str, str]:
-    settings = {name: value for name, value in vars(found).items() if isinstance(value, int | float | str)}
-    return type(found).__qualname__, str(settings)
+def _description(instance: object) -> tuple[str, str]:
+    settings = {name: value for name, value in vars(instance).items() if isinstance(value, int | float | str)}
+    return type(instance).__qualname__, str(settings)
 
 
 SCHEDULERS = CreationOrder(LRScheduler)

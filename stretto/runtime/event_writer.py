@@ -128,14 +128,14 @@ def common_zero(wire: Transport, clock: Callable[[], float]) -> float:
     exchange, five times, and take the median, which is exact to about the latency of the network.
     """
     readings = wire.all_gather_bytes(boot_id() + struct.pack("<d", clock()))
-    if all(one[:-8] == readings[0][:-8] for one in readings):
+    if all(reading[:-8] == readings[0][:-8] for reading in readings):
         return float(struct.unpack("<d", readings[0][-8:])[0])
     offsets = []
     for _ in range(5):
         wire.all_gather_bytes(b"")
-        mine = clock()
-        root: float = struct.unpack("<d", wire.all_gather_bytes(struct.pack("<d", mine))[0])[0]
-        offsets.append(mine - root)
+        own_reading = clock()
+        root: float = struct.unpack("<d", wire.all_gather_bytes(struct.pack("<d", own_reading))[0])[0]
+        offsets.append(own_reading - root)
     root_zero: float = struct.unpack("<d", readings[0][-8:])[0]
     return root_zero + statistics.median(offsets)
 
