@@ -173,8 +173,8 @@ def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
 def random_states(loader: Any) -> Own:
     """Return the random states of this process and of the generators of a loader."""
     version, numbers, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
-    facts = {"python": [version, list(numbers), gauss], "numpy": [kind, *rest]}
+    kind, keys, *position_and_gauss = np.random.get_state()
+    facts = {"python": [version, list(numbers), gauss], "numpy": [kind, *position_and_gauss]}
     tensors = {"random/torch": torch.get_rng_state(), "random/numpy": torch.from_numpy(np.array(keys, np.int64))}
     for index, generator in enumerate(_generators(loader)):
         tensors[f"random/loader/{index}"] = generator.get_state()
@@ -188,8 +188,8 @@ def restore_random_states(own: Own, loader: Any) -> None:
         return
     version, numbers, gauss = facts["python"]
     random.setstate((version, tuple(numbers), gauss))
-    kind, *rest = facts["numpy"]
-    np.random.set_state((kind, tensors["random/numpy"].numpy().astype(np.uint32), *rest))
+    kind, *position_and_gauss = facts["numpy"]
+    np.random.set_state((kind, tensors["random/numpy"].numpy().astype(np.uint32), *position_and_gauss))
     torch.set_rng_state(tensors["random/torch"])
     for index, generator in enumerate(_generators(loader)):
         if f"random/loader/{index}" in tensors:

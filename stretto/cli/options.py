@@ -144,12 +144,14 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     values = _content(path)
-    known = {name: parameter.name for parameter in context.command.params for name in _keys(parameter)}
+    parameter_by_key = {name: parameter.name for parameter in context.command.params for name in _keys(parameter)}
     if VERSION in values:
         hidden = (set(RunConfig.__struct_fields__) - set(options()) - {"script", "args"}) & values.keys()
         context.meta[FROM_FILE] = {name: values[name] for name in hidden}
-        values = {name: value for name, value in values.items() if name in known}
-    defaults = {known.get(name) or _refuse(path, name, known): value for name, value in values.items()}
+        values = {name: value for name, value in values.items() if name in parameter_by_key}
+    defaults = {
+        parameter_by_key.get(name) or _refuse(path, name, parameter_by_key): value for name, value in values.items()
+    }
     if context.meta.get(SCRIPT_TYPED):
         defaults = {name: value for name, value in defaults.items() if name not in ("script", "args", "module")}
     context.default_map = defaults
@@ -186,8 +188,8 @@ def _refuse_file(path: Path, why: str) -> Any:
     raise LaunchError(explain(problem, got=f"--config {path}", expected=expected, to_type=to_type))
 
 
-def _refuse(path: Path, name: str, known: Mapping[str, Any]) -> Any:
-    near = nearest(name, known)
+def _refuse(path: Path, name: str, parameter_by_key: Mapping[str, Any]) -> Any:
+    near = nearest(name, parameter_by_key)
     expected = f"names of options (the nearest are {', '.join(near)})"
     problem = f"{path} sets {name}, which is no option here"
     raise LaunchError(explain(problem, got=name, expected=expected, to_type=f"{near[0]} = ..."))

@@ -91,7 +91,7 @@ class by_size(Placed):
         residuals = [(part, residual) for part in parts if (residual := part.codec.residual(part.state)) is not None]
         if not residuals:
             return None
-        total = residuals[0][1].new_zeros(residuals[0][0].whole)
+        total = residuals[0][1].new_zeros(residuals[0][0].length)
         for part, residual in residuals:
             part.scatter(residual, total)
         return total
@@ -116,10 +116,10 @@ class by_size(Placed):
 class PartState(State):
     """The parameters of one class as one flat tensor: their places in the range, and the state of their codec."""
 
-    transient = ("codec", "whole", "runs", "context")
+    transient = ("codec", "length", "runs", "context")
 
     def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, context: CodecContext) -> None:
-        self.codec, self.whole = codec, like.numel()
+        self.codec, self.length = codec, like.numel()
         self.runs = _merged(blocks)
         self.context = replace(context, blocks=_moved_up(blocks) if context.blocks else (), theta=None)
         self.state = codec.init_state(self.gather(like), self.context)

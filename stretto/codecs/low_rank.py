@@ -44,9 +44,9 @@ class low_rank(Placed):
         return LowRankState(like, context, self.rank)
 
     def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
-        matrices, rest = _cut(x.numel(), context, self.rank)
+        matrices, other_runs = _cut(x.numel(), context, self.rank)
         factors = sum(self.rank * (matrix.rows + matrix.columns) for matrix in matrices)
-        return _working(x.dtype).itemsize * (factors + sum(len(run) for run in rest))
+        return _working(x.dtype).itemsize * (factors + sum(len(run) for run in other_runs))
 
     def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
         refuse_not_finite(x if residual is None else x.add_(residual), self)
@@ -137,16 +137,16 @@ class LowRankState(State):
 def _cut(numbers: int, context: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
     """Return the matrices of a range that become smaller, and the runs of all other numbers."""
     square = Block("", 0, numbers, _near_square(numbers))
-    matrices, rest = [], []
+    matrices, other_runs = [], []
     for block in context.blocks or [square]:
         shape = (block.shape[0], math.prod(block.shape[1:])) if len(block.shape) > 1 else (1, block.stop - block.start)
         end = block.start + math.prod(shape)
         if rank * sum(shape) < math.prod(shape) and end <= block.stop:
             matrices.append(Matrix(block.start, *shape))
-            rest.append(range(end, block.stop))
+            other_runs.append(range(end, block.stop))
         else:
-            rest.append(range(block.start, block.stop))
-    return matrices, rest
+            other_runs.append(range(block.start, block.stop))
+    return matrices, other_runs
 
 
 def _near_square(numbers: int) -> tuple[int, int]:

@@ -103,8 +103,8 @@ def drawn(n: int, k: int, seed: int) -> Tensor:
     return chosen.sort().values.int()
 
 
-def _distinct(places: Tensor) -> Tensor:
-    return cast("Tensor", torch.unique(places))
+def _distinct(indices: Tensor) -> Tensor:
+    return cast("Tensor", torch.unique(indices))
 
 
 def mixed(*numbers: int) -> int:

@@ -57,8 +57,8 @@ class sign(SingleRound):
         if message.numel() == 0:
             return
         scales, packed = split_message(message, *self._message_sizes(total.numel()), self)
-        both = scales.view(-1, 2) if self.means == "two" else torch.stack([-scales, scales], 1)
-        kernels.on(total).add_sign(total, packed, both, self.bucket)
+        scale_pairs = scales.view(-1, 2) if self.means == "two" else torch.stack([-scales, scales], 1)
+        kernels.on(total).add_sign(total, packed, scale_pairs, self.bucket)
 
     def values_sent(self, message: Tensor, like: Tensor) -> int:
         return like.numel() if message.numel() else 0

@@ -30,10 +30,10 @@ class top_k(Sparsifier):
     papers = ("Stich et al. 2018 (1809.07599)",)
 
     def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
-        on, n = kernels.on(x), x.numel()
+        kernel, n = kernels.on(x), x.numel()
         if self.chunk is None:
-            return without_zeros(*on.take_largest(x, residual, share_of(self.ratio, n)))
-        return without_zeros(*on.take_largest_per_chunk(x, residual, self.chunk, share_of(self.ratio, self.chunk)))
+            return without_zeros(*kernel.take_largest(x, residual, share_of(self.ratio, n)))
+        return without_zeros(*kernel.take_largest_per_chunk(x, residual, self.chunk, share_of(self.ratio, self.chunk)))
 
     def max_values(self, n: int) -> int:
         return share_of(self.ratio, n) if self.chunk is None else per_chunk(n, self.chunk, self.ratio)

@@ -82,9 +82,9 @@ def compared(run: Path, reference: Path) -> Record:
 
 def _at(run: Path, reference: Path) -> Record:
     state, expected = _file(run, "safetensors"), _file(reference, "safetensors")
-    both = state.exists() and expected.exists()
+    are_stored = state.exists() and expected.exists()
     return {
-        "parameter_distance": parameter_distance(state, expected) if both else None,
+        "parameter_distance": parameter_distance(state, expected) if are_stored else None,
         "prediction_disagreement": prediction_disagreement(
             _file(run, "predictions.npy"), _file(reference, "predictions.npy")
         ),

@@ -442,12 +442,12 @@ class BatchAssignment:
 
     def _return_parts(self, change: _PendingChange, number: int) -> None:
         """Add the parts that removed members had in a global step to the positions that a change returns."""
-        segment, lost = self._segment_of(number), self._lost.get(number, set())
-        removed = set(segment.members).difference(change.members, lost) if number > change.committed else set()
+        segment, earlier = self._segment_of(number), self._lost.get(number, set())
+        removed = set(segment.members).difference(change.members, earlier) if number > change.committed else set()
         for worker in removed:
             change.returned.extend(span for span in self._part(segment, number, worker) if span[0] < span[1])
         if removed:
-            self._lost[number] = lost | removed
+            self._lost[number] = earlier | removed
 
     def _take_effect(self) -> None:
         """Apply changes whose preceding global steps are all assigned."""

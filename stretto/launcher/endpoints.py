@@ -72,8 +72,8 @@ class Servers:
 
     def inherited(self, shard: int) -> list[int]:
         """Return the sockets that a shard inherits: its own, and for shard 0 that of the batch dispatcher."""
-        own = self.sockets[shard + 1].fileno()
-        return [own] if shard else [own, self.sockets[0].fileno()]
+        listener = self.sockets[shard + 1].fileno()
+        return [listener] if shard else [listener, self.sockets[0].fileno()]
 
     def close(self) -> None:
         """Close the sockets. Once only the servers hold them, connections to an exited server are refused."""

@@ -75,10 +75,10 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
     info = _read(request.run)
     check(info.config.script, info.config.module)
-    here = _connect(info.coordinator)
+    local_address = _connect(info.coordinator)
     config = replace(
         info.config,
-        host=here,
+        host=local_address,
         threads=request.threads or max(1, cores() // request.workers),
         output=request.output,
         restarts=request.restarts,

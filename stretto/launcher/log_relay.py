@@ -85,14 +85,14 @@ class LogRelay(threading.Thread):
 
     def run(self) -> None:
         """Relay output and update the display until closed."""
-        due = time.monotonic()
+        due_s = time.monotonic()
         while (self._limit is None or self._selector.get_map()) and not self._is_over():
             for key, _ in self._selector.select(timeout=TICK_S if self._selector.get_map() else SOON_S):
                 self._read(key.data)
             self._show_notes()
-            if time.monotonic() >= due:
+            if time.monotonic() >= due_s:
                 self._show(lambda display: display.poll())
-                due = time.monotonic() + TICK_S
+                due_s = time.monotonic() + TICK_S
         self._show_notes()
         self._show(lambda display: display.end())
         self._close_all()
@@ -188,5 +188,5 @@ def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
 
 def _labelled(worker: int, lines: Sequence[bytes]) -> bytes:
     """Return the lines, each with the process that printed it."""
-    who = str(worker) if worker >= 0 else process_name(worker)
-    return b"".join(b"[%s] %s\n" % (who.encode(), line) for line in lines)
+    process_label = str(worker) if worker >= 0 else process_name(worker)
+    return b"".join(b"[%s] %s\n" % (process_label.encode(), line) for line in lines)

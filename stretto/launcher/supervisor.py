@@ -134,7 +134,7 @@ class Supervisor:
 
     def _next(self) -> Exited | None:
         """Return the next exit of a process, or None when something else is due."""
-        soon = [due for due, *_ in self._due[:1]] + [time.perf_counter() + POLL_S] * self._is_ending()
+        soon = [due_s for due_s, *_ in self._due[:1]] + [time.perf_counter() + POLL_S] * self._is_ending()
         try:
             news = self._inbox.get(timeout=max(0.0, min(soon) - time.perf_counter()) if soon else None)
         except Empty:
@@ -349,8 +349,8 @@ class Supervisor:
 
     def _write(self, event: str, number: int, /, **carries: object) -> None:
         """Append an event to the log. An event that cannot be written is lost."""
-        at = time.perf_counter()
-        line = {"event": event, "t": round(at - self._plan.zero, 6), **of_process(number), "at": at, **carries}
+        time_s = time.perf_counter()
+        line = {"event": event, "t": round(time_s - self._plan.zero, 6), **of_process(number), "at": time_s, **carries}
         with contextlib.suppress(LogError):
             log = LogFile(self._plan.folder / "events.jsonl")
             try:

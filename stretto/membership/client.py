@@ -173,13 +173,13 @@ class MembershipClient(CoordinatorConnection):
         for socket_ in (self._dealer, self._monitor, self._wake_receiver.fileno()):
             poller.register(socket_, zmq.POLLIN)
         try:
-            due = time.monotonic()
+            due_s = time.monotonic()
             while not self._is_closing:
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self._every_s
+                if time.monotonic() >= due_s:
+                    due_s = time.monotonic() + self._every_s
                     self._send_pending(with_heartbeat=True)
                     self._abort_if_silent()
-                ready = dict(poller.poll(max(int((due - time.monotonic()) * 1000) + 1, 0)))
+                ready = dict(poller.poll(max(int((due_s - time.monotonic()) * 1000) + 1, 0)))
                 is_woken = self._wake_receiver.fileno() in ready and self._drain_wakes()
                 is_new = self._process_monitor()
                 if self._receive_all() or is_new or is_woken:

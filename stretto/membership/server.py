@@ -76,16 +76,16 @@ class MembershipServer:
         """Serve until `stop` is set."""
         try:
             self._send_logged([])  # writes the first record of the log
-            due = time.monotonic()
+            due_s = time.monotonic()
             while not stop.is_set():
-                if self._socket.poll(max(int((due - time.monotonic()) * 1000) + 1, 0)):
+                if self._socket.poll(max(int((due_s - time.monotonic()) * 1000) + 1, 0)):
                     self._receive_all()
                 now = time.monotonic()
-                if now - due > self._paused_s:
-                    self._coordinator.extend_timeouts(now - due)
-                    due = now
-                elif now >= due:
-                    due = now + self._tick_s
+                if now - due_s > self._paused_s:
+                    self._coordinator.extend_timeouts(now - due_s)
+                    due_s = now
+                elif now >= due_s:
+                    due_s = now + self._tick_s
                     self._send_logged(self._coordinator.tick(now))
                     self._save(now)
         finally:

@@ -32,8 +32,8 @@ class Incident:
 
     def __str__(self) -> str:
         seconds = formatting.seconds(abs(self.t))
-        when = f"at {seconds}" if self.t >= 0 else f"{seconds} before training started"
-        return f"{self.process}, {when}: {self.description}" + f"; {self.consequence}" * bool(self.consequence)
+        time_text = f"at {seconds}" if self.t >= 0 else f"{seconds} before training started"
+        return f"{self.process}, {time_text}: {self.description}" + f"; {self.consequence}" * bool(self.consequence)
 
 
 def incidents(history: History) -> list[Incident]:
@@ -155,8 +155,11 @@ def failures(history: History) -> list[dict[str, Any]]:
 def in_lines(history: History) -> list[str]:
     """Return the first incidents, one per line, and the number of further ones; empty for a run without any."""
     all_incidents = incidents(history)
-    more = len(all_incidents) - MOST_LINES
-    return [*map(str, all_incidents[:MOST_LINES]), *([f"and {more} more; the page lists all"] if more > 0 else [])]
+    further = len(all_incidents) - MOST_LINES
+    return [
+        *map(str, all_incidents[:MOST_LINES]),
+        *([f"and {further} more; the page lists all"] if further > 0 else []),
+    ]
 
 
 def moments(history: History) -> list[tuple[float, str, bool]]:

@@ -44,13 +44,13 @@ def _removed(folder: Path) -> str:
 
 
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
-    first, *others = records = [record(section) for section in (folder, *section_folders(folder))]
+    first, *further = records = [record(section) for section in (folder, *section_folders(folder))]
     to_standard_output = str(json_to) == STANDARD_OUTPUT
-    lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if others else 0)]
+    lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if further else 0)]
     if not silent:
         print("\n".join(lines), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:
-        write_json(json_to, first | {"sections": others} if others else first)
+        write_json(json_to, first | {"sections": further} if further else first)
 
 
 def _section(record: dict[str, Any], number: int) -> list[str]:

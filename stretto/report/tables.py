@@ -351,5 +351,5 @@ NARROW = {
 
 
 def _text(text: str, range_: str, separator: str = "…") -> Text:
-    shown = Text(text)
-    return shown.append(f"\n{range_.replace('…', separator)}", style="dim") if range_ else shown
+    cell_text = Text(text)
+    return cell_text.append(f"\n{range_.replace('…', separator)}", style="dim") if range_ else cell_text

@@ -116,8 +116,8 @@ def _intervals(updates: Sequence[Update], workers: int) -> list[list[Update]]:
     The intervals are long enough to hold updates of the slowest worker, unless fewer than FEWEST_POINTS would be left.
     """
     slowest = min(Counter(update.worker for update in updates).values(), default=0)
-    most = min(MOST_POINTS, max(FEWEST_POINTS, slowest // UPDATES_OF_THE_SLOWEST))
-    count = min(most, max(1, len(updates) // (UPDATES_PER_POINT * workers)))
+    max_points = min(MOST_POINTS, max(FEWEST_POINTS, slowest // UPDATES_OF_THE_SLOWEST))
+    count = min(max_points, max(1, len(updates) // (UPDATES_PER_POINT * workers)))
     duration = updates[-1].t if updates else 0.0
     intervals: list[list[Update]] = [[] for _ in range(count)]
     for update in updates:
@@ -125,9 +125,9 @@ def _intervals(updates: Sequence[Update], workers: int) -> list[list[Update]]:
     return [interval for interval in intervals if interval]
 
 
-def traffic_curve(history: History, way: str) -> Curve:
+def traffic_curve(history: History, direction: str) -> Curve:
     """Return the megabytes so far in one of `traffic.DIRECTIONS`, without evaluation syncs: the mean over workers."""
-    return _counted(history, lambda event: float(traffic.total([traffic.accounts(event)], way)))
+    return _counted(history, lambda event: float(traffic.total([traffic.accounts(event)], direction)))
 
 
 def on_wire(history: History) -> Curve:
@@ -142,8 +142,8 @@ def _bytes_sent(event: Event) -> float:
 def _counted(history: History, count: Callable[[Event], float]) -> Curve:
     """Return a total at the times of worker 0's progress events, from the first above zero: the mean over workers."""
     lines = [interpolate(_counted_by(history, worker, count)) for worker in range(history.workers)]
-    locate, own = _locator(history), history.counts(0)
-    means = ((event, statistics.fmean(line(event["t"]) for line in lines) / 1e6) for event in own)
+    locate, events = _locator(history), history.counts(0)
+    means = ((event, statistics.fmean(line(event["t"]) for line in lines) / 1e6) for event in events)
     samples = [locate(event, value) for event, value in means if value > 0]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 

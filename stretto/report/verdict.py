@@ -140,9 +140,9 @@ def _by_data(singles: Sequence[Group], distributed: Sequence[Group], target: Tar
 
 def _as_good(singles: Sequence[Group], distributed: Sequence[Group], baseline: Group, metric: str) -> Verdict:
     """Return the verdict by the times of the groups whose final metric is as good as that of the best baseline."""
-    good = [group for group in distributed if metrics.as_good(group, baseline, metric)]
+    equal_or_better = [group for group in distributed if metrics.as_good(group, baseline, metric)]
     single = _fastest([group for group in singles if metrics.as_good(group, baseline, metric)], _seconds)
-    best = _fastest(good, _seconds)
+    best = _fastest(equal_or_better, _seconds)
     if single is None or best is None:
         return _none_as_good(distributed, baseline, metric)
     value, baseline_value = metrics.text(best.group, metric), metrics.text(single.group, metric)
@@ -150,7 +150,7 @@ def _as_good(singles: Sequence[Group], distributed: Sequence[Group], baseline: G
     rival, tail = "the fastest distributed run of equal quality", " for the same data"
     judged = _by_times(single, best, verb="took", rival=rival, tail=tail)
     judged = judged.noting(f"Final {metric}: {value}, in a single process {baseline_value}; {tolerance}.")
-    return judged.noting(_faster_but_worse([g for g in distributed if g not in good], single, metric))
+    return judged.noting(_faster_but_worse([g for g in distributed if g not in equal_or_better], single, metric))
 
 
 def _none_as_good(distributed: Sequence[Group], baseline: Group, metric: str) -> Verdict:

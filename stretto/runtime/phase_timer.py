@@ -23,17 +23,17 @@ class Stopwatch:
         now = self._clock()
         self.spent[self.phase] += now - self._since
         self._since = now
-        before, self.phase = self.phase, phase
-        return before
+        previous_phase, self.phase = self.phase, phase
+        return previous_phase
 
     @contextmanager
     def on(self, phase: str) -> Iterator[None]:
         """Switch to a phase for the duration of the block."""
-        before = self.switch(phase)
+        previous_phase = self.switch(phase)
         try:
             yield
         finally:
-            self.switch(before)
+            self.switch(previous_phase)
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Move time from one phase to another."""

@@ -35,13 +35,13 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
         return indices.new_empty(0, dtype=torch.uint8)
     if count == n:
         return indices.new_tensor([ALL], dtype=torch.uint8)
-    places = indices.long()
-    gaps = places.diff(prepend=places.new_tensor([-1])) - 1
-    bits, low = min((_rice_bits(gaps, low), low) for low in _low_bits_tried(int(places[-1]) + 1 - count, count))
+    positions = indices.long()
+    gaps = positions.diff(prepend=positions.new_tensor([-1])) - 1
+    bits, low = min((_rice_bits(gaps, low), low) for low in _low_bits_tried(int(positions[-1]) + 1 - count, count))
     head = [low, *_varint(count)]
     if len(head) + (bits + 7) // 8 <= 1 + (n + 7) // 8:
         return _joined(head, _rice(gaps, low, bits))
-    return _joined([BITMAP], places.new_zeros(n, dtype=torch.uint8).index_fill_(0, places, 1))
+    return _joined([BITMAP], positions.new_zeros(n, dtype=torch.uint8).index_fill_(0, positions, 1))
 
 
 def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
@@ -86,8 +86,8 @@ def _rice_bits(gaps: Tensor, low: int) -> int:
 
 
 def _rice(gaps: Tensor, low: int, bits: int) -> Tensor:
-    above = gaps >> low
-    zeros = (above + 1 + low).cumsum(0) - low - 1
+    quotients = gaps >> low
+    zeros = (quotients + 1 + low).cumsum(0) - low - 1
     stream = torch.ones(bits, dtype=torch.uint8, device=gaps.device)
     stream[zeros] = 0
     for bit in range(low):
@@ -114,13 +114,13 @@ def _count(message: Tensor) -> tuple[int, int]:
 
 
 def _from_bitmap(message: Tensor, n: int) -> tuple[Tensor, int]:
-    used = 1 + (n + 7) // 8
-    if message.numel() < used:
+    used_bytes = 1 + (n + 7) // 8
+    if message.numel() < used_bytes:
         raise ValueError(f"a bitmap of {n} bits is cut off after {message.numel() - 1} bytes")
-    bits = unpack_bits(message[1:used])
+    bits = unpack_bits(message[1:used_bytes])
     if bool(bits[n:].any()):
         raise ValueError(f"a bitmap of {n} bits has ones after its end")
-    return bits[:n].nonzero().view(-1).int(), used
+    return bits[:n].nonzero().view(-1).int(), used_bytes
 
 
 def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
@@ -132,17 +132,17 @@ def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
     zeros = _next_zero(bits)
     starts = _orbit((zeros + low + 1).clamp(max=bits.numel() + 1), count)
     end = int(starts[count])
-    used = start + (end + 7) // 8
+    used_bytes = start + (end + 7) // 8
     if end > bits.numel():
         raise ValueError(f"a message about {count} indices is cut off or speaks of places outside {n}")
     ends = zeros[starts[:-1]]
     gaps = ends - starts[:-1] << low
     for bit in range(low):
         gaps |= bits[ends + 1 + bit].long() << bit
-    places = (gaps + 1).cumsum(0) - 1
-    if int(places[-1]) >= n or bool(bits[end : (used - start) * 8].any()):
+    positions = (gaps + 1).cumsum(0) - 1
+    if int(positions[-1]) >= n or bool(bits[end : (used_bytes - start) * 8].any()):
         raise ValueError(f"a message about indices has an index outside {n}, or does not end in zeros")
-    return places.int(), used
+    return positions.int(), used_bytes
 
 
 def _next_zero(bits: Tensor) -> Tensor:

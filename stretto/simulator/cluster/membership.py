@@ -85,8 +85,8 @@ class SimMembershipClient(CoordinatorConnection):
     def send_pending(self, with_heartbeat: bool = False) -> None:
         """Send all messages that the coordinator has not answered yet."""
         if with_heartbeat:
-            doing, step, since = self._doing
-            for_s = self._coordinator.now - since
+            doing, step, since_s = self._doing
+            for_s = self._coordinator.now - since_s
             heartbeat = Heartbeat(self.state.generation, doing, for_s, step, self._operations_begun(), self._waits)
             self._coordinator.send(self, heartbeat)
         if self._broken.generation > self.aborted:
@@ -375,10 +375,12 @@ class SimCoordinator:
     def _too_few_error(self) -> LaunchError:
         running = sum(not worker.has_ended for worker in self._engine.workers)
         problem = f"the run cannot continue at {self.now:g} s of virtual time: too few workers are left"
-        least = max(self._config.min_workers, 1)
-        to_type = '--faults "kill worker 1 at 3s, back after 2s"' + " or --min-workers 1" * (least > 1)
+        min_workers = max(self._config.min_workers, 1)
+        to_type = '--faults "kill worker 1 at 3s, back after 2s"' + " or --min-workers 1" * (min_workers > 1)
         return LaunchError(
-            explain(problem, got=f"{running} of {self._config.workers}", expected=f"at least {least}", to_type=to_type)
+            explain(
+                problem, got=f"{running} of {self._config.workers}", expected=f"at least {min_workers}", to_type=to_type
+            )
         )
 
     # --- delivery of messages -----------------------------------------------------------------------------------

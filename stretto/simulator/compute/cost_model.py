@@ -88,10 +88,10 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
         if start == 0 and measured is not None and words.skip(AUTO):
             is_auto = True
             continue
-        time, at = words.quantity(TIMES), words.at
+        time, offset = words.quantity(TIMES), words.at
         field = NAMES.get(words.typed() if words.next not in ("", ",") else "")
         if field is None or field in values:
-            raise words.refused(f"nothing, or once each: {', '.join(NAMES)[2:]}", at)
+            raise words.refused(f"nothing, or once each: {', '.join(NAMES)[2:]}", offset)
         values[field] = time
     if measured is not None and is_auto:
         return replace(measured(), **values)

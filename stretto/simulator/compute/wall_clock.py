@@ -15,12 +15,12 @@ def seconds() -> float:
 
 def throttled(show: Callable[[], None]) -> Callable[[], None]:
     """Return a function that calls `show`, but at most every 0.1 seconds."""
-    shown = float("-inf")
+    last_s = float("-inf")
 
     def show_if_due() -> None:
-        nonlocal shown
-        if seconds() - shown >= SHOW_EVERY_S:
+        nonlocal last_s
+        if seconds() - last_s >= SHOW_EVERY_S:
             show()
-            shown = seconds()
+            last_s = seconds()
 
     return show_if_due

@@ -62,7 +62,7 @@ def _free_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        return min(free, int(limit) - int(used)) if limit != "max" else free
+        used_bytes_text = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        return min(free, int(limit) - int(used_bytes_text)) if limit != "max" else free
     except (OSError, ValueError):
         return free

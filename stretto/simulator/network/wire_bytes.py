@@ -86,8 +86,8 @@ def _all_reduce_messages(worker: int, workers: int, nbytes: int, item: int) -> t
         return -(-nbytes_of_chunk // segment), nbytes_of_chunk
 
     vector = (-(-nbytes // segment), nbytes)
-    previous, own, following = (chunk(worker + shift) for shift in (-1, 0, 1))
-    return _ring_volume(vector, previous, own), _ring_volume(vector, own, following)
+    previous, middle, following = (chunk(worker + shift) for shift in (-1, 0, 1))
+    return _ring_volume(vector, previous, middle), _ring_volume(vector, middle, following)
 
 
 def _ring_volume(vector: tuple[int, int], first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:

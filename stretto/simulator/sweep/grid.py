@@ -177,14 +177,14 @@ def _expanded(words: Sequence[str], name: str) -> list[str]:
     return values
 
 
-def _expansion(before: Sequence[str], after: Sequence[str], name: str) -> list[str]:
+def _expansion(values_before: Sequence[str], values_after: Sequence[str], name: str) -> list[str]:
     """Return the expansion of `...` between the values before it and the value after it."""
-    text = ",".join([*before, DOTS, *after])
-    if len(before) < 2 or not after:
+    text = ",".join([*values_before, DOTS, *values_after])
+    if len(values_before) < 2 or not values_after:
         raise mistyped(f"{DOTS} of {name} needs two values before it and one after it", text, "1,2,...,10", EXAMPLE)
-    if not all(map(NUMBER.fullmatch, (*before, *after))):
+    if not all(map(NUMBER.fullmatch, (*values_before, *values_after))):
         raise mistyped(f"{DOTS} of {name} is not between plain numbers", text, "1,2,4,...,64", EXAMPLE)
-    *numbers, end = map(Fraction, (*before, *after))
+    *numbers, end = map(Fraction, (*values_before, *values_after))
     values = [numbers[-1]]
     upwards, following = numbers[-1] > numbers[-2], _pattern(numbers)
     if following is None:
@@ -194,7 +194,7 @@ def _expansion(before: Sequence[str], after: Sequence[str], name: str) -> list[s
         values.append(following(values[-1]))
         _check_count(len(values), name)
     if values[-1] != end or len(values) == 1:
-        problem, last = f"{DOTS} of {name} does not reach {after[0]}", ", ".join(map(_text, values[-2:]))
+        problem, last = f"{DOTS} of {name} does not reach {values_after[0]}", ", ".join(map(_text, values[-2:]))
         raise mistyped(problem, f"{text}, which passes {last}", "a last value that the pattern reaches", EXAMPLE)
     return [_text(value) for value in values[1:-1]]
 
@@ -304,10 +304,10 @@ def _parsed_recipe(recipe: str) -> tuple[str, dict[str, str], list[str]]:
 def _unknown(name: str, recipe_name: str, known_options: Sequence[str]) -> LaunchError:
     near = nearest(name, [*OPTIONS, *known_options])
     whose = f"nor one of {recipe_name}" if recipe_name else "and there is no recipe that could have it"
-    has = f"; of {recipe_name}: {', '.join(known_options) or 'none'}" if recipe_name else ""
+    options_text = f"; of {recipe_name}: {', '.join(known_options) or 'none'}" if recipe_name else ""
     return mistyped(
         f"{name} is no option of a simulation, {whose}",
         name,
-        f"one of {', '.join(OPTIONS)}{has}; or --{name} for the script",
+        f"one of {', '.join(OPTIONS)}{options_text}; or --{name} for the script",
         f'--sweep "{near}=..."' if near else EXAMPLE,
     )

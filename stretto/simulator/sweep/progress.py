@@ -42,10 +42,10 @@ class Progress:
 
     def left(self) -> str:
         """Return the estimated remaining time, from the mean time of the points that have ended."""
-        left = self._count - self._done
-        if not self._durations or not left:
+        remaining = self._count - self._done
+        if not self._durations or not remaining:
             return ""
-        seconds = left * sum(self._durations) / len(self._durations) / min(self._jobs, left)
+        seconds = remaining * sum(self._durations) / len(self._durations) / min(self._jobs, remaining)
         return f"about {formatting.duration(seconds)} left"
 
     def close(self) -> None:

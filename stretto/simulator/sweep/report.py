@@ -73,12 +73,12 @@ def sentences(sweep: Result) -> list[str]:
 
 def _fastest(sweep: Result) -> str:
     target, points = sweep["asked"]["target"], [point for point in sweep["points"] if not point["failed"]]
-    by = results.TARGET if target else results.PACE
-    best = min(points, key=lambda point: results.time(point, by) or float("inf"), default=None)
-    if best is None or results.time(best, by) is None:
+    measure = results.TARGET if target else results.PACE
+    best = min(points, key=lambda point: results.time(point, measure) or float("inf"), default=None)
+    if best is None or results.time(best, measure) is None:
         return f"No point reached {target}." if target and points else "No point has been measured."
     configuration = f"{results.label(best)} on {formatting.plural(best['workers'], 'worker')}"
-    gain = f", {formatting.times(best['speed_up'])} as fast as one" if best["speed_up_by"] == by else ""
+    gain = f", {formatting.times(best['speed_up'])} as fast as one" if best["speed_up_by"] == measure else ""
     if target:
         return f"Fastest to {target}: {configuration}, {formatting.seconds(best['seconds_to_target'])}{gain}."
     return f"Most samples/s: {configuration}, {formatting.count(best[results.PACE])}{gain}."
@@ -130,12 +130,12 @@ def _stops_sheet(sweep: Result) -> tuple[Sheet, ...]:
 
 
 def _stop_row(limit: Result, sweep: Result) -> tuple[Cell, ...]:
-    by = "time to the target" if limit["by"] == results.TARGET else "samples/s"
-    at = _limit_point(limit, sweep)
-    seconds = at["seconds_to_target"] if limit["by"] == results.TARGET else at["seconds"]
-    texts = (formatting.seconds(seconds), formatting.times(at["speed_up"]), formatting.percent(at["efficiency"]))
-    workers = formatting.plural(at["workers"], "worker") + ("" if limit["workers"] else ", still paying")
-    return tuple(map(Cell, (limit["line"], workers, *texts, by)))
+    measure = "time to the target" if limit["by"] == results.TARGET else "samples/s"
+    point = _limit_point(limit, sweep)
+    seconds = point["seconds_to_target"] if limit["by"] == results.TARGET else point["seconds"]
+    texts = (formatting.seconds(seconds), formatting.times(point["speed_up"]), formatting.percent(point["efficiency"]))
+    workers = formatting.plural(point["workers"], "worker") + ("" if limit["workers"] else ", still paying")
+    return tuple(map(Cell, (limit["line"], workers, *texts, measure)))
 
 
 def _points_sheet(sweep: Result) -> Sheet:

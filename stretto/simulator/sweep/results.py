@@ -61,10 +61,10 @@ def measured(point: Point, folder: Path, target: Target | None) -> Record:
 
 def failed(point: Point, error: str) -> Record:
     """Return the record of a failed point."""
-    missing = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
-    also_missing = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
+    unmeasured = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
+    also_unmeasured = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
     facts = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
-    return {**_identity(point), **facts, **dict.fromkeys((*missing, *also_missing))}
+    return {**_identity(point), **facts, **dict.fromkeys((*unmeasured, *also_unmeasured))}
 
 
 def _identity(point: Point) -> Record:
