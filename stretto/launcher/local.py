@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from stretto.errors import LaunchError, LogError
 from stretto.events import read_events
 from stretto.launcher.config import check, described, planned, server_notice, settled
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.engines.interface import Inbox, Signalled
+from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, plan_of_join, write_join_info
@@ -29,9 +30,11 @@ from stretto.run_dir import make_folder, write_run
 
 __all__ = ["JoinRequest", "Stopped", "join", "run"]
 
+MakeEngine = Callable[[Inbox], Engine]
 
-def run(config: RunConfig, display: ProgressDisplay) -> Path:
-    """Run a script on workers of this machine and return the run directory.
+
+def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine) -> Path:
+    """Run a script on the workers that an engine starts, by default on this machine, and return the run directory.
 
     Raises LaunchError or RecipeError before anything is started, LaunchError with the cause when a worker
     fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However the run ends, none of its processes is left after 3 s,
@@ -55,7 +58,7 @@ def run(config: RunConfig, display: ProgressDisplay) -> Path:
         if config.host is not None:
             write_join_info(folder, config, servers)
         try:
-            _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display)
+            _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display, make_engine)
         except Stopped as stop:
             stop.add(left_in(folder, config.retyped))
             raise
@@ -75,9 +78,11 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
         return plan.folder
 
 
-def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> None:
+def _supervise(
+    plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine
+) -> None:
     config, folder = plan.config, plan.folder
-    engine, relay = LocalEngine(inbox), LogRelay(folder, config.output, display)
+    engine, relay = make_engine(inbox), LogRelay(folder, config.output, display)
     supervisor = Supervisor(plan, engine, relay, inbox, planned(config))
     try:
         supervisor.start()

@@ -38,8 +38,8 @@ def run(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_has_a_codec_a_recipe_and_a_transport() -> None:
-    assert len(TESTS) == 3
+def test_the_page_has_a_codec_a_recipe_a_transport_and_an_engine() -> None:
+    assert len(TESTS) == 4
     assert len(SCRIPTS) == 2
 
 

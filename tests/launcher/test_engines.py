@@ -82,12 +82,12 @@ def test_exits_reported_late_twice_or_never_neither_stop_the_run_nor_count_a_sam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stretto.launcher.local.LocalEngine", UnreliableEngine)
     Path("train.py").write_text(TRAIN)
     began = time.monotonic()
     folder = run(
         RunConfig(Path("train.py"), workers=3, recipe="allreduce", failure_timeout_s=2.0, output="none"),
         ProgressDisplay(quiet=True),
+        UnreliableEngine,
     )
     assert time.monotonic() - began < 60
     found = record(folder)
