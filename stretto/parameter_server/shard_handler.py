@@ -337,7 +337,8 @@ class ShardHandler:
 
     def _open(self, worker: int, header: m.Header, body: m.Open, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if self._shard is not None and (body.parameter_set, self._shard.is_untouched) < (self._parameter_set, True):
-            raise FramingError(f"parameters {body.parameter_set} after updates to parameters {self._parameter_set}")
+            current = self._parameter_set
+            raise FramingError(f"outdated parameters {body.parameter_set}: this shard trains parameters {current}")
         unknown = [path for path in import_paths(body.recipe) if path.rpartition(".")[0] not in sys.modules]
         if unknown:
             raise FramingError(f"a message imports no module: start the run with --recipe to use {unknown[0]}")
