@@ -44,12 +44,12 @@ def _seed_random_numbers() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start Python processes by the fork server, also those of fixtures of modules."""
-    server = ForkServer(str(tmp_path_factory.mktemp("processes")))
+    server = ForkServer(str(tmp_path_factory.mktemp("processes"))).spawn()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ForkingPopen, "server", server)
         patch.setattr(subprocess, "Popen", ForkingPopen)
         yield
-    server.close()
+    server.ours.close()
 
 
 @pytest.fixture(autouse=True)

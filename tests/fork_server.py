@@ -80,34 +80,25 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours, self.theirs = _high(ours), _high(theirs)
         self._lock = threading.Lock()
-        self._environment = {
-            **os.environ,
-            **{name: value for name, value in READ_AT_START.items() if value is not None},
-        }
-        self._cwd = os.getcwd()
 
-    def _spawn(self) -> None:
-        """Start the server as a program of its own, in the environment in which this object was made."""
+    def spawn(self) -> ForkServer:
+        """Start the server as a program of its own."""
         command = [sys.executable, "-P", __file__, str(self.theirs.fileno())]
-        place = {"env": self._environment, "cwd": self._cwd, "start_new_session": True}
+        environment = {**os.environ, **{name: value for name, value in READ_AT_START.items() if value is not None}}
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         with self.theirs:
-            server = PlainPopen(command, pass_fds=[self.theirs.fileno()], **place, **quiet)
+            server = PlainPopen(
+                command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet
+            )
         server.returncode = 0  # ends with the connection, without a wait for it
+        return self
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        """Return the pid of a new child of this process. The first request starts the server."""
+        """Return the pid of a new child of this process."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self._lock, _adopting_orphans():
-            if self.theirs.fileno() != -1:
-                self._spawn()
             self.ours.sendmsg([json.dumps(request).encode()], rights)
             return int(self.ours.recv(100))
-
-    def close(self) -> None:
-        """End the server, if it was started."""
-        self.ours.close()
-        self.theirs.close()
 
 
 def _high(end: socket.socket) -> socket.socket:
