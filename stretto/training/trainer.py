@@ -58,7 +58,8 @@ class Trainer:
         self.evaluator = Evaluator(self, context, arguments.evaluate, arguments.evaluate_every)
         self.schedules = Schedules(self, list(optimizers), arguments.schedule, context.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
-        tally = Tally(self._codec_context(context.seed or 0))
+        clock, notice = self.events.t, self.events.notice
+        tally = Tally(CodecContext(transport.worker, transport.workers, context.seed or 0, clock=clock, notice=notice))
         self.figures = Figures(self, tally)
         self.global_steps = GlobalSteps(self, context, tally)
         self.strategy = self.global_steps.strategy
@@ -70,10 +71,6 @@ class Trainer:
         self.evaluator.announce()
         for text in advice(recipe, optimizers) if recipe is not None and transport.workers > 1 else ():
             self.events.notice(text)
-
-    def _codec_context(self, seed: int) -> CodecContext:
-        events = self.events
-        return CodecContext(self.transport.worker, self.transport.workers, seed, clock=events.t, notice=events.notice)
 
     @property
     def epoch_batches(self) -> EpochBatches | None:
