@@ -19,6 +19,7 @@ from benchmarks import (
     overlap,
     recovery,
     server,
+    shared_memory,
     simulated,
     simulator,
     soak,
@@ -33,6 +34,7 @@ QUICK: dict[str, Callable[[int | None], Any]] = {"line": line.run, "ddp": ddp.ru
 LONG: dict[str, Callable[[int | None], Any]] = {
     "convex": convex.run,
     "kernels": kernels.run,
+    "shared_memory": shared_memory.run,
     "server": server.run,
     "updates": updates.run,
     "peers": against.run,

@@ -114,6 +114,17 @@ def kernels(record: Record) -> Iterator[str]:
     yield "Shares and times are those of the pass with the residual, which reads two vectors and writes one."
 
 
+def shared_memory(record: Record) -> Iterator[str]:
+    """Yield the time of a mean in shared memory beside that over gloo."""
+    yield from _head("Means of workers on one host: shared memory against gloo over the loopback", "shared_memory")
+    yield f"| numbers | workers | {' | '.join(f'{side}: ms' for side in record['sides'])} | times the rate | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for case in record["cases"].values():
+        times = " | ".join(f"{case['ms'][side]['median']:.3f}" for side in record["sides"])
+        wanted = f"at least {case['wanted']:g}"
+        yield f"| {case['numbers']:,} | {case['workers']} | {times} | {ratio(case['ratio'])} | {wanted} |"
+
+
 def fewer(record: Record) -> Iterator[str]:
     """Yield time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
@@ -341,6 +352,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "survival": survival,
     "convex": convex,
     "kernels": kernels,
+    "shared_memory": shared_memory,
     "server": server,
     "updates": updates,
     "peers": peers,

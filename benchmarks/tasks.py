@@ -103,9 +103,10 @@ class Task:
 SMALL = Task(convolution, (1, 28, 28), 32, 8, 8)
 MIDDLE = Task(lambda: perceptron(64, 2200, 2200, 10), (64,), 32, 6, 4)
 LARGE = Task(lambda: perceptron(*[2048] * 7, 10), (2048,), 16, 5, 3)
+FEW = Task(lambda: perceptron(64, 280, 280, 10), (64,), 200, 8, 6)
 TINY = Task(lambda: perceptron(64, 128, 128, 10), (64,), 400, 8, 8)
 
-TASKS: Mapping[str, Task] = {"0.8 M": SMALL, "5 M": MIDDLE, "25 M": LARGE, "0.03 M": TINY}
+TASKS: Mapping[str, Task] = {"0.8 M": SMALL, "5 M": MIDDLE, "25 M": LARGE, "0.1 M": FEW, "0.03 M": TINY}
 
 
 class Samples(Dataset[tuple[Tensor, int]]):

@@ -34,6 +34,11 @@ def on(tensor: Tensor) -> ModuleType:
     return _of_cpu() or reference if tensor.device.type == "cpu" else reference
 
 
+def is_native() -> bool:
+    """Return True if the native kernels can be used, and the reference was not selected."""
+    return not _reference_asked() and why_not_native() is None
+
+
 def why_not_native(house: Path = HOUSE) -> str | None:
     """Return why the native kernels can't be used; None if they can."""
     try:

@@ -1,10 +1,11 @@
 // Python bindings: check input tensors, release the interpreter's lock, return new tensors.
-#include "kernels.hpp"
+#include "shared_memory.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
@@ -175,4 +176,16 @@ NB_MODULE(_native, m) {
           nb::arg("stochastic"), nb::arg("seed"), nb::arg("threads"));
     m.def("add_quantised", &add_levels, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("levels"), nb::arg("bucket"), nb::arg("threads"));
+#if defined(__linux__)
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<SharedGroup>(m, "SharedGroup", "One worker's end of sums in memory that the workers share.")
+        .def(nb::init<const std::vector<int> &, size_t, double>(), nb::arg("files"), nb::arg("rank"), nb::arg("spin_s"))
+        .def_static("bytes", &SharedGroup::bytes, nb::arg("workers"))
+        .def("submit", &SharedGroup::submit, nb::arg("address"), nb::arg("count"), nb::arg("item"), Unlocked())
+        .def("wait", &SharedGroup::wait, nb::arg("end"), nb::arg("seconds"), Unlocked())
+        .def_prop_ro("done", &SharedGroup::done)
+        .def("missing", &SharedGroup::missing)
+        .def("abort", &SharedGroup::abort)
+        .def("leave", &SharedGroup::leave);
+#endif
 }

@@ -93,7 +93,13 @@ TIME_NOTE = "Share of the total time, mean over workers."
 def _cost_note(records: Sequence[Record]) -> str:
     """Return the note on costs, which says if bytes were computed because the transport could not count them."""
     counted = all(record.get("bytes_counted", True) for record in records)
-    note = COST_NOTE if counted else COST_NOTE.replace("counted at", "partly computed, not counted, at")
+    note = (
+        COST_NOTE
+        if counted
+        else COST_NOTE.replace(
+            "counted at", "partly computed (means in shared memory, or without counters), not counted, at"
+        )
+    )
     return note + (ASYNCHRONOUS_NOTE if any(record.get("staleness") for record in records) else "")
 
 

@@ -11,12 +11,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.errors import LaunchError, TransportError, explain
 from stretto.process_config import WorkerConfig
+from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport, reason
+from stretto.transport.shared_memory import over_shared_memory
 
 
-def connect(config: WorkerConfig, timeout_s: float, device: torch.device) -> ProcessGroupTransport:
+def connect(config: WorkerConfig, timeout_s: float, device: torch.device) -> Transport:
     """Join the other workers at the store of the run."""
-    return ProcessGroupTransport(open_store(config, timeout_s), config.rank, config.world_size, timeout_s, device)
+    store = open_store(config, timeout_s)
+    return over_shared_memory(ProcessGroupTransport(store, config.rank, config.world_size, timeout_s, device), device)
 
 
 def open_store(config: WorkerConfig, timeout_s: float) -> Store:

@@ -174,11 +174,11 @@ class ProcessGroupTransport(Transport):
     def _begin(self, verb: str, *what: Any, control: bool = False) -> Any:
         """Start an operation of the group; messages of bytes use the control group."""
         if self._broken.is_set():
-            raise self._failed(RuntimeError("it was aborted"), verb)
+            raise self.failure(RuntimeError("it was aborted"), verb)
         try:
             work = getattr(self._group(control or verb == "broadcast"), verb)(*what)
         except RuntimeError as error:
-            raise self._failed(error, verb) from error
+            raise self.failure(error, verb) from error
         if self._sockets is not None and verb not in ("send", "recv"):
             self._under_way.add(work)
         return work
@@ -197,7 +197,7 @@ class ProcessGroupTransport(Transport):
             else:
                 self._watch(work)
         except RuntimeError as error:
-            raise self._failed(error, what, time.monotonic() - began) from error
+            raise self.failure(error, what, time.monotonic() - began) from error
         self._ended.append(work)
 
     def _finish_all(self, works: Sequence[Any], what: str) -> None:
@@ -217,7 +217,7 @@ class ProcessGroupTransport(Transport):
                 errors.append("it was aborted")
                 break
         if errors:
-            raise self._failed(RuntimeError(errors[0]), what, time.monotonic() - began)
+            raise self.failure(RuntimeError(errors[0]), what, time.monotonic() - began)
 
     def _watch(self, work: Any) -> None:
         """Wait for an operation, or for an abort."""
@@ -255,7 +255,8 @@ class ProcessGroupTransport(Transport):
                     self._control.recv([torch.empty(1)], one, SEAL_TAG).wait(timedelta(milliseconds=1))
         self._sealed_at = time.monotonic()
 
-    def _failed(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
+    def failure(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
+        """Return the error of a failed wait. An elastic transport is aborted."""
         text = f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker failed or is too late"
         if self._sockets is None:
             return TransportError(f"{text}: {reason(error)}")

@@ -11,6 +11,7 @@ from stretto.parameter_server.client import ParameterServerClient
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.interface import Handle, Message, Traffic
+from stretto.transport.shared_memory import over_shared_memory
 from stretto.transport.single_worker import DoneHandle, SingleWorkerTransport
 
 
@@ -63,9 +64,10 @@ class GroupRendezvous:
             return LastWorkerTransport()
         store, size = members.members[members.first].report.store, len(members.members)
         self._prefix = f"stretto/{members.generation}"
-        return form(
+        group = form(
             store, rank == members.first, self._prefix, rank, size, self._patience_s, self._timeout_s, self._device
         )
+        return over_shared_memory(group, self._device)
 
     def abort(self) -> None:
         """Abort the connecting in progress, or the group that it has returned."""

@@ -1,0 +1,78 @@
+// The exchange of workers on one host through memory that they share; stretto/transport/shared_memory.py describes it.
+#pragma once
+
+#include "kernels.hpp"
+
+#include <atomic>
+#include <deque>
+
+namespace stretto {
+
+// One worker's end of a group. Each worker writes only its own data and its own line of the control block; both are
+// memory files whose mappings end with the process, so that a killed worker leaves neither locks nor files.
+class SharedGroup {
+  public:
+    enum Outcome { DONE, LATE, ABORTED, LEFT, DIFFERENT };
+
+    // `files` are the memory files of all workers in the order of ranks, each of `bytes(workers)` bytes. A wait polls
+    // for `spin_s` seconds before it sleeps.
+    SharedGroup(const std::vector<int> &files, size_t rank, double spin_s);
+
+    static size_t bytes(size_t workers);
+
+    // Appends the sum of `count` numbers of `item` bytes, begins it without waiting, and returns its last piece.
+    uint64_t submit(uintptr_t address, size_t count, size_t item);
+    // Completes all pieces up to `end` within some seconds: an Outcome. After LATE it can be called again.
+    int wait(uint64_t end, double seconds);
+    // Number of pieces that are complete at this worker.
+    uint64_t done() const { return done_; }
+    // Ranks of workers that have not contributed to this worker's next piece.
+    std::vector<size_t> missing() const;
+    // Ends all waits of all workers. Callable from any thread.
+    void abort();
+    // Announces that this worker contributes no more.
+    void leave();
+
+  private:
+    struct Line;
+    struct Control;
+    struct Mapping {
+        Mapping(int file, size_t size, size_t offset, bool writable);
+        Mapping(Mapping &&other) noexcept : data(std::exchange(other.data, nullptr)), bytes(other.bytes) {}
+        ~Mapping();
+        char *data;
+        size_t bytes;
+    };
+    struct Piece {
+        char *data;
+        size_t count, item;
+        uint64_t shape() const { return uint64_t{count} << 8 | item; }
+        bool whole(size_t workers) const;
+    };
+    using Counter = std::atomic<uint64_t> Line::*;
+
+    Range chunk(const Piece &piece, size_t worker) const;
+    char *slot(size_t worker, uint64_t piece) const;
+    const Piece &piece(uint64_t number) const { return pieces_[number - done_ - 1]; }
+    bool all(Counter counter, uint64_t least) const;
+    bool can_post() const, can_sum() const, can_take() const;
+    bool ready() const;
+    bool advance();
+    bool same_shape(uint64_t number);
+    void post(uint64_t number), sum(uint64_t number), take(uint64_t number);
+    void publish(Counter counter, uint64_t number);
+    void signal();
+    void pause(double until) const;
+    bool is_awaited(size_t worker) const, has_left() const;
+
+    size_t rank_, workers_;
+    double spin_s_;
+    Mapping shared_;
+    Control *control_;
+    std::vector<Mapping> slots_;
+    std::deque<Piece> pieces_;  // those after done_
+    uint64_t queued_ = 0, posted_ = 0, summed_ = 0, done_ = 0;
+    bool different_ = false;
+};
+
+}  // namespace stretto
