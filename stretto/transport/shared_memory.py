@@ -39,7 +39,7 @@ from torch import Tensor
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.errors import TransportError
 from stretto.kernels import is_native
-from stretto.transport.interface import Handle, Message, Traffic, nbytes
+from stretto.transport.interface import Handle, Message, Traffic, Transport, nbytes
 from stretto.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ def _kernel() -> Any:
     return import_module("stretto.kernels._native").SharedGroup
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """One worker's end. Bytes, all-gathers, other dtypes and devices go over `inner`, which also counts its bytes.
 
     A failure raises the errors of `inner`, and ends the waits of all workers.
     """
 
     def __init__(self, inner: ProcessGroupTransport, group: _native.SharedGroup, offers: Sequence[Offer]) -> None:
-        self.worker, self.workers = inner.worker, inner.workers
+        super().__init__(inner.worker, inner.workers)
         self._inner = inner
         self._group: _native.SharedGroup | None = group
         self._pending: deque[_MeanHandle] = deque()
