@@ -39,7 +39,8 @@ from torch import Tensor
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.errors import TransportError
 from stretto.kernels import is_native
-from stretto.transport.interface import Handle, Message, Traffic, Transport, nbytes
+from stretto.transport.gloo_ring import all_reduce_bytes
+from stretto.transport.interface import Handle, Message, Traffic, Transport
 from stretto.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class SharedMemoryTransport(Transport):
         self._group: _native.SharedGroup | None = group
         self._pending: deque[_MeanHandle] = deque()
         """Operations in progress, whose tensors the kernel writes into."""
-        self._computed = 0
+        self._sent = self._received = 0
         self._processes = {file: rank for rank, one in enumerate(offers) if (file := _process(one.pid)) is not None}
         self._exits = select.poll()
         for file in self._processes:
@@ -149,7 +150,8 @@ class SharedMemoryTransport(Transport):
         tensor, group = op.tensor, self._group
         if not isinstance(op, AllReduceMean) or tensor.dtype not in SUMMED or tensor.device.type != "cpu" or not group:
             return self._inner.submit(op)
-        self._computed += round(2 * (self.workers - 1) / self.workers * nbytes(tensor))
+        sent, received = all_reduce_bytes(self.worker, self.workers, tensor.nbytes, tensor.itemsize)
+        self._sent, self._received = self._sent + sent, self._received + received
         flat = tensor.contiguous()
         handle = _MeanHandle(self, tensor, flat)
         self._pending.append(handle)
@@ -165,11 +167,10 @@ class SharedMemoryTransport(Transport):
         return self._inner.broadcast_bytes(message, root)
 
     def traffic(self) -> Traffic:
-        """Return the bytes of the process group, and those of means, computed as a ring would send them."""
-        counted, computed = self._inner.traffic(), self._computed
-        return Traffic(
-            counted.bytes_sent + computed, counted.bytes_received + computed, counted.counted and not computed
-        )
+        """Return the bytes of the process group, and those of means, computed as gloo would exchange them."""
+        counted = self._inner.traffic()
+        sent, received = counted.bytes_sent + self._sent, counted.bytes_received + self._received
+        return Traffic(sent, received, counted.counted and not self._sent)
 
     def abort(self) -> None:
         """Abort all operations of all workers, now and later. Callable from any thread. Idempotent."""

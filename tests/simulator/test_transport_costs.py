@@ -29,9 +29,10 @@ from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.event_queue import EventQueue
 from stretto.simulator.isolation.process_state import ProcessState
-from stretto.simulator.network import topology, wire_bytes
+from stretto.simulator.network import topology
 from stretto.simulator.network.flows import SimNetwork
 from stretto.simulator.network.topology import Links
+from stretto.transport import gloo_ring
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS
@@ -99,10 +100,10 @@ def test_costs_use_the_counted_messages_and_bytes(workers: int) -> None:
     """Every message has three headers, which both ends count; the remaining bytes are the payload."""
     payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
     for worker in range(workers):
-        sent, received = wire_bytes.all_reduce_bytes(worker, workers, BYTES)
-        messages = wire_bytes.all_reduce_messages(worker, workers, BYTES)
+        sent, received = gloo_ring.all_reduce_bytes(worker, workers, BYTES)
+        messages = gloo_ring.all_reduce_messages(worker, workers, BYTES)
         assert messages == 8 * (workers - 1)
-        assert sent + received - 3 * wire_bytes.HEADER_BYTES * messages == payload
+        assert sent + received - 3 * gloo_ring.HEADER_BYTES * messages == payload
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -310,9 +311,9 @@ def test_costs_are_recovered_from_few_collectives(truth: tuple[float, float, flo
         workers, spent = 4, 0.0
 
         def submit(self, op: AllReduceMean) -> Wire:
-            moved = [wire_bytes.all_reduce_bytes(one, 4, op.tensor.nbytes) for one in range(4)]
-            messages = sum(wire_bytes.all_reduce_messages(one, 4, op.tensor.nbytes) for one in range(4)) / 4
-            payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.HEADER_BYTES * messages
+            moved = [gloo_ring.all_reduce_bytes(one, 4, op.tensor.nbytes) for one in range(4)]
+            messages = sum(gloo_ring.all_reduce_messages(one, 4, op.tensor.nbytes) for one in range(4)) / 4
+            payload = sum(map(sum, moved)) / 4 - 3 * gloo_ring.HEADER_BYTES * messages
             self.spent += truth[0] + truth[1] * messages + truth[2] * payload / 1e6
             return self
 
@@ -351,7 +352,7 @@ def test_costs_of_crossing_messages_are_those_of_usual_collectives() -> None:
     wire = Wire()
     exchange_s, message_s, *_ = transport_costs.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
     assert exchange_s >= 0
-    assert exchange_s + message_s * wire_bytes.all_reduce_messages(0, 4, 4000) == pytest.approx(3.6e-3)
+    assert exchange_s + message_s * gloo_ring.all_reduce_messages(0, 4, 4000) == pytest.approx(3.6e-3)
 
 
 @pytest.mark.parametrize("workers", [1, 4])

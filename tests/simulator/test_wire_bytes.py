@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import CHUNK_BYTES, encode
 from stretto.simulator.network import wire_bytes
+from stretto.transport import gloo_ring
 
 crews = st.integers(1, 40)
 octets = st.one_of(st.integers(0, 300), st.integers(0, 1 << 25))
@@ -24,24 +25,24 @@ def _total(pairs) -> tuple[int, int]:
 @given(crews, octets, st.sampled_from([1, 2, 4, 8]))
 def test_ring_sends_as_much_as_it_receives_and_at_least_the_lower_bound(workers, numbers, item) -> None:
     nbytes = numbers * item
-    sent, received = _total(wire_bytes.all_reduce_bytes(worker, workers, nbytes, item) for worker in range(workers))
+    sent, received = _total(gloo_ring.all_reduce_bytes(worker, workers, nbytes, item) for worker in range(workers))
     data = 2 * (workers - 1) * nbytes
     headers = sent - data
     assert sent == received
-    assert headers % (3 * wire_bytes.HEADER_BYTES) == 0
-    messages = headers // (3 * wire_bytes.HEADER_BYTES)
-    segments = max(-(-nbytes // wire_bytes.SEGMENT_BYTES) + workers, 2 * workers)
+    assert headers % (3 * gloo_ring.HEADER_BYTES) == 0
+    messages = headers // (3 * gloo_ring.HEADER_BYTES)
+    segments = max(-(-nbytes // gloo_ring.SEGMENT_BYTES) + workers, 2 * workers)
     assert messages <= 2 * (workers - 1) * segments
-    assert messages * wire_bytes.SEGMENT_BYTES >= data
+    assert messages * gloo_ring.SEGMENT_BYTES >= data
 
 
 @given(crews, st.integers(1, 30))
 def test_ring_of_equal_chunks_costs_all_workers_the_same(workers, numbers) -> None:
     """2(N-1)/N * B plus headers: two segments per chunk, N-1 chunks, reduce-scatter and all-gather."""
     nbytes = 2 * workers * 4 * numbers
-    moved = 2 * (workers - 1) * nbytes // workers + 3 * wire_bytes.HEADER_BYTES * 4 * (workers - 1)
+    moved = 2 * (workers - 1) * nbytes // workers + 3 * gloo_ring.HEADER_BYTES * 4 * (workers - 1)
     for worker in range(workers):
-        assert wire_bytes.all_reduce_bytes(worker, workers, nbytes) == (moved, moved)
+        assert gloo_ring.all_reduce_bytes(worker, workers, nbytes) == (moved, moved)
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.sampled_from([2, 4, 8]), st.data())
@@ -49,7 +50,7 @@ def test_the_ring_message_by_message(workers, numbers, item, data) -> None:
     """Follow each segment: in step t worker r sends chunk r+1+t (reduce-scatter), then r+t (all-gather), to r-1."""
     numbers = data.draw(st.sampled_from([numbers, numbers * 997, numbers << 19]))
     nbytes = numbers * item
-    segments = -(-max(-(-nbytes // wire_bytes.SEGMENT_BYTES), 2 * workers) // workers) * workers
+    segments = -(-max(-(-nbytes // gloo_ring.SEGMENT_BYTES), 2 * workers) // workers) * workers
     length = -(-numbers // segments) * item
     sent, received = [0] * workers, [0] * workers
     for worker in range(workers):
@@ -64,7 +65,7 @@ def test_the_ring_message_by_message(workers, numbers, item, data) -> None:
                         sent[to] += 48
                         received[worker] += 48
     assert list(zip(sent, received, strict=True)) == [
-        wire_bytes.all_reduce_bytes(w, workers, nbytes, item) for w in range(workers)
+        gloo_ring.all_reduce_bytes(w, workers, nbytes, item) for w in range(workers)
     ]
 
 
@@ -104,7 +105,7 @@ def test_long_byte_message_is_gathered_twice(longest: int, moved: int) -> None:
 
 def test_single_worker_sends_nothing() -> None:
     alone = [
-        wire_bytes.all_reduce_bytes(0, 1, 1000),
+        gloo_ring.all_reduce_bytes(0, 1, 1000),
         wire_bytes.all_gather_bytes(0, [1000]),
         wire_bytes.all_gather_message_bytes(1, 1000),
         wire_bytes.broadcast_bytes(0, 1, 0, 1000),
@@ -115,13 +116,13 @@ def test_single_worker_sends_nothing() -> None:
 
 def test_bytes_equal_recorded_kernel_counts() -> None:
     """Recorded over the loopback interface, with 3 and 4 workers and one shard."""
-    assert [wire_bytes.all_reduce_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
-    assert [wire_bytes.all_reduce_bytes(worker, 3, 56, 8) for worker in range(3)] == [
+    assert [gloo_ring.all_reduce_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
+    assert [gloo_ring.all_reduce_bytes(worker, 3, 56, 8) for worker in range(3)] == [
         (848, 728),
         (728, 856),
         (952, 944),
     ]
-    assert wire_bytes.all_reduce_bytes(0, 2, 12_000_004) == (12_001_732, 12_001_732)
+    assert gloo_ring.all_reduce_bytes(0, 2, 12_000_004) == (12_001_732, 12_001_732)
     assert [wire_bytes.all_gather_bytes(worker, [0, 1000, 2000]) for worker in range(3)] == [
         (688, 3784),
         (2832, 2784),

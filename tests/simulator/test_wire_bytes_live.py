@@ -32,6 +32,7 @@ from stretto.parameter_server.framing import dtype_name
 from stretto.parameter_server.messages import Gather, Result
 from stretto.parameter_server.rpc_server import RpcServer
 from stretto.simulator.network import wire_bytes
+from stretto.transport import gloo_ring
 from stretto.transport.process_group import ProcessGroupTransport, _sockets
 
 LARGEST_CREW = 4
@@ -62,7 +63,7 @@ def _mean(numbers: int, dtype: torch.dtype = torch.float32) -> tuple[Do, Cost]:
     nbytes, item = numbers * dtype.itemsize, dtype.itemsize
     return (
         lambda wire: wire.submit(AllReduceMean(torch.ones(numbers, dtype=dtype))).wait(),
-        lambda worker, workers: wire_bytes.all_reduce_bytes(worker, workers, nbytes, item),
+        lambda worker, workers: gloo_ring.all_reduce_bytes(worker, workers, nbytes, item),
     )
 
 

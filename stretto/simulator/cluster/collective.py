@@ -17,10 +17,11 @@ from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
 from stretto.simulator.network.topology import Exchange, Links
+from stretto.transport import gloo_ring
 from stretto.transport.interface import Message, Traffic, Transport, made
 
-_all_reduce_bytes = functools.lru_cache(wire_bytes.all_reduce_bytes)
-_all_reduce_messages = functools.lru_cache(wire_bytes.all_reduce_messages)
+_all_reduce_bytes = gloo_ring.all_reduce_bytes
+_all_reduce_messages = functools.lru_cache(gloo_ring.all_reduce_messages)
 _broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
 

@@ -80,7 +80,7 @@ def of_collective(
     `clock` is the processor time of one worker; `share_clock`, where workers share processors, its share of the time of
     all of them, idle or not, since small messages wait for each other and for wake-ups. Gloo's ring all-reduce has N-1
     steps of reduce-scatter and N-1 of all-gather; in each a worker sends two messages and receives two
-    (`stretto.simulator.network.wire_bytes.all_reduce_bytes`). For a single number each step has only one message, from
+    (`stretto.simulator.network.gloo_ring.all_reduce_bytes`). For a single number each step has only one message, from
     one worker to the next. Where concurrent messages take longer than separate ones, the concurrent ones count, since
     most tensors have more than one number. `more` multiplies the number of measurements.
     """

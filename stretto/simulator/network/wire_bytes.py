@@ -12,14 +12,10 @@ import msgspec
 
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
 from stretto.parameter_server.messages import Body, Header
+from stretto.transport.gloo_ring import with_headers
 
 # --- collective operations: gloo over TCP -------------------------------------------------------------------------
 
-HEADER_BYTES = 48
-"""Bytes of a gloo header. Each message has three: the sender's announcement, the receiver's readiness, the
-message's."""
-SEGMENT_BYTES = 1 << 20
-"""Largest segment of a ring all-reduce in bytes."""
 GREETING_BYTES = 8
 """Bytes that one side of a new connection sends to the other."""
 FRAME_BYTES = 256
@@ -28,13 +24,6 @@ LENGTH_BYTES = 8
 """Bytes of a message's length field."""
 PIECE_BYTES = 16 << 20
 """Largest piece in bytes; longer messages are split by the process-group transport, except in an all-reduce."""
-
-
-def _with_headers(outgoing: tuple[int, int], incoming: tuple[int, int]) -> tuple[int, int]:
-    """Return (sent, received) with headers for outgoing and incoming messages, each given as (count, bytes)."""
-    sent = outgoing[1] + HEADER_BYTES * (2 * outgoing[0] + incoming[0])
-    received = incoming[1] + HEADER_BYTES * (2 * incoming[0] + outgoing[0])
-    return sent, received
 
 
 def _added(*pairs: tuple[int, int]) -> tuple[int, int]:
@@ -60,40 +49,6 @@ def rendezvous_bytes(workers: int) -> tuple[int, int]:
     return 8 * workers**2 + 164 * workers + 4, 117 * workers + 203
 
 
-def all_reduce_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> tuple[int, int]:
-    """Return the bytes of an all-reduce of `nbytes` bytes of elements of `item` bytes in gloo's ring.
-
-    The tensor is split into at least 2N equal segments, the same number for each of N chunks; the last segments may be
-    shorter or empty, and empty segments are not sent. In the reduce-scatter, worker r sends every chunk but r and
-    receives every chunk but r+1; in the all-gather, it sends all but r-1 and receives all but r. With chunks of B/N
-    bytes each worker thus moves 2(N-1)/N * B both ways (Patarasuk and Yuan 2009), plus headers.
-    """
-    return _with_headers(*_all_reduce_messages(worker, workers, nbytes, item))
-
-
-def all_reduce_messages(worker: int, workers: int, nbytes: int, item: int = 4) -> int:
-    """Return the number of messages that a worker sends and receives in an all-reduce."""
-    outgoing, incoming = _all_reduce_messages(worker, workers, nbytes, item)
-    return outgoing[0] + incoming[0]
-
-
-def _all_reduce_messages(worker: int, workers: int, nbytes: int, item: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    per_chunk = -(-max(-(-nbytes // SEGMENT_BYTES), 2 * workers) // workers)
-    segment = max(-(-nbytes // (per_chunk * workers) // item) * item, item)
-
-    def chunk(index: int) -> tuple[int, int]:
-        nbytes_of_chunk = min(max(nbytes - index % workers * per_chunk * segment, 0), per_chunk * segment)
-        return -(-nbytes_of_chunk // segment), nbytes_of_chunk
-
-    vector = (-(-nbytes // segment), nbytes)
-    previous, middle, following = (chunk(worker + shift) for shift in (-1, 0, 1))
-    return _ring_volume(vector, previous, middle), _ring_volume(vector, middle, following)
-
-
-def _ring_volume(vector: tuple[int, int], first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    return 2 * vector[0] - first[0] - second[0], 2 * vector[1] - first[1] - second[1]
-
-
 def _pieces(nbytes: int) -> int:
     return -(-nbytes // PIECE_BYTES)
 
@@ -101,7 +56,7 @@ def _pieces(nbytes: int) -> int:
 def _all_gather(workers: int, nbytes: int) -> tuple[int, int]:
     """Return the bytes of gloo's ring all-gather: N-1 steps, each forwarding one worker's bytes in two halves."""
     steps = (2 * (workers - 1) * _pieces(nbytes), nbytes * (workers - 1))
-    return _with_headers(steps, steps)
+    return with_headers(steps, steps)
 
 
 def all_gather_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
@@ -109,7 +64,7 @@ def all_gather_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
     receivers, own_bytes = len(sizes) - 1, sizes[worker]
     outgoing = (receivers * _pieces(own_bytes), receivers * own_bytes)
     incoming = (sum(map(_pieces, sizes)) - _pieces(own_bytes), sum(sizes) - own_bytes)
-    return _added(_all_gather(len(sizes), LENGTH_BYTES), _with_headers(outgoing, incoming))
+    return _added(_all_gather(len(sizes), LENGTH_BYTES), with_headers(outgoing, incoming))
 
 
 def all_gather_message_bytes(workers: int, longest: int) -> tuple[int, int]:
@@ -130,7 +85,7 @@ def broadcast_bytes(worker: int, workers: int, root: int, length: int) -> tuple[
         ((receivers * _pieces(nbytes), receivers * nbytes), (_pieces(nbytes) * (position > 0), nbytes * (position > 0)))
         for nbytes in lengths
     ]
-    return _added(*(_with_headers(*move) for move in moves))
+    return _added(*(with_headers(*move) for move in moves))
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
