@@ -11,6 +11,7 @@ from shutil import rmtree
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from combinations import each_value, mostly_long, thinned
@@ -283,7 +284,7 @@ def test_run_ends_below_min_workers(recipe: str) -> None:
 
 def test_the_batch_under_a_changed_membership() -> None:
     def steps(batch: str) -> int:
-        ended = lived("allreduce", "kill worker 2 at 0s", epochs=1, asks={"batch": batch})
+        ended = lived("allreduce", "kill worker 2 at 0s", epochs=1, asks={"on_resize": batch})
         return int(ended.of("end")[0]["step"])
 
     assert steps("global-batch") < steps("per-worker-batch")
@@ -414,7 +415,7 @@ def test_runs_with_fixed_membership_are_unchanged(fault: str, mortal: bool) -> N
     order = RunConfig(script=Path("train.py"), workers=2)
     simulation = Simulation(order, CostModel(STEP_S), faults=plan.parse(fault) if fault else ())
     assert simulation.workers_can_fail == mortal
-    assert not replace(simulation, config=replace(order, workers=1)).workers_can_fail
+    assert not replace(simulation, config=msgspec.structs.replace(order, workers=1)).workers_can_fail
 
 
 def test_killed_single_worker_ends_the_run() -> None:
