@@ -27,6 +27,9 @@ install: $(READY)   ## make the virtual environment
 demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
 
+# Compiled files are kept, whatever the environment asks for: the processes of the tests would compile all modules again.
+test test-long: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(READY)      ## the test suite
 	$(BIN)/python -m pytest -n $(WORKERS)
 

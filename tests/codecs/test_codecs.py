@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from combinations import mostly_long
+from combinations import mostly_long, thinned
 
 from stretto import codecs
 from stretto.codecs import (
@@ -70,7 +70,7 @@ OTHERS: list[tuple[Codec, float]] = [
 
 @pytest.mark.parametrize(("codec", "tolerance"), SELECTORS + OTHERS, ids=str)
 def test_every_codec_passes_the_conformance_test(codec: Codec, tolerance: float) -> None:
-    doubles = [torch.float64] if (codec, tolerance) in SELECTORS else []
+    doubles = [torch.float64] if (codec, tolerance) in thinned(SELECTORS, 3, first=0) else []
     check_codec(codec, tolerance, dtypes=[torch.float32, *doubles])
 
 

@@ -439,7 +439,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 def test_invariants_hold_in_any_order() -> None:
-    run_state_machine_as_test(Crowd, settings=settings(max_examples=examples(320), stateful_step_count=50))
+    run_state_machine_as_test(Crowd, settings=settings(max_examples=examples(160), stateful_step_count=50))
 
 
 # --- sums of updates ------------------------------------------------------------------------------------------------
