@@ -42,7 +42,7 @@ ZeroMQ's own value for it, -1, can block the termination of a context forever.
 
 
 class RpcChannel:
-    """One worker's connection over ZeroMQ. `peer` names the service in error texts.
+    """One worker's connection over ZeroMQ, under the `name` of its incarnation. `peer` is the service in error texts.
 
     With a failure timeout a lost service is awaited for that long; requests without a reply are sent again, in order.
     """
@@ -51,16 +51,15 @@ class RpcChannel:
         self,
         context: zmq.Context[Any],
         address: str,
-        worker: int,
+        name: bytes,
         keys: WorkerKeys | None,
         peer: str,
         timeout_s: float,
-        incarnation: int = 0,
         failure_timeout_s: float | None = None,
     ) -> None:
         self.peer, self.address = peer, address
         self._timeout_s, self._failure_timeout_s = timeout_s, failure_timeout_s
-        self._name, self._keys, self._context = name_of(worker, incarnation), keys, context
+        self._name, self._keys, self._context = name, keys, context
         self._unanswered: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
         """Requests without a reply, in order."""
         self._lost_at: float | None = None
@@ -276,8 +275,8 @@ def connect_client(
     context = zmq.Context()
     context.set(zmq.IO_THREADS, 1)
     channels = [
-        RpcChannel(context, address, worker, keys, name, timeout_s, incarnation, failure_timeout_s)
-        for address, name in zip(addresses, _peer_names(addresses), strict=True)
+        RpcChannel(context, address, name_of(worker, incarnation), keys, peer, timeout_s, failure_timeout_s)
+        for address, peer in zip(addresses, _peer_names(addresses), strict=True)
     ]
     client = ParameterServerClient(worker, workers, channels[0], channels[1:], elastic=failure_timeout_s is not None)
     client.on_close(context.term)

@@ -99,7 +99,7 @@ def test_a_foreign_key_is_refused_within_seconds_and_counted(
     )
     began = time.monotonic()
     with zmq.Context() as context:
-        link = RpcChannel(context, hosted.addresses[1], 1, keys, "server 0", 5.0)
+        link = RpcChannel(context, hosted.addresses[1], name_of(1), keys, "server 0", 5.0)
         with pytest.raises(TransportError) as error:
             link.wait(link.send(m.Read(False)))
         link.close()
@@ -120,7 +120,7 @@ def test_a_client_without_a_key_gets_no_reply(servers: Servers) -> None:
         stranger.send_multipart(next(encode(1, m.Read(False))))
         assert not stranger.poll(500)
     with zmq.Context() as context:
-        link = RpcChannel(context, hosted.addresses[1], 1, None, "server 0", 1.0)
+        link = RpcChannel(context, hosted.addresses[1], name_of(1), None, "server 0", 1.0)
         with pytest.raises(TransportError, match=r"server 0 at tcp.* (went away|did not answer within 1 s)"):
             link.wait(link.send(m.Read(False)))
         link.close()

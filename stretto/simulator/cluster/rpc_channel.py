@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -55,6 +55,15 @@ class _Request:
     was_sent: bool = False
 
 
+class ChannelSettings(NamedTuple):
+    """Settings of all channels of a run."""
+
+    encrypted: bool
+    limit_s: float
+    """Time limit of a wait, in seconds."""
+    servers_can_fail: bool
+
+
 class SimChannel:
     """A connection of a worker's `incarnation` to a server. `channels` are those of all workers to the same server.
 
@@ -68,15 +77,13 @@ class SimChannel:
         worker: Worker,
         server: SimServer,
         channels: list[SimChannel],
-        encrypted: bool,
-        limit_s: float,
-        servers_can_fail: bool = False,
+        settings: ChannelSettings,
         before: SimChannel | None = None,
         incarnation: int = 0,
     ) -> None:
         self._engine, self.worker, self._server, self.incarnation = engine, worker, server, incarnation
         self.channels = channels
-        self._encrypted, self._limit_s, self._servers_can_fail = encrypted, limit_s, servers_can_fail
+        self._encrypted, self._limit_s, self._servers_can_fail = settings
         self._client: Replaying | None = None
         self._unanswered: dict[int, _Request] = {}
         """Requests without a reply, in order, if servers can fail and requests may have to be sent again."""
@@ -89,7 +96,7 @@ class SimChannel:
         self._is_aborted = False
         self.last = ReplyTensors(())
         """Tensors of the last reply that was waited for."""
-        self._sent, self._received = handshake_bytes(worker.number, encrypted)
+        self._sent, self._received = handshake_bytes(worker.number, self._encrypted)
         self._is_open = True
 
     def attach(self, client: Replaying) -> None:

@@ -19,7 +19,7 @@ from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import InMemoryStore
-from stretto.simulator.cluster.rpc_channel import ReplyTensors, SimChannel
+from stretto.simulator.cluster.rpc_channel import ChannelSettings, ReplyTensors, SimChannel
 from stretto.simulator.engine import Engine, Worker
 from stretto.transport.interface import Message, made
 
@@ -154,7 +154,8 @@ class SimServers:
     def __init__(
         self, engine: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, can_fail: bool = False
     ) -> None:
-        self._engine, self._encrypted, self._limit_s, self._can_fail = engine, encrypted, limit_s, can_fail
+        self._engine, self._can_fail = engine, can_fail
+        self._settings = ChannelSettings(encrypted, limit_s, can_fail)
         self._servers: list[SimServer] = []
         self._channels: list[list[SimChannel]] = []
         self._incarnations = [0] * shards
@@ -176,8 +177,7 @@ class SimServers:
     def _make_channel(
         self, worker: Worker, server: SimServer, channels: list[SimChannel], *previous: Any
     ) -> SimChannel:
-        engine = self._engine
-        return SimChannel(engine, worker, server, channels, self._encrypted, self._limit_s, self._can_fail, *previous)
+        return SimChannel(self._engine, worker, server, channels, self._settings, *previous)
 
     def _make_dispatcher(self) -> Callable[[int], RequestHandler]:
         """Return a constructor of dispatcher handlers that share their snapshots."""
