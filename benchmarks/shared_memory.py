@@ -41,13 +41,17 @@ class Case:
 
 CASES = {
     case.name: case
-    for workers in (2, 4)
     for case in (
-        Case(4_000, workers, 8, 500),
-        Case(25_000, workers, 8, 300),
-        Case(100_000, workers, 8, 200),
-        Case(800_000, workers, 1.5, 40),
-        Case(25_000_000, workers, 1.3, 3),
+        Case(4_000, 2, 8, 500),
+        Case(25_000, 2, 8, 300),
+        Case(100_000, 2, 8, 200),
+        Case(800_000, 2, 1.5, 40),
+        Case(25_000_000, 2, 1.3, 3),
+        Case(4_000, 4, 8, 80),
+        Case(25_000, 4, 8, 80),
+        Case(100_000, 4, 8, 60),
+        Case(800_000, 4, 1.5, 20),
+        Case(25_000_000, 4, 1.3, 2),
     )
 }
 

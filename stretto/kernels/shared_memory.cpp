@@ -27,6 +27,8 @@ constexpr size_t PIECE_BYTES = size_t{1} << 18;  // of a slot
 constexpr size_t SMALL_BYTES = size_t{1} << 18;  // of all workers together: a piece that is added as a whole
 constexpr size_t PAGE = size_t{1} << 16;         // a multiple of every system's page
 constexpr size_t LINE = 128;  // bytes that no two workers write: two cache lines, which are fetched in pairs
+constexpr double LONG_S = 0.0003;     // of one poll: other processes use this processor, and a sleeper gets it back sooner
+constexpr size_t UNPOLLED = 1000;     // waits that sleep immediately after a long poll
 constexpr size_t STEP = 1024;  // numbers that are added at a time
 
 template <class T> INLINE void add_all(T *into, T *also, const std::vector<const char *> &from, size_t at, size_t to) {
@@ -205,9 +207,14 @@ void SharedGroup::signal() {
 }
 
 // Waits until a stage is possible, the group is aborted or the time is over; may return earlier.
-void SharedGroup::pause(double until) const {
-    for (double end = now() + spin_s_; now() < end; sched_yield())
+void SharedGroup::pause(double until) {
+    if (unpolled_) --unpolled_;
+    for (double at = now(), end = at + spin_s_; at < end && !unpolled_;) {
+        sched_yield();
         if (ready()) return;
+        double before = std::exchange(at, now());
+        if (at - before > LONG_S) unpolled_ = UNPOLLED;
+    }
     control_->waiting.fetch_add(1);
     uint32_t seen = control_->signal.load();
     if (double left = until - now(); !ready() && left > 0) {

@@ -62,11 +62,12 @@ class SharedGroup {
     void post(uint64_t number), sum(uint64_t number), take(uint64_t number);
     void publish(Counter counter, uint64_t number);
     void signal();
-    void pause(double until) const;
+    void pause(double until);
     bool is_awaited(size_t worker) const, has_left() const;
 
     size_t rank_, workers_;
     double spin_s_;
+    size_t unpolled_ = 0;
     Mapping shared_;
     Control *control_;
     std::vector<Mapping> slots_;

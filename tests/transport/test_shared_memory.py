@@ -31,11 +31,14 @@ from torch import Tensor
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import BrokenTransportError, TransportError
+from stretto.kernels import is_native
 from stretto.transport import gloo_ring, shared_memory
 from stretto.transport.conformance import check_transport
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.shared_memory import SharedMemoryTransport, over_shared_memory
+
+pytestmark = pytest.mark.skipif(not is_native(), reason="means go through shared memory with the native kernels only")
 
 TIMEOUT_S = 20.0
 OUT_S = 1.0
