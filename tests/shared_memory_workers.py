@@ -1,0 +1,253 @@
+"""Workers in processes that share memory, and scenarios in which they are killed, stopped and forked.
+
+This file runs a scenario in a process of its own, which forks the workers and sends signals to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.collective_ops import AllReduceMean
+from stretto.errors import BrokenTransportError
+from stretto.transport.interface import Transport
+from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.shared_memory import SharedMemoryTransport, over_shared_memory
+
+TIMEOUT_S = 20.0
+PIECE = 65_536
+"""Numbers of float32 in a piece of the kernel."""
+
+
+def traces() -> list[str]:
+    """Return the memory files that this process has mapped or opened."""
+    with open("/proc/self/maps") as maps:
+        found = [line.split()[-2] for line in maps if "memfd:stretto" in line]
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:stretto" in (name := os.readlink(f"/proc/self/fd/{entry}")):
+                found.append(name)
+    return found
+
+
+class Child:
+    """A forked worker: it writes lines of JSON, and aborts its transport at each line that it reads."""
+
+    def __init__(self, work: Callable[[Speaker], None]) -> None:
+        (self.replies, say), (listen, self.orders) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                work(Speaker(say, listen))
+                status = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(say)
+        os.close(listen)
+
+    def reply(self) -> Any:
+        """Return the next line of the worker."""
+        assert select.select([self.replies], [], [], TIMEOUT_S)[0], "a worker did not reply"
+        line = b""
+        while not line.endswith(b"\n"):
+            read = os.read(self.replies, 1)
+            assert read, "a worker has failed"
+            line += read
+        return json.loads(line)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+class Speaker:
+    """The worker's side of its pipes."""
+
+    def __init__(self, say: int, listen: int) -> None:
+        self._say = say
+        self.transport: Any = None
+        threading.Thread(target=self._listen, args=(listen,), daemon=True).start()
+
+    def _listen(self, listen: int) -> None:
+        while os.read(listen, 1):
+            self.transport.abort()
+
+    def say(self, **what: Any) -> None:
+        os.write(self._say, (json.dumps(what) + "\n").encode())
+
+    def connect(self, path: Path, rank: int, workers: int) -> SharedMemoryTransport:
+        store = dist.FileStore(str(path), workers)
+        found = over_shared_memory(ProcessGroupTransport(store, rank, workers, TIMEOUT_S, elastic=True))
+        assert isinstance(found, SharedMemoryTransport)
+        self.transport = found
+        return found
+
+    def leave(self) -> None:
+        """Close the transport. Its memory is free once no traceback refers to it."""
+        self.transport.abort()
+        self.transport.close()
+        gc.collect()
+        assert traces() == []
+
+
+def check_means(transport: Transport, seconds: float, seed: int = 0) -> None:
+    """Compute means of random sizes, several at a time; check that each is exact."""
+    case, end = random.Random(seed), time.monotonic() + seconds
+    going = True
+    while going:
+        sizes = [case.choice([1, 1000, PIECE, 300_001]) for _ in range(case.randint(1, 3))]
+        tensors = [torch.full((size,), transport.worker + index + 1.0) for index, size in enumerate(sizes)]
+        for index, handle in enumerate([transport.submit(AllReduceMean(one)) for one in tensors]):
+            expected = sum(rank + index + 1.0 for rank in range(transport.workers))
+            assert bool((handle.wait() == expected).all()), "a wrong sum"
+        going = all(transport.all_gather_bytes(b"" if time.monotonic() > end else b"on"))
+
+
+def killed(stage: str, folder: Path) -> dict[str, Any]:
+    """Kill worker 1 of 3 at a stage of a mean of several pieces."""
+
+    def work(rank: int, speaker: Speaker) -> None:
+        transport = speaker.connect(folder / "three", rank, 3)
+        transport.all_gather_bytes(b"all are here")
+        first = {"absent": None, "posted": 1, "summed": 0}[stage]
+        time.sleep(0.0 if (rank == 1) == (first == 1) else 0.2)
+        if rank == 1 and stage == "absent":
+            os.kill(os.getpid(), signal.SIGKILL)
+        handle = transport.submit(AllReduceMean(torch.ones(9 * PIECE)))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            while True:
+                assert bool((handle.wait() == 3.0).all())
+                handle = transport.submit(AllReduceMean(torch.ones(9 * PIECE)))
+        except BrokenTransportError as error:
+            speaker.say(seconds=time.monotonic() - began, why=str(error))
+        speaker.leave()
+        check_means(speaker.connect(folder / "two", rank // 2, 2), 0.1)
+        speaker.leave()
+        speaker.say(ended=True)
+
+    children = [Child(lambda speaker, rank=rank: work(rank, speaker)) for rank in range(3)]
+    survivors = [children[0], children[2]]
+    outs = [child.reply() for child in survivors]
+    ended = [child.reply() for child in survivors]
+    for child in children:
+        child.end()
+    return {"outs": outs, "ended": ended}
+
+
+def killed_at_random(rounds: str, folder: Path) -> dict[str, Any]:
+    """Kill one of 4 workers at random moments of their means."""
+    chance, outs = random.Random(0), []
+
+    def work(rank: int, round_: int, speaker: Speaker) -> None:
+        transport = speaker.connect(folder / f"{round_}", rank, 4)
+        speaker.say(here=True)
+        with contextlib.suppress(BrokenTransportError):
+            check_means(transport, TIMEOUT_S)
+        speaker.say(at=time.monotonic())
+        speaker.leave()
+        speaker.say(ended=True)
+
+    for round_ in range(int(rounds)):
+        children = [Child(lambda speaker, rank=rank, round_=round_: work(rank, round_, speaker)) for rank in range(4)]
+        for child in children:
+            child.reply()
+        time.sleep(chance.uniform(0.0, 0.05))
+        victim, at = children.pop(chance.randrange(4)), time.monotonic()
+        victim.end()
+        outs.append(max(child.reply()["at"] for child in children) - at)
+        assert all(child.reply()["ended"] for child in children)
+        for child in children:
+            child.end()
+    return {"outs": outs}
+
+
+def stopped(_: str, folder: Path) -> dict[str, Any]:
+    """Stop worker 2 of 3 within its means, form a group of the others, and let worker 2 continue."""
+
+    def work(rank: int, speaker: Speaker) -> None:
+        transport = speaker.connect(folder / "three", rank, 3)
+        speaker.say(here=True)
+        try:
+            check_means(transport, TIMEOUT_S)
+        except BrokenTransportError as error:
+            speaker.say(why=str(error))
+        speaker.leave()
+        if rank < 2:
+            check_means(speaker.connect(folder / "two", rank, 2), 0.6, seed=1)
+            speaker.leave()
+            speaker.say(ended=True)
+
+    children = [Child(lambda speaker, rank=rank: work(rank, speaker)) for rank in range(3)]
+    for child in children:
+        child.reply()
+    time.sleep(0.1)
+    os.kill(children[2].pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    began = time.monotonic()
+    for child in children[:2]:
+        os.write(child.orders, b"a")
+    whys = [child.reply()["why"] for child in children[:2]]
+    out = time.monotonic() - began
+    time.sleep(0.2)
+    os.kill(children[2].pid, signal.SIGCONT)
+    whys.append(children[2].reply()["why"])
+    ended = [child.reply() for child in children[:2]]
+    for child in children:
+        child.end()
+    return {"out": out, "whys": whys, "ended": ended}
+
+
+def forked(_: str, folder: Path) -> dict[str, Any]:
+    """Fork a process from each worker, as a DataLoader does, and let it exit after the worker's transport is closed."""
+
+    def work(rank: int, speaker: Speaker) -> None:
+        transport = speaker.connect(folder / "two", rank, 2)
+        check_means(transport, 0.05)
+        (read, write), (ends, end) = os.pipe(), os.pipe()
+        if (pid := os.fork()) == 0:
+            transport._group = None
+            gc.collect()
+            os.write(write, json.dumps(traces()).encode())
+            os.close(end)
+            os.read(ends, 1)
+            os._exit(0)
+        check_means(transport, 0.1)
+        speaker.leave()
+        os.close(end)
+        os.waitpid(pid, 0)
+        speaker.say(traces=json.loads(os.read(read, 1 << 16)))
+
+    children = [Child(lambda speaker, rank=rank: work(rank, speaker)) for rank in range(2)]
+    found = [child.reply() for child in children]
+    for child in children:
+        child.end()
+    return {"found": found}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    scenario, how, folder = sys.argv[1:]
+    print(json.dumps(globals()[scenario](how, Path(folder))))
