@@ -217,6 +217,21 @@ def test_an_abort_ends_the_waits_of_all_workers_now_and_later() -> None:
     assert traces() == before
 
 
+def test_the_last_contribution_and_an_abort_wake_sleeping_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "LOOK_S", TIMEOUT_S)
+    monkeypatch.setattr(shared_memory, "SPIN_S", 0.0)
+    ends, began = connected(3, elastic=True), time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        for size in (1, 1000, 300_001) * 10:
+            list(pool.map(lambda end, size=size: end.submit(AllReduceMean(torch.ones(size))).wait(), ends))
+    waiting = ends[0].submit(AllReduceMean(torch.ones(4)))
+    threading.Timer(0.1, ends[1].abort).start()
+    with pytest.raises(BrokenTransportError, match="it was aborted"):
+        waiting.wait()
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    closed(ends)
+
+
 def _on_another_host(offer: shared_memory.Offer) -> shared_memory.Offer:
     return msgspec.structs.replace(offer, host="elsewhere")
 
