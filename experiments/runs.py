@@ -67,7 +67,7 @@ class Point:
     def simulation(self) -> Simulation:
         """Return the simulation for this process."""
         script, args = ROOT / SCRIPT, tuple(self.args.split())
-        order = RunConfig(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
+        order = RunConfig(script, args, workers=self.workers, recipe=self.recipe, seed=self.seed, output="none")
         costs, links = cost_model.parse(self.step_time), network.parse(self.network)
         return check(Simulation(order, costs, links, speeds.parse(self.speeds)))
 
