@@ -23,6 +23,7 @@ from stretto import api
 from stretto.errors import ScriptError
 from stretto.events import read_events
 from stretto.interval import every
+from stretto.recipe.parser import parse
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 
@@ -113,7 +114,8 @@ def test_schedules_reach_their_end_under_every_recipe(kind: str, recipe: str) ->
     single_process = plain(KINDS[kind])
     lasts = [found[-1] for found in run_workers(3, rates(KINDS[kind]), recipe)]
     assert min(abs(one - single_process[-1]) for one in lasts) < 1e-9
-    assert all(one <= single_process[-6] for one in lasts)
+    if not parse(recipe).asynchronous:  # where no worker waits, the last step of a slow one may be far from the end
+        assert all(one <= single_process[-6] for one in lasts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
