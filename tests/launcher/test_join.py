@@ -104,7 +104,8 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
     until(lambda: generations(run) != [], here)
     there = on(HOSTS[1], "join", "run", "-n", "2")
     both = here, there
-    until(lambda: [0, 1, 2, 3] in generations(run), *both)
+    until(lambda: {2, 3} <= {event["worker"] for event in events(run) if event["event"] == "start"}, *both)
+    assert [0, 1, 2, 3] in generations(run)
 
     ip("-n", HUB, "link", "set", "port1", "nomaster")
     before = len(generations(run))
