@@ -4,8 +4,8 @@ Results equal those of `stretto.kernels.reference` bit for bit, except means and
 order (16 partial sums) and may differ by one rounding to float32. Values computed from equal means and norms are equal.
 
 Functions with `threads` use at most that many (default: torch's), and more than one only from 2^18 numbers on; results
-do not depend on it. Those that take a `residual` write what is not sent into it. Tensors of another dtype, device or
-layout raise TypeError, lengths that do not match raise ValueError.
+do not depend on it. Functions with a `residual` write the part that is not sent into it. Tensors of another dtype,
+device or layout raise TypeError, lengths that do not match raise ValueError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The workers that the coordinator knows: their newest processes, the generation that they form, and who is missing."""
+"""The workers that the coordinator knows: their newest processes, their generation, and missing workers."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class WorkerTable:
 
         In training they are the members that can still come: a member paused between two steps waits for the workers at
         the barrier itself, and so may a restarted worker in asynchronous training until it takes part. Before training
-        they are all workers that were started, until they are members: a failed one that is restarted is awaited as
-        well, since none has begun without it.
+        they are all workers that were started, until they are members: a failed worker that is restarted is
+        awaited as well, since no other has begun without it.
         """
         if in_training:
             members = {worker: self.processes[worker] for worker in self.members}

@@ -389,7 +389,7 @@ class ParameterServerClient(Transport):
 
     @contextlib.contextmanager
     def storing_order(self, number: int | None) -> Iterator[None]:
-        """Let the dispatcher store what is broadcast in a `with` block as the order of this epoch."""
+        """Let the dispatcher store the broadcast of a `with` block as the order of this epoch."""
         self._order_epoch = number
         yield
         self._order_epoch = None

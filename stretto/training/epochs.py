@@ -106,7 +106,7 @@ class Epochs:
     # --- begin --------------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> bool:
-        """Begin an epoch; first end one that the script left early.
+        """Begin an epoch; first end the epoch before, if the script left it early.
 
         An epoch that was over before this worker joined is empty. An epoch of which only one batch was peeked begins
         again. Returns False for an iteration that was a peek in an earlier incarnation of this worker, and is one

@@ -19,7 +19,7 @@ class _EpochStart:
     """The counts when the epoch began."""
 
     steps: int = 0
-    """Number of steps without those that are only counted."""
+    """Number of steps, without steps that are only counted."""
     counted: int = 0
     global_steps: int = 0
     own_samples: int = 0
@@ -57,7 +57,7 @@ class LoopProgress:
         self._untrained = 0
         """Number of samples of epochs in which no worker did a step."""
         self._done_steps = 0
-        """Number of steps without those that are only counted because a gradient scaler may have skipped them."""
+        """Number of steps, without steps that are only counted because a gradient scaler may have skipped them."""
         self._phase, self._steps_before = COMING, 0
         self._repeats_epoch = False
         """True if the next epoch has the number of the last one, which was only peeked."""
@@ -181,7 +181,7 @@ class LoopProgress:
         self.own_samples -= own
 
     def count_step(self, index: int, is_done: bool) -> None:
-        """Count a step of an optimizer; not `is_done` for one that a gradient scaler may have skipped."""
+        """Count a step of an optimizer; not `is_done` if a gradient scaler may have skipped it."""
         self.steps_of[index] += 1
         self.steps = max(self.steps_of)
         self._done_steps += is_done

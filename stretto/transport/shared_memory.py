@@ -14,8 +14,8 @@ The kernel (kernels/shared_memory.cpp) cuts a sum into pieces, and each piece in
     done = 1 (the slot can be used again when all are done)
 
 There is no lock. The counters of a worker that is killed between two stages stay, and the waits of the others end when
-they see its exit, an abort or the time limit. A worker that is stopped and continues later reads what was posted for
-it: no slot is used again before all workers are done with it, and the next generation has other memory.
+they see its exit, an abort or the time limit. A worker that is stopped and continues later reads the numbers that
+were posted for it: no slot is used again before all workers are done with it, and the next generation has other memory.
 """
 
 from __future__ import annotations

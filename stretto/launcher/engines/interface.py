@@ -38,7 +38,7 @@ class Process(Protocol):
         ...
 
     def release(self) -> None:
-        """Kill what an exited process has left running, and free what the engine holds for it. Idempotent."""
+        """Kill the children of an exited process, and free the resources that the engine holds for it. Idempotent."""
         ...
 
 

@@ -85,7 +85,7 @@ class LocalProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Kill what is left running of the process group, and reap the process."""
+        """Kill the remaining processes of the group, and reap the process."""
         self.record()
         with self._lock:
             if self.is_released:
