@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
@@ -196,10 +196,15 @@ def options() -> Mapping[str, tuple[Any, Option, Any]]:
     hints = get_type_hints(RunConfig, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(RunConfig)}
     return {
-        name: (hint.__origin__, hint.__metadata__[0], defaults[name])
+        name: (hint.__origin__, _named(hint.__metadata__[0], name), defaults[name])
         for name, hint in hints.items()
         if get_origin(hint) is Annotated
     }
+
+
+def _named(option: Option, field: str) -> Option:
+    """Return the option with its names: those that are given, or else that of its field."""
+    return option if option.names else replace(option, names=(f"--{field.replace('_', '-')}",))
 
 
 def typed_options(config: RunConfig, names: Iterable[str]) -> list[str]:
@@ -213,7 +218,7 @@ def typed_options(config: RunConfig, names: Iterable[str]) -> list[str]:
         kind, option, default = options()[name]
         value = getattr(config, name)
         if value != default:
-            words.append((option.names or (f"--{name.replace('_', '-')}",))[-1])
+            words.append(option.names[-1])
             words += [] if kind is bool else [_typed(value, option)]
     return words
 

@@ -26,6 +26,7 @@ from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.run_config import Output, RunConfig
+from stretto.run_config import options as run_options
 from stretto.run_dir import version
 
 app = typer.Typer(
@@ -109,34 +110,7 @@ def options(
         "stretto run -n 4 --checkpoint-every 5m -m package.train",
     ),
 )
-@configured(
-    "module",
-    "workers",
-    "recipe",
-    "seed",
-    "threads",
-    "stragglers",
-    "global_batch",
-    "lr_scale",
-    "servers",
-    "on_nan",
-    "plain",
-    "failure_timeout_s",
-    "timeout_s",
-    "restarts",
-    "recovery",
-    "min_workers",
-    "max_workers",
-    "on_resize",
-    "host",
-    "port",
-    "faults",
-    "checkpoint_every",
-    "keep",
-    "resume",
-    "out",
-    "output",
-)
+@configured(*run_options())
 def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json_to: JsonTo = None) -> None:
     """Run SCRIPT on workers of this machine.
 

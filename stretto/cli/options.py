@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
@@ -14,7 +13,7 @@ import typer
 
 from stretto.cli.script_arguments import SCRIPT_TYPED, Arguments, Script, nearest, recipe_names
 from stretto.errors import LaunchError, explain
-from stretto.run_config import OUTPUT, WORKERS, Option, RunConfig, options
+from stretto.run_config import OUTPUT, WORKERS, RunConfig, options
 from stretto.units import seconds
 
 Command = Callable[..., None]
@@ -43,23 +42,14 @@ def duration(text: str | float) -> float:
     return duration_s
 
 
-def option(name: str, **changes: Any) -> Any:
-    """Return the type of a command's parameter: that of a field of `RunConfig`, with its option.
-
-    `changes` replace parts of the option, as its help text.
-    """
+def option(name: str) -> Any:
+    """Return the type of a command's parameter: that of a field of `RunConfig`, with its option."""
     kind, declared, _ = options()[name]
-    declared = replace(declared, **changes)
     settings: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
     settings |= {"parser": duration} if declared.metavar == "TIME" else {}
     settings |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
-    return Annotated[kind, _typer_option(declared, name, settings)]
-
-
-def _typer_option(declared: Option, name: str, settings: Mapping[str, Any]) -> Any:
-    names = declared.names or (f"--{name.replace('_', '-')}",)
-    return typer.Option(
-        *names,
+    typer_option = typer.Option(
+        *declared.names,
         metavar=declared.metavar,
         show_default=declared.default or True,
         help=declared.help,
@@ -67,6 +57,7 @@ def _typer_option(declared: Option, name: str, settings: Mapping[str, Any]) -> A
         envvar=declared.variable,
         **settings,
     )
+    return Annotated[kind, typer_option]
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)]
@@ -111,14 +102,11 @@ def configured(*names: str, file: bool = True, **defaults: Any) -> Callable[[Com
 def with_options(command: Command) -> Command:
     """Make options of those parameters of a command that have the name of a field of `RunConfig`."""
 
-    def call(**values: Any) -> None:
-        command(**values)
-
     declared = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [
         _parameter(parameter.name, parameter.default) if _is_field(parameter) else parameter for parameter in declared
     ]
-    return _signed(call, command, parameters)
+    return _signed(command, command, parameters)
 
 
 def _is_field(parameter: inspect.Parameter) -> bool:
@@ -165,7 +153,7 @@ def _keys(parameter: Any) -> Iterator[str]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Return what a file holds, without what is empty."""
+    """Return the values of a file by name, without empty ones."""
     try:
         text = path.read_bytes()
         values = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())

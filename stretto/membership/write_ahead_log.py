@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stretto.errors import LogError
+from stretto.whole_files import sync
 
 _HEAD = struct.Struct("<IQI")
 """Length of the record in bytes, its number from 0, and a checksum of both and of the record."""
@@ -45,7 +46,7 @@ class WriteAheadLog:
             os.ftruncate(self._file, intact.size)
             os.lseek(self._file, intact.size, os.SEEK_SET)
             os.fsync(self._file)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise LogError(f"the write-ahead log {path} cannot be opened: {error.strerror}") from error
 
@@ -93,11 +94,3 @@ def _found(path: Path) -> _Found:
         records.append(record)
         offset = start + len(record)
     return _Found(records, offset)
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

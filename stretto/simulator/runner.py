@@ -54,7 +54,7 @@ from stretto.simulator.isolation.virtual_time import ScriptTime
 from stretto.simulator.isolation.written_files import WrittenFiles
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
-from stretto.training.worker_context import WorkerContext, current_context
+from stretto.training.worker_context import WorkerContext, current_context, fields_of
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.rendezvous import ServerRendezvous
@@ -329,21 +329,12 @@ class Simulator:
         config = self._simulation.config
         runtime = self.runtime(worker)
         return SimWorkerContext(
+            **fields_of(config),
             worker=worker.number,
-            workers=config.workers,
-            recipe=config.recipe,
             run=self._folder,
             seed=config.seed,
-            single_process=config.single_process,
-            global_batch_of=config.global_batch_of,
-            split=config.global_batch == "split",
-            lr_factor=config.lr_factor,
-            keep_states=config.keep_states,
-            timeout_s=config.timeout_s,
             runtime=runtime,
-            on_nan=config.on_nan,
             incarnation=worker.incarnation,
-            rule=config.on_resize,
             barrier=SimBarrier(self._barriers, worker, config.timeout_s) if config.workers > 1 else None,
             simulator=self,
         )

@@ -95,7 +95,7 @@ class GlobalSteps:
         self._worked = 0
         """Number of these leases whose work an optimizer step includes."""
         self._accumulated = False
-        self._stepped_last = True
+        self.stepped_last = True
         """True if the optimizer stepped in the last global step."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
@@ -179,7 +179,7 @@ class GlobalSteps:
         self.pace.go_on()
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
-        self._stepped_last = global_step.idle or has_stepped
+        self.stepped_last = global_step.idle or has_stepped
         if self.strategy.exchanges_gradients and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
         if not global_step.idle:
@@ -218,12 +218,7 @@ class GlobalSteps:
 
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
-        return self.strategy.is_carried and self.current is None and self._stepped_last
-
-    @property
-    def stepped_last(self) -> bool:
-        """True if the optimizer stepped in the last global step."""
-        return self._stepped_last
+        return self.strategy.is_carried and self.current is None and self.stepped_last
 
     def _notice_accumulation(self) -> None:
         """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""

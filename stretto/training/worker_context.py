@@ -22,6 +22,7 @@ from stretto.parameter_server.embedded import serve_at_rank0
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
+from stretto.run_config import RunConfig
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
 from stretto.transport import Transport
@@ -121,31 +122,38 @@ def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext |
     return _context(config) if config is not None else None
 
 
+def fields_of(options: RunConfig) -> dict[str, Any]:
+    """Return the fields of a context that the options of the run determine, live and simulated."""
+    return {
+        "workers": options.workers,
+        "recipe": options.recipe,
+        "single_process": options.single_process,
+        "global_batch_of": options.global_batch_of,
+        "split": options.global_batch == "split",
+        "lr_factor": options.lr_factor,
+        "keep_states": options.keep_states,
+        "timeout_s": options.timeout_s,
+        "on_nan": options.on_nan,
+        "rule": options.on_resize,
+    }
+
+
 @functools.lru_cache(maxsize=4)
 def _context(config: WorkerConfig) -> WorkerContext:
     """Return the context that a configuration describes, cached, since its barrier holds a connection."""
     address, options = config.store_address, config.options
     return WorkerContext(
+        **fields_of(options),
         worker=config.rank,
-        workers=config.world_size,
         transport=_transport(config),
-        recipe=options.recipe,
         run=Path(config.run) if config.run else None,
         opens_folder=config.run is None,
         runtime=Runtime(own_process=True),
         seed=options.seed if config.run else None,
-        single_process=options.single_process,
-        global_batch_of=options.global_batch_of,
-        split=options.global_batch == "split",
-        lr_factor=options.lr_factor,
-        keep_states=options.keep_states,
-        timeout_s=options.timeout_s,
         server=_server(config),
         lead_host=address[0] if address is not None else "127.0.0.1",
         slow=config.slowdown,
-        on_nan=options.on_nan,
         incarnation=config.incarnation,
-        rule=options.on_resize,
         checkpoint=every(options.checkpoint_every) if options.checkpoint_every else None,
         keep=options.keep or KEPT_CHECKPOINTS,
         resume=options.resume,
