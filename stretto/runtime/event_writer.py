@@ -45,12 +45,13 @@ class EventWriter:
         """Return the seconds since the start of training, on the clock that all workers share."""
         return self._clock() - self.zero
 
-    def write(self, kind: str, /, **fields: object) -> None:
-        """Write an event."""
+    def write(self, kind: str, at: float | None = None, /, **fields: object) -> None:
+        """Write an event that happened at this reading of the clock, by default now."""
+        t = self.t() if at is None else at - self.zero
         if kind == "progress":
-            self._progressed = self.t()
+            self._progressed = t
         if self._log is not None:
-            self._log.write(kind, self.t(), **fields)
+            self._log.write(kind, t, **fields)
 
     def notice(self, text: str) -> None:
         """Warn the user once: the first worker prints the text and writes it to the log."""

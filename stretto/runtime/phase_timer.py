@@ -14,15 +14,16 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float], since: float | None = None) -> None:
         self._clock = clock
-        self._since = clock() if since is None else since
+        self.read_at = clock() if since is None else since
+        """Reading of the clock at the last switch: the phases sum to the time until then."""
         self.phase = "other"
         self.spent = dict.fromkeys(PHASES, 0.0)
 
     def switch(self, phase: str) -> str:
         """Switch to a phase and return the previous one."""
         now = self._clock()
-        self.spent[self.phase] += now - self._since
-        self._since = now
+        self.spent[self.phase] += now - self.read_at
+        self.read_at = now
         previous_phase, self.phase = self.phase, phase
         return previous_phase
 

@@ -51,8 +51,9 @@ class Figures:
     def write(self, kind: str, **fields: object) -> None:
         """Write an event with the figures, after this worker's applied updates and their staleness."""
         self.write_outcomes()
-        progress = self._trainer.progress
-        self._trainer.events.write(kind, step=progress.steps, samples=progress.own_samples, **fields, **self.measured())
+        progress, events, measured = self._trainer.progress, self._trainer.events, self.measured()
+        at = self._trainer.timer.read_at  # the phases sum to the event's time, however late it is written
+        events.write(kind, at, step=progress.steps, samples=progress.own_samples, **fields, **measured)
 
     def write_outcomes(self) -> None:
         """Write an event with this worker's applied updates and their staleness."""
