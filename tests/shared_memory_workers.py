@@ -86,11 +86,14 @@ class Speaker:
     def __init__(self, say: int, listen: int) -> None:
         self._say = say
         self.transport: Any = None
+        self._abort_lock = threading.Lock()
+        """Held within an abort, which refers to the memory until it returns."""
         threading.Thread(target=self._listen, args=(listen,), daemon=True).start()
 
     def _listen(self, listen: int) -> None:
         while os.read(listen, 1):
-            self.transport.abort()
+            with self._abort_lock:
+                self.transport.abort()
 
     def say(self, **what: Any) -> None:
         os.write(self._say, (json.dumps(what) + "\n").encode())
@@ -104,10 +107,11 @@ class Speaker:
 
     def leave(self) -> None:
         """Close the transport. Its memory is free once no traceback refers to it."""
-        self.transport.abort()
-        self.transport.close()
-        gc.collect()
-        assert traces() == []
+        with self._abort_lock:
+            self.transport.abort()
+            self.transport.close()
+            gc.collect()
+            assert traces() == []
 
 
 def check_means(transport: Transport, seconds: float, seed: int = 0) -> None:
