@@ -20,6 +20,8 @@ from stretto.faults.stragglers import factors
 from stretto.run_config import RunConfig, decode_path
 
 VARIABLE = "STRETTO_CONFIG"
+MAX_RANK = 10**6 - 1
+"""Largest number of a worker."""
 RECIPE = "STRETTO_RECIPE"
 """Recipe of a script that torchrun has started."""
 OF_TORCHRUN = (
@@ -88,6 +90,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
         return self.options.workers
 
     @property
+    def joins(self) -> bool:
+        """True if this process joins a run that has begun."""
+        return self.incarnation > 0 or self.rank >= self.world_size
+
+    @property
     def slowdown(self) -> float:
         """Factor by which the compute time is prolonged (`--stragglers`)."""
         return factors(self.options.stragglers, self.options.workers).get(self.rank, 1.0)
@@ -113,9 +120,9 @@ class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
     restarted: bool = False
 
     @property
-    def max_workers(self) -> int:
-        """Largest number of workers."""
-        return max(self.options.workers, self.options.max_workers or 0)
+    def max_rank(self) -> int:
+        """Largest number of a worker: those of workers that join are above those of the first."""
+        return MAX_RANK if self.options.host is not None else self.options.workers - 1
 
 
 class CoordinatorConfig(Config, frozen=True, kw_only=True, tag="coordinator"):

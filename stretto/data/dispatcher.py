@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin, RoundRobinAmong
+from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin
 from stretto.membership.epoch_numbers import section_of
 
 
@@ -38,7 +38,6 @@ class BatchDispatcher:
     def __init__(self, workers: int) -> None:
         self.members = set(range(workers))
         self.epoch_number = 0
-        self._workers = workers
         self._ledger = Ledger([], FirstCome())
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
@@ -87,10 +86,7 @@ class BatchDispatcher:
         if section_of(epoch_number) != section_of(self.epoch_number):  # the next barrier is a full interval away
             self._batches_leased = self._scheduled_barriers * (barrier_every or 0)
         self.epoch_number, self._barrier_every = epoch_number, barrier_every
-        plan = (
-            RoundRobin(self._workers) if len(self.members) == self._workers else RoundRobinAmong(sorted(self.members))
-        )
-        self._ledger = Ledger(sizes, plan if in_turn else FirstCome())
+        self._ledger = Ledger(sizes, RoundRobin(sorted(self.members)) if in_turn else FirstCome())
         self._settled_before = settled
         if settled:
             self._ledger.roll_back(settled)

@@ -65,18 +65,7 @@ class FirstCome:
 
 @dataclass(frozen=True, slots=True)
 class RoundRobin:
-    """Fixed plan: batch b is reserved for worker b mod N."""
-
-    workers: int
-
-    def reserved(self, owner: int | None, batches: int) -> Sequence[int]:
-        """Return every N-th batch, from `owner` on."""
-        return range(owner, batches, self.workers) if owner is not None else ()
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRobinAmong:
-    """Fixed plan for a part of the workers: batch b is reserved for member b mod N."""
+    """Fixed plan: batch b is reserved for member b mod N."""
 
     members: Sequence[int]
 

@@ -156,15 +156,15 @@ def _check_survival(config: RunConfig) -> None:
 
 
 def _check_host(config: RunConfig) -> None:
-    """Raise LaunchError for a run that workers cannot join: the number of workers of a parameter server is fixed."""
+    """Raise LaunchError for a run that workers cannot join: with one worker a parameter server has no update rule."""
     if config.host is None:
         return
     if config.single_process:
         _refuse("the host of a run alone", config.host, "a run that others can join", "leave --host away")
-    if settled(config).servers:
-        problem, expected = "a run over a parameter server cannot be joined", "a recipe without a server, as allreduce"
-        got, to_type = f"--host {config.host} --recipe {config.recipe}", "--recipe allreduce, or leave --host away"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+    if settled(config).servers and config.workers < 2:
+        problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
+        got = f"-n {config.workers} --host {config.host} --recipe {config.recipe}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 --host {config.host}"))
 
 
 def _check_batch(config: RunConfig) -> None:

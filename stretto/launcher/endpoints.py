@@ -30,21 +30,23 @@ class Keys:
 
 @dataclass(frozen=True)
 class Servers:
-    """Listening sockets of the batch dispatcher and of each shard, or none; socket or address of the coordinator.
+    """Listening sockets of the batch dispatcher and of each shard, or none; socket of the coordinator.
 
-    `keys` is None where traffic is not encrypted, `coordinator` where the run has none. `elsewhere` is the address of a
-    coordinator that another launcher has started.
+    `keys` is None where traffic is not encrypted, `coordinator` where the run has none. `elsewhere` are the addresses
+    of services that another launcher has started: the coordinator's, the batch dispatcher's and the shards'.
     """
 
     sockets: tuple[socket, ...] = ()
     keys: Keys | None = None
     coordinator: socket | None = None
-    elsewhere: str | None = None
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def coordinator_at(self) -> str | None:
         """Address of the coordinator, if there is one."""
-        return address(self.coordinator) if self.coordinator is not None else self.elsewhere
+        if self.coordinator is not None:
+            return address(self.coordinator)
+        return self.elsewhere[0] if self.elsewhere else None
 
     @property
     def shards(self) -> int:
@@ -54,7 +56,7 @@ class Servers:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the batch dispatcher and of each shard; empty without a parameter server."""
-        return tuple(map(address, self.sockets)) if self.shards else ()
+        return tuple(map(address, self.sockets)) if self.shards else self.elsewhere[1:]
 
     @property
     def worker_keys(self) -> KeyTexts | None:
@@ -88,9 +90,9 @@ def address(listener: socket) -> str:
 
 @contextlib.contextmanager
 def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str | None = None) -> Iterator[Servers]:
-    """Open sockets for the shards and, if `coordinated`, for a coordinator at `host`; make new keys unless `plain`."""
+    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make new keys unless `plain`."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
+        sockets = [stack.enter_context(listening(host=host)) for _ in range(shards + 1 if shards else 0)]
         coordinator = stack.enter_context(listening(host=host)) if coordinated else None
         keys = None if plain or not (shards or coordinated) else _new_keys()
         yield Servers(tuple(sockets), keys, coordinator)

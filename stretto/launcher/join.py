@@ -1,6 +1,6 @@
 """Workers that join a running run, from this or another machine that sees the run directory.
 
-`stretto run --host` writes the address of the coordinator, the keys and the configuration to `join.json`; each joining
+`stretto run --host` writes the addresses of the services, the keys and the configuration to `join.json`; each joining
 launcher reserves ranks by creating files in `joined/`.
 """
 
@@ -30,16 +30,17 @@ CONNECT_S = 5.0
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
-    """Address, keys and configuration for launchers that join. `keys` are those of a worker."""
+    """Addresses, keys and configuration for launchers that join. `keys` are those of a worker."""
 
-    coordinator: str
+    services: tuple[str, ...]
+    """Addresses of the coordinator and, in a run over a parameter server, of the batch dispatcher and the shards."""
     keys: KeyTexts | None
     config: RunConfig
 
     def servers(self) -> Servers:
         """Return the services of the run, as a joining launcher sees them."""
         keys = Keys(Pair(self.keys[0], ""), Pair(*self.keys[1:])) if self.keys is not None else None
-        return Servers((), keys, elsewhere=self.coordinator)
+        return Servers((), keys, elsewhere=self.services)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def write_join_info(folder: Path, config: RunConfig, servers: Servers) -> None:
     script = config.script if config.module else config.script.absolute()
     config = replace(config, script=script, out=None, resume=None, faults=None, min_workers=1)
     config = replace(config, scaled_workers=config.workers)
-    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, servers.worker_keys, config), enc_hook=str)
+    text = msgspec.json.encode(
+        JoinInfo((servers.coordinator_at, *servers.addresses), servers.worker_keys, config), enc_hook=str
+    )
     path = folder / JOIN_INFO
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -75,7 +78,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
     info = _read(request.run)
     check(info.config.script, info.config.module)
-    local_address = _connect(info.coordinator)
+    local_address = _connect(info.services[0])
     config = replace(
         info.config,
         host=local_address,

@@ -27,7 +27,8 @@ class EmbeddedServer:
 
     def client(self, worker: int, timeout_s: float, incarnation: int = 0) -> ParameterServerClient:
         """Return one worker's client; an incarnation above 0 joins the running training."""
-        return connect_client(worker, self.workers, self.addresses, self.keys, timeout_s, incarnation)
+        joins = incarnation > 0
+        return connect_client(worker, self.workers, self.addresses, self.keys, timeout_s, incarnation, joins=joins)
 
     def close(self) -> None:
         """End the services. Idempotent."""
@@ -35,7 +36,7 @@ class EmbeddedServer:
 
     def close_when_left(self, limit_s: float = 10.0) -> None:
         """End the services once all workers have left, or after `limit_s` seconds."""
-        self.server.await_leave(limit_s)
+        self.server.await_leave(self.workers, limit_s)
         self.close()
 
 
@@ -44,7 +45,7 @@ def start_server(
 ) -> EmbeddedServer:
     """Start a dispatcher and `shards` shards in threads of this process."""
     servers, keys = (None, None) if plain else new_keys()
-    server = ServerThreads(workers, servers)
+    server = ServerThreads(servers, workers - 1)
     addresses = [server.open(listening(address), DispatcherHandler(workers, time.monotonic))]
     for _ in range(shards):
         addresses.append(server.open(listening(address), ShardHandler(workers, time.monotonic, on_nan)))

@@ -265,11 +265,12 @@ def connect_client(
     timeout_s: float,
     incarnation: int = 0,
     failure_timeout_s: float | None = None,
+    joins: bool = False,
 ) -> ParameterServerClient:
     """Return one worker's client of a parameter server. `addresses` are the dispatcher's and the shards'.
 
-    An `incarnation` above 0 is a restarted process, which joins the running training. With a failure timeout lost
-    services are awaited, and the run continues from the last snapshot.
+    A new or restarted worker `joins` the running training. With a failure timeout lost services are awaited, and the
+    run continues from the last snapshot.
     """
     keep_freed_memory()
     context = zmq.Context()
@@ -280,7 +281,7 @@ def connect_client(
     ]
     client = ParameterServerClient(worker, workers, channels[0], channels[1:], elastic=failure_timeout_s is not None)
     client.on_close(context.term)
-    if incarnation:
+    if joins:
         client.join()
     return client
 

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,21 +48,21 @@ def serve(config: ShardConfig) -> None:
     names = (f"shard{config.shard}", "coordinator", "ends")
     snapshots = Path(config.snapshots) if config.snapshots else None
     own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)
-    server = ServerThreads(config.max_workers, server_keys(config.keys))
+    server = ServerThreads(server_keys(config.keys), config.max_rank)
     if config.dispatcher_fd is not None:
-        handler = DispatcherHandler(config.max_workers, time.monotonic, shared, config.snapshot_interval_s, ends)
+        handler = DispatcherHandler(options.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
         server.open(socket.socket(fileno=config.dispatcher_fd), handler)
-    shard = ShardHandler(config.max_workers, time.monotonic, options.on_nan, own, time.monotonic_ns())
+    shard = ShardHandler(options.workers, time.monotonic, options.on_nan, own, time.monotonic_ns())
     server.open(socket.socket(fileno=config.listen_fd), shard)
     server.wait()
 
 
 class ServerThreads:
-    """Services of one process, each in a thread; `close` ends them."""
+    """Services of one process, each in a thread; `close` ends them. No worker's number exceeds `max_rank`."""
 
-    def __init__(self, workers: int, keys: ServerKeys | None) -> None:
+    def __init__(self, keys: ServerKeys | None, max_rank: int) -> None:
         keep_freed_memory()
-        self._workers, self._keys = workers, keys
+        self._keys, self._max_rank = keys, max_rank
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -71,7 +71,7 @@ class ServerThreads:
 
     def open(self, listener: socket.socket, handler: RequestHandler) -> str:
         """Serve a handler at a listening socket; return its address."""
-        service = RpcServer(self._context, listener, handler, self._workers, self._keys)
+        service = RpcServer(self._context, listener, handler, self._max_rank, self._keys)
         thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
         self.services.append(service)
         self._threads.append(thread)
@@ -86,11 +86,11 @@ class ServerThreads:
             if service.failure is not None:
                 raise service.failure
 
-    def await_leave(self, limit_s: float) -> None:
-        """Wait until all workers have left all services, at most `limit_s` seconds."""
+    def await_leave(self, workers: int, limit_s: float) -> None:
+        """Wait until this number of workers has left all services, at most `limit_s` seconds."""
         limit = time.monotonic() + limit_s
         for service in self.services:
-            service.empty.wait(max(limit - time.monotonic(), 0.0))
+            service.await_leave(workers, max(limit - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """End all services. Idempotent."""
@@ -111,26 +111,25 @@ class RpcServer:
         context: zmq.Context[Any],
         listener: socket.socket,
         handler: RequestHandler,
-        workers: int,
+        max_rank: int,
         keys: ServerKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._handler, self._workers = handler, workers
+        self._handler, self._max_rank = handler, max_rank
         self._socket = router(context, keys, LARGEST_FRAME)
-        self._incarnations = Incarnations(workers)
+        self._incarnations = Incarnations()
         """Messages of ended incarnations are refused."""
-        self._assemblies = [Assembly() for _ in range(workers)]
-        self._request_ids = [0] * workers
+        self._assemblies: defaultdict[int, Assembly] = defaultdict(Assembly)
+        self._request_ids: dict[int, int] = {}
         """Id of each worker's last request."""
-        self._streams = [False] * workers
-        """True if a worker's message is processed chunk by chunk as it arrives."""
+        self._streaming: set[int] = set()
+        """Workers whose message is processed chunk by chunk as it arrives."""
         self._sending: deque[tuple[Any, Callable[[], None]]] = deque()
         self.refused = 0
         """Number of refused messages."""
         self.failure: BaseException | None = None
-        self.empty = threading.Event()
-        """Set once all workers have left."""
+        self._left = threading.Condition()
         self._left_workers: set[int] = set()
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
@@ -163,7 +162,7 @@ class RpcServer:
         if name == DEATH_NOTIFIER and frames:
             self._process_notice(frames)
             return
-        worker, incarnation = worker_of(name, self._workers)
+        worker, incarnation = worker_of(name, self._max_rank)
         if worker is None or not frames:
             self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
             return
@@ -178,19 +177,22 @@ class RpcServer:
                 self._send(outgoing)
         except Exception as error:
             why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            self._refuse(OutgoingMessage(worker, self._request_ids[worker], m.Refused(why)), f"worker {worker}: {why}")
+            self._refuse(
+                OutgoingMessage(worker, self._request_ids.get(worker, 0), m.Refused(why)), f"worker {worker}: {why}"
+            )
 
     def _read(self, worker: int, frames: Sequence[Any]) -> list[OutgoingMessage]:
         assembly = self._assemblies[worker]
         if len(frames[0]):
-            self._streams[worker], self._request_ids[worker] = False, 0
+            self._streaming.discard(worker)
+            self._request_ids[worker] = 0
             header = assembly.begin(frames[0])
             self._request_ids[worker] = header.request_id
             self._handler.expects(worker, header)
         is_whole = assembly.add(frames[1:])
-        if len(frames[0]) and not is_whole:
-            self._streams[worker] = self._handler.streams(worker, assembly.header)
-        if self._streams[worker]:
+        if len(frames[0]) and not is_whole and self._handler.streams(worker, assembly.header):
+            self._streaming.add(worker)
+        if worker in self._streaming:
             for index, offset, chunk in assembly.drain():
                 self._handler.write(worker, index, offset, chunk)
         if not is_whole:
@@ -210,7 +212,7 @@ class RpcServer:
             self._refuse(None, f"a malformed notice: {error}")
             return
         ended = header.body
-        if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker < self._workers:
+        if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker <= self._max_rank:
             self._refuse(None, f"a notice of type {type(ended).__name__}")
             return
         try:
@@ -237,9 +239,14 @@ class RpcServer:
         return self._handler.leave(worker)
 
     def _note_left(self, worker: int) -> None:
-        self._left_workers.add(worker)
-        if len(self._left_workers) == self._workers:
-            self.empty.set()
+        with self._left:
+            self._left_workers.add(worker)
+            self._left.notify_all()
+
+    def await_leave(self, workers: int, limit_s: float) -> None:
+        """Wait until this number of workers has left, at most `limit_s` seconds."""
+        with self._left:
+            self._left.wait_for(lambda: len(self._left_workers) >= workers, limit_s)
 
     def _refuse(self, outgoing: OutgoingMessage | None, why: str) -> None:
         self.refused += 1
@@ -280,10 +287,10 @@ def name_of(worker: int, incarnation: int = 0) -> bytes:
     return b"worker %d.%d" % (worker, incarnation) if incarnation else b"worker %d" % worker
 
 
-def worker_of(name: bytes, workers: int) -> tuple[int | None, int]:
-    """Return the worker and the incarnation of a socket identity; the worker is None if it is not one of `workers`."""
+def worker_of(name: bytes, max_rank: int) -> tuple[int | None, int]:
+    """Return the worker and the incarnation of a socket identity; the worker is None if its number is too large."""
     match = _NAME.fullmatch(name)
-    if match is None or int(match[1]) >= workers:
+    if match is None or int(match[1]) > max_rank:
         return None, 0
     return int(match[1]), int(match[2] or 0)
 

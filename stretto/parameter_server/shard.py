@@ -66,7 +66,7 @@ class Shard:
     """
 
     def __init__(self, theta: Sequence[Tensor], when: on_arrival, then: OnParameters, workers: int) -> None:
-        self._when, self._then, self._workers = when, then, workers
+        self._when, self._then, self._first_workers = when, then, workers
         if workers == 1:
             self._when = on_arrival(every=when.every, overlap=when.overlap)
             self._then = then if isinstance(then, replace) else _for_single_worker(then)
@@ -82,6 +82,11 @@ class Shard:
             self._note_read(member)
         compensated = isinstance(self._weight, delay_compensated)
         self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated
+
+    @property
+    def _workers(self) -> int:
+        """Number of workers in the weights of updates: of the first ones, or of the members if others have joined."""
+        return max(self._first_workers, len(self.members))
 
     @property
     def current(self) -> Version:

@@ -115,7 +115,7 @@ class ShardHandler:
         self._recovery_epoch = -1 if store is not None and store.snapshots() else 0
         """Number of rollbacks so far; -1 for a restarted process that does not know it yet."""
         self._members = set(range(workers))
-        self._batches_by_worker = {worker: _UpdateBatches(worker) for worker in range(workers)}
+        self._batches_by_worker: dict[int, _UpdateBatches] = {}
         self._pending = PendingRequests(clock)
         self._collectives = CollectiveHandler(workers, _combine, self._pending)
         if self._recovery_epoch < 0:
@@ -246,7 +246,7 @@ class ShardHandler:
         self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
     ) -> list[OutgoingMessage]:
         """Remove a worker whose incarnation ended."""
-        self._batches_by_worker[worker].end(self._shard)
+        self._batches_of(worker).end(self._shard)
         self._drop_last_reply(worker)
         self._members.discard(worker)
         replies = self._shard.leave(worker) if self._shard else []
@@ -254,7 +254,10 @@ class ShardHandler:
 
     def work_of(self, worker: int) -> m.CountedWork:
         """Return the batches of the worker's updates of this epoch that are in the parameters."""
-        return self._batches_by_worker[worker].counted(self._shard)
+        return self._batches_of(worker).counted(self._shard)
+
+    def _batches_of(self, worker: int) -> _UpdateBatches:
+        return self._batches_by_worker.setdefault(worker, _UpdateBatches(worker))
 
     # --- members ------------------------------------------------------------------------------------------------
 
@@ -312,7 +315,7 @@ class ShardHandler:
 
     def _reject_held_back(self) -> list[OutgoingMessage]:
         """Reply to workers whose update was held back that their recovery epoch is over."""
-        blocked = [worker for worker in range(self._workers) if self._pending.is_pending(worker, UPDATE_REPLY)]
+        blocked = sorted(worker for worker in self._members if self._pending.is_pending(worker, UPDATE_REPLY))
         return [
             OutgoingMessage(worker, self._pending.pop(worker, UPDATE_REPLY)[0], m.StaleRequest(self._recovery_epoch))
             for worker in blocked
@@ -322,11 +325,13 @@ class ShardHandler:
         assert isinstance(recipe.when, on_arrival)
         assert isinstance(recipe.then, OnParameters)
         self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
-        for worker in set(range(self._workers)) - self._members:
+        for worker in sorted(self._shard.members.keys() - self._members):
             self._shard.leave(worker)
+        for worker in sorted(self._members - self._shard.members.keys()):
+            self._shard.join(worker)
         self._recipe, self._parameter_set = recipe, parameter_set
         self._update_layout = [_update_layout(recipe.how, flat) for flat in theta]
-        self._copies, self._batches_by_worker = {}, {worker: _UpdateBatches(worker) for worker in range(self._workers)}
+        self._copies, self._batches_by_worker = {}, {}
         for worker in sorted(self._members):
             self._reset_copy(worker, theta)
 
@@ -371,7 +376,7 @@ class ShardHandler:
         if self._pending.is_pending(worker, UPDATE_REPLY):
             raise FramingError(f"an update of worker {worker} while its last is held back")
         released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
-        self._batches_by_worker[worker].note(body)
+        self._batches_of(worker).note(body)
         replies = [*released, *shard.pull(worker)]
         immediate = next((reply for reply in replies if reply.worker == worker), None)
         if immediate is None:

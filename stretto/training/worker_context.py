@@ -202,7 +202,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
             return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(0, away_s)))
         membership.await_generation(ReadyReport(0))
         try:
-            client = open_client(config.incarnation, away_s)
+            client = open_client(config.incarnation, away_s, config.joins)
         except RunOverError:
             membership.leave()
             membership.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -131,6 +132,58 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
 test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins.limit_s = 240  # type: ignore[attr-defined]
 
 
+def starts(run: Path) -> dict[int, dict[str, Any]]:
+    return {event["worker"]: event for event in events(run) if event["event"] == "start"}
+
+
+def epochs(run: Path) -> list[dict[str, Any]]:
+    return [event for event in events(run) if event["event"] == "epoch"]
+
+
+def local(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "stretto.cli", *words]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "async_sgd(shards=2)",
+        "stale_synchronous(bound=1)",
+        "elastic_averaging(every=2)",
+        "local_sgd(every=2) over a server",
+    ],
+)
+def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None:
+    (place.folder / "train.py").write_text(SCRIPT)
+    run = place.folder / "run"
+    recipe, _, over_server = recipe.partition(" over ")
+    options = ["--recipe", recipe, *(["--servers", "1"] if over_server else []), "--host", "127.0.0.1"]
+    here = local("run", "-n", "2", *options, "--failure-timeout", "5s", "--out", "run", "train.py")
+    until(lambda: (run / JOIN_INFO).exists() and {0, 1} <= starts(run).keys(), here)
+    guests = local("join", "run", "-n", "2")
+    until(lambda: {2, 3} <= starts(run).keys(), here, guests)
+    killed = starts(run)[3]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: starts(run)[3]["pid"] != killed, here, guests)
+    if not over_server:  # there each epoch names who trained
+        until(lambda: any({"2", "3"} <= epoch["trained"].keys() for epoch in epochs(run)), here, guests)
+    guests.terminate()
+    said, _ = guests.communicate(timeout=60)
+    assert guests.returncode == 128 + signal.SIGTERM, said
+    (place.folder / "enough").touch()
+    said, _ = here.communicate(timeout=90)
+    assert here.returncode == 0, said
+    audits = [epoch["sample_counts"] for epoch in epochs(run)]
+    assert len(audits) == 60
+    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert over_server or epochs(run)[-1]["trained"].keys() == {"0", "1"}
+
+
+test_run_over_a_server_is_joined_and_left.limit_s = 200  # type: ignore[attr-defined]
+
+
 def invitation_without_coordinator(place: Place, **order: Any) -> Path:
     """Return a run folder with an invitation to a coordinator that does not run."""
     (place.folder / "train.py").write_text("")
@@ -187,7 +240,7 @@ def test_join_with_no_workers_is_refused(place: Place) -> None:
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        ({"recipe": "async_sgd", "workers": 2}, "a run over a parameter server cannot be joined"),
+        ({"recipe": "async_sgd", "workers": 1}, "one worker over a parameter server cannot be joined"),
         ({"single_process": True}, "the host of a run alone"),
     ],
 )

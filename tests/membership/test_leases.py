@@ -26,7 +26,7 @@ class FirstCome:
 
 @given(SIZES, st.integers(1, 5))
 def test_round_robin_leases_every_batch_once_and_evenly(sizes: list[int], workers: int) -> None:
-    ledger = Ledger(sizes, RoundRobin(workers))
+    ledger = Ledger(sizes, RoundRobin(range(workers)))
     leases = {worker: list(iter(lambda worker=worker: ledger.lease(worker), None)) for worker in range(workers)}
     dealt = [len(mine) for mine in leases.values()]
     assert max(dealt) - min(dealt) <= 1
@@ -41,7 +41,7 @@ def test_round_robin_leases_every_batch_once_and_evenly(sizes: list[int], worker
 @given(SIZES, st.integers(2, 5))
 def test_copies_with_the_same_plan_add_up(sizes: list[int], workers: int) -> None:
     """Each worker has its own copy and settles only its own batches."""
-    ledgers = [Ledger(sizes, RoundRobin(workers)) for _ in range(workers)]
+    ledgers = [Ledger(sizes, RoundRobin(range(workers))) for _ in range(workers)]
     for worker, ledger in enumerate(ledgers):
         while (lease := ledger.lease(worker)) is not None:
             ledger.settle(lease)
@@ -120,7 +120,7 @@ class Lives(RuleBasedStateMachine):
         assert audit([self.ledger.counts()]) == Audit(once=sum(self.sizes), twice=0, never=0)
 
 
-@pytest.mark.parametrize("plan", [RoundRobin(3), FirstCome()], ids=str)
+@pytest.mark.parametrize("plan", [RoundRobin(range(3)), FirstCome()], ids=str)
 def test_every_sample_counts_once_in_any_order(plan: RoundRobin | FirstCome) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(240), stateful_step_count=30))

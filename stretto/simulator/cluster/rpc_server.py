@@ -46,7 +46,7 @@ class SimServer:
         self._handler = self._make_handler(self._incarnation)
         self._idle_at = 0.0
         self._last_reply = ReplyTensors(())
-        self._incarnations = Incarnations(len(self._engine.workers))
+        self._incarnations = Incarnations()
         """Filter for messages of worker incarnations that have ended."""
 
     # --- process --------------------------------------------------------------------------------------------------
