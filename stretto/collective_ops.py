@@ -1,4 +1,4 @@
-"""Collective operations, and coroutines of them.
+"""Operations among workers, and coroutines of them.
 
 A codec is a generator that yields operations and is sent their results. It does not know the transport: the same codec
 runs over an all-reduce, through a server or in the simulator. Number and kind of its operations must not depend on the
@@ -44,10 +44,24 @@ class AllGather:
     tensor: Tensor
 
 
-CollectiveOp = AllReduceMean | AllGather
+@dataclass(frozen=True, eq=False, slots=True)
+class Exchange:
+    """Tensors of two workers: each receives the other's. Workers that are not in a pair submit nothing.
+
+    The worker of rank `peer` submits an Exchange with this worker. Both pass flat tensors of one dtype, whose lengths
+    may differ. Exchanges with several peers may be in flight concurrently; those of one pair match in the order in
+    which they are submitted, in each `channel` (0 to 7) separately. Cost: the tensor, and a frame with its length.
+    """
+
+    peer: int
+    tensor: Tensor
+    channel: int = 0
+
+
+CollectiveOp = AllReduceMean | AllGather | Exchange
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
 CollectiveCoroutine: TypeAlias = "Generator[CollectiveOp, Answer, Tensor]"
-"""Yields operations, is sent their results (a tensor for AllReduceMean, a sequence for AllGather), returns a tensor."""
+"""Yields operations, is sent their results (for AllGather a sequence, otherwise a tensor), returns a tensor."""
 
 
 class Messages(list["Tensor"]):
@@ -97,6 +111,14 @@ def answer(asks: Sequence[CollectiveOp]) -> Answer:
     for one in tensors[1:]:
         total += one
     return total
+
+
+def swapped(asks: Sequence[Exchange]) -> list[Tensor]:
+    """Return the results of an exchange at its two workers. Raise TransportError if their tensors differ in dtype."""
+    first, second = (ask.tensor for ask in asks)
+    if first.dtype != second.dtype:
+        raise TransportError(f"the workers' tensors differ in dtype: {', '.join(_shown(ask) for ask in asks)}")
+    return [second.clone(), first.clone()]
 
 
 def _shown(ask: CollectiveOp) -> str:

@@ -29,7 +29,7 @@ class WorkerKilled(BaseException):
 class KillInExchange:
     """Plan to kill worker `killed` once it has the result of operation `op`, which only `receiver` receives too."""
 
-    op: int
+    op: in_memory.Key
     killed: int
     receiver: int
     generation: int = 1
@@ -50,7 +50,7 @@ class AbortableInMemory(in_memory.InMemoryTransport):
 
     def submit(self, op: Any) -> Any:
         handle = super().submit(op)
-        return _AbortableHandle(self, self._round, handle)
+        return _AbortableHandle(self, handle.round_, handle)
 
     def all_gather_bytes(self, message: Any) -> list[bytes]:
         op = self._lay(made(message), 0)
@@ -65,7 +65,7 @@ class AbortableInMemory(in_memory.InMemoryTransport):
         received: bytes = self.result_or_failure(op, lambda: self.table.take(op, lambda messages: messages[root]))
         return received
 
-    def result_or_failure(self, op: int, act: Callable[[], Any]) -> Any:
+    def result_or_failure(self, op: in_memory.Key, act: Callable[[], Any]) -> Any:
         plan = self._plan if self._plan is not None and self._plan.op == op else None
         try:
             if plan is not None and self.worker not in (plan.killed, plan.receiver):
@@ -82,7 +82,7 @@ class AbortableInMemory(in_memory.InMemoryTransport):
 
 
 class _AbortableHandle:
-    def __init__(self, transport: AbortableInMemory, op: int, handle: Any) -> None:
+    def __init__(self, transport: AbortableInMemory, op: in_memory.Key, handle: Any) -> None:
         self._transport, self._op, self._handle = transport, op, handle
 
     def wait(self) -> Any:

@@ -29,6 +29,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def hold(coroutines: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], list[
 
 def _copy_of(op: CollectiveOp) -> CollectiveOp:
     """Return the operation with a copy of its tensor, which the coroutine may overwrite later."""
-    return type(op)(op.tensor.clone())
+    return replace(op, tensor=op.tensor.clone())
 
 
 def _send(coroutine: CollectiveCoroutine, answer: Answer) -> tuple[CollectiveOp | None, Tensor | None]:

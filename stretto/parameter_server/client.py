@@ -36,6 +36,7 @@ from stretto.parameter_server.framing import Chunks, concatenated
 from stretto.parameter_server.shard import by_name
 from stretto.transport.elastic import GenerationSource
 from stretto.transport.interface import JoinPosition, Message, Traffic, Transport, as_bytes, made
+from stretto.transport.peer_group import no_pairs
 
 SETTLED_PER_MESSAGE = 50_000
 """Number of batches whose numbers fit into the header of one message."""
@@ -47,6 +48,8 @@ class ParameterServerClient(Transport):
     `worker` and `workers` are this worker's rank among the current members and their number. They change with the
     result of a collective operation, equally at all workers. `number` is this worker's permanent number.
     """
+
+    connects_pairs = False
 
     def __init__(
         self, worker: int, workers: int, dispatcher: Channel, shards: Sequence[Channel], elastic: bool = False
@@ -132,6 +135,8 @@ class ParameterServerClient(Transport):
 
     def submit(self, op: PendingRequests) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
         """Start a collective operation: each shard sums its range for a mean; one shard distributes all messages."""
+        if not isinstance(op, AllReduceMean | AllGather):
+            raise no_pairs(type(op).__name__)
         if self._aborted:
             return BrokenHandle()
         self._op += 1
@@ -144,7 +149,6 @@ class ParameterServerClient(Transport):
                 for channel, (start, stop) in zip(self.channels, ranges(contiguous.numel(), self.shards), strict=True)
             ]
             return AllReduceHandle(self._contributions, self.channels, flat, request_ids, self.workers)
-        assert isinstance(op, AllGather)
         channel = self.channels[self._op % self.shards]
         return AllGatherHandle(
             self._contributions, channel, flat, self._contributions.send(channel, self._op, "every", contiguous)

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.collective_ops import AllGather, AllReduceMean, Exchange
+from stretto.errors import TransportError
 from stretto.transport.interface import Collectives
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
@@ -28,61 +30,76 @@ def check_transport(make: Callable[[int], Sequence[Collectives]], workers: Seque
 
 
 def check_end(transport: Collectives) -> None:
-    """Test all properties at one worker; all workers of the transport must run this at the same time."""
-    for law in (
-        _mean_is_the_sum,
-        _means_overlap,
-        _every_in_order,
-        _silence_is_counted,
-        _gather,
-        _tell,
-        _traffic_grows,
-    ):
-        law(transport)
+    """Test all properties at one worker, and close its end; all workers must run this at the same time."""
+    check_operations(transport)
     transport.all_gather_bytes(b"done")
     transport.close()
     transport.close()
 
 
+def check_operations(transport: Collectives) -> None:
+    """Test all properties at one worker except that its end can be closed."""
+    check_collectives(transport)
+    if transport.connects_pairs:
+        for check in (_exchange, _exchanges_overlap, _exchange_without_peer_is_refused, _groups):
+            check(transport)
+    else:
+        _pairs_are_refused(transport)
+
+
+def check_collectives(transport: Collectives) -> None:
+    """Test the operations of all workers, also those of a group."""
+    for check in (
+        _mean_is_the_sum,
+        _means_overlap,
+        _gather_in_order,
+        _empty_message_is_gathered,
+        _gather_bytes,
+        _broadcast_bytes,
+        _traffic_grows,
+    ):
+        check(transport)
+
+
 def _mean_is_the_sum(transport: Collectives) -> None:
     for dtype in DTYPES:
         for length in LENGTHS:
-            given = torch.full((length,), transport.worker + 1).to(dtype)
-            found: Any = transport.submit(AllReduceMean(given)).wait()
-            wanted = torch.full((length,), sum(range(1, transport.workers + 1))).to(dtype)
-            assert found.dtype == dtype, f"mean of {dtype} came back as {found.dtype}"
-            assert torch.equal(found, wanted), f"mean of {length} {dtype} is not the sum of the contributions"
+            contribution = torch.full((length,), transport.worker + 1).to(dtype)
+            mean: Any = transport.submit(AllReduceMean(contribution)).wait()
+            expected = torch.full((length,), sum(range(1, transport.workers + 1))).to(dtype)
+            assert mean.dtype == dtype, f"mean of {dtype} came back as {mean.dtype}"
+            assert torch.equal(mean, expected), f"mean of {length} {dtype} is not the sum of the contributions"
 
 
 def _means_overlap(transport: Collectives) -> None:
-    tickets = [transport.submit(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
-    for one, ticket in enumerate(tickets):
-        found: Any = ticket.wait()
-        assert torch.equal(found, torch.full((1000,), float(one * transport.workers))), "operations were mixed up"
+    handles = [transport.submit(AllReduceMean(torch.full((1000,), float(number)))) for number in range(8)]
+    for number, handle in enumerate(handles):
+        mean: Any = handle.wait()
+        assert torch.equal(mean, torch.full((1000,), float(number * transport.workers))), "operations were mixed up"
 
 
-def _every_in_order(transport: Collectives) -> None:
+def _gather_in_order(transport: Collectives) -> None:
     message = torch.arange(transport.worker * 3)
-    found = transport.submit(AllGather(message)).wait()
-    assert len(found) == transport.workers, "messages of some workers are missing"
-    for worker, one in enumerate(found):
-        assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
+    messages = transport.submit(AllGather(message)).wait()
+    assert len(messages) == transport.workers, "messages of some workers are missing"
+    for worker, received in enumerate(messages):
+        assert torch.equal(received, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
 
 
-def _silence_is_counted(transport: Collectives) -> None:
-    speaks = transport.worker == 0
-    found = transport.submit(AllGather(torch.ones(100_000 if speaks else 0))).wait()
-    assert [len(one) for one in found] == [100_000] + [0] * (transport.workers - 1), "an empty message is missing"
+def _empty_message_is_gathered(transport: Collectives) -> None:
+    length = 100_000 if transport.worker == 0 else 0
+    lengths = [len(message) for message in transport.submit(AllGather(torch.ones(length))).wait()]
+    assert lengths == [100_000] + [0] * (transport.workers - 1), "an empty message is missing"
 
 
-def _gather(transport: Collectives) -> None:
+def _gather_bytes(transport: Collectives) -> None:
     for size in (0, 1, 100, 5000):
-        found = transport.all_gather_bytes(bytes([transport.worker]) * size * (transport.worker + 1))
-        wanted = [bytes([worker]) * size * (worker + 1) for worker in range(transport.workers)]
-        assert found == wanted, f"all-gather of {size} bytes"
+        messages = transport.all_gather_bytes(bytes([transport.worker]) * size * (transport.worker + 1))
+        expected = [bytes([worker]) * size * (worker + 1) for worker in range(transport.workers)]
+        assert messages == expected, f"all-gather of {size} bytes"
 
 
-def _tell(transport: Collectives) -> None:
+def _broadcast_bytes(transport: Collectives) -> None:
     for root in range(transport.workers):
         for size in (0, 3, 5000):
             mine = b"x" * size + bytes([root]) if transport.worker == root else b"ignored"
@@ -96,3 +113,92 @@ def _traffic_grows(transport: Collectives) -> None:
     sent = transport.traffic().bytes_sent - before.bytes_sent
     least = 400_000 * 2 * (transport.workers - 1) / transport.workers if transport.workers < 3 else 400_000
     assert sent >= least, f"{sent} bytes were counted for a mean of 400,000"
+
+
+# --- pairs and groups -----------------------------------------------------------------------------------------------
+
+
+def _of_pair(worker: int, peer: int, number: int, length: int = 100, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the tensor that a worker sends to a peer in its exchange of this number."""
+    return torch.full((length * (worker + 1),), 20 * worker + 4 * peer + number, dtype=dtype)
+
+
+def _exchange(transport: Collectives) -> None:
+    """Workers 2i and 2i + 1 exchange; the last of an odd number of workers submits nothing."""
+    worker, peer = transport.worker, transport.worker ^ 1
+    if peer >= transport.workers:
+        return
+    before = transport.traffic()
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            mine = _of_pair(worker, peer, 1, length, dtype)
+            received: Any = transport.submit(Exchange(peer, mine.clone())).wait()
+            expected = _of_pair(peer, worker, 1, length, dtype)
+            assert received.dtype == dtype, f"exchanged {dtype} came back as {received.dtype}"
+            assert torch.equal(received, expected), f"{length} {dtype} of worker {peer} are not what it sent"
+    transport.submit(Exchange(peer, torch.ones(1))).wait()  # sent once the peer has received all before
+    after, least = transport.traffic(), sum(LENGTHS) * sum(dtype.itemsize for dtype in DTYPES)
+    sent, received_bytes = after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received
+    assert sent >= least * (worker + 1), f"{sent} bytes were counted for exchanges of {least * (worker + 1)}"
+    assert received_bytes >= least, f"{received_bytes} received bytes were counted for exchanges"
+
+
+def _exchanges_overlap(transport: Collectives) -> None:
+    """Each worker exchanges several times with every other worker, and waits in an order of its own."""
+    worker = transport.worker
+    others = [(worker + step) % transport.workers for step in range(1, transport.workers)]
+    handles = {
+        (peer, channel, number): transport.submit(
+            Exchange(peer, _of_pair(worker, peer, number + 2 * channel, 50_000), channel)
+        )
+        for number in range(2)
+        for peer in sorted(others, key=lambda peer: (peer * 7 + worker * 5) % 3)
+        for channel in ((0, 1) if worker < peer else (1, 0))
+    }
+    for (peer, channel, number), handle in sorted(
+        handles.items(), key=lambda item: (others.index(item[0][0]), item[0])
+    ):
+        received: Any = handle.wait()
+        expected = _of_pair(peer, worker, number + 2 * channel, 50_000)
+        assert torch.equal(received, expected), f"exchanges with worker {peer} were mixed up"
+
+
+def _exchange_without_peer_is_refused(transport: Collectives) -> None:
+    for peer in (transport.worker, transport.workers, -1):
+        exchange = Exchange(peer, torch.ones(1))
+        assert _refuses(transport.submit, exchange), f"an exchange with rank {peer} was accepted"
+
+
+def _groups(transport: Collectives) -> None:
+    """Test groups of all workers in the reverse order, and of some."""
+    everyone = range(transport.workers)
+    for ranks in ([*reversed(everyone)], [*everyone][::2], [*everyone][1:]):
+        if transport.worker not in ranks:
+            continue
+        group = transport.group(ranks)
+        assert (group.worker, group.workers) == (ranks.index(transport.worker), len(ranks)), "ranks of a group"
+        check_collectives(group)
+        mean: Any = group.submit(AllReduceMean(torch.ones(3, 5))).wait()
+        assert mean.shape == (3, 5), f"mean of a tensor of 3 x 5 numbers came back as {tuple(mean.shape)}"
+        _exchange(group)
+        part = group.group([0]) if group.worker == 0 else None
+        assert part is None or part.all_gather_bytes(b"alone") == [b"alone"], "a group of a group"
+        group.close()
+        group.close()
+    for ranks in ([], [transport.worker] * 2, [transport.worker, transport.workers]):
+        assert _refuses(transport.group, ranks), f"a group of {ranks} was made"
+
+
+def _pairs_are_refused(transport: Collectives) -> None:
+    exchange = Exchange((transport.worker + 1) % transport.workers, torch.ones(1))
+    assert _refuses(transport.submit, exchange), "an exchange was accepted"
+    assert _refuses(transport.group, [transport.worker]), "a group was made"
+
+
+def _refuses(act: Callable[[Any], object], argument: object) -> bool:
+    """Return True if the call raises a TransportError that says what was expected."""
+    try:
+        act(argument)
+    except TransportError as error:
+        return "expected: " in str(error)
+    return False

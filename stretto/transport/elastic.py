@@ -11,24 +11,27 @@ at all workers under one generation, or the remaining workers repeat it from its
     attempt 8 ............................................................. attempt 8
 
 When a group breaks, a worker can be one attempt ahead of another. It keeps the results of its last attempt (see
-commit_log) and broadcasts them to the workers that lack them.
+commit_log) and broadcasts them to the workers that lack them. The results of exchanges of pairs are other ones at each
+worker, so an attempt *in pairs* ends with an agreement of all workers: once one has committed it, all have completed
+its exchanges, and commit it with their own results.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp
-from stretto.errors import BrokenTransportError, MemberOutError
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
+from stretto.errors import BrokenTransportError, MemberOutError, TransportError, explain
 from stretto.membership.client_state import GenerationObserver
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
 from stretto.membership.messages import EXCHANGING, Continue, GenerationView, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
 from stretto.transport.interface import Change, Collectives, Found, Handle, Message, Traffic, Transport, made
+from stretto.transport.peer_group import PeerGroup
 from stretto.transport.positioned import opened, opened_all, sealed
 
 
@@ -154,6 +157,8 @@ class ElasticTransport(Transport):
         self._copies = False
         self._given: deque[Attempt] = deque()
         """Attempts that other workers have committed before this one."""
+        self._refuses_pairs = False
+        """True within an attempt that does not end with an agreement."""
         self._go_on = 0
         self._ended = Traffic(0, 0, counted=True)
         coordinator.attach(self)
@@ -198,10 +203,26 @@ class ElasticTransport(Transport):
         return self._loop.place() or LoopPosition()
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Start an operation of the present attempt."""
+        """Start an operation of the present attempt. Exchanges are not logged: see `attempt`."""
+        if isinstance(op, Exchange):
+            if self._refuses_pairs:
+                problem = "workers may fail, and this attempt has an exchange of a pair but ends without an agreement"
+                expected, to_type = "in_pairs=True at all workers", "attempt(act, in_pairs=True)"
+                raise TransportError(explain(problem, got="in_pairs=False", expected=expected, to_type=to_type))
+            return self._transport().submit(op)
         if self._given:
             return self._repeated(op)
         return _LoggedHandle(self._open, self._open.ask(), self._transport().submit(op))
+
+    def group(self, ranks: Sequence[int]) -> PeerGroup:
+        """Return a transport among the workers of these ranks, which ends with this generation."""
+        generation = self._form.generation
+
+        def check() -> None:
+            if self._form.generation != generation:
+                raise BrokenTransportError(f"the group of generation {generation} is over")
+
+        return PeerGroup(self, ranks, check=check)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
@@ -227,13 +248,16 @@ class ElasticTransport(Transport):
         self,
         act: Callable[[], Found],
         again: Callable[[], Found] | None = None,
+        in_pairs: bool = False,
         alone: bool = False,
         kind: Kind = "tensors",
     ) -> Found:
         """Run an attempt. If it breaks, run `again` (or `act`) from the beginning among the remaining members.
 
-        `alone`: one worker can commit it before others have begun it.
+        `in_pairs`: any worker may submit an Exchange in it, so it ends with an agreement. `alone`: one worker can
+        commit it before others have begun it.
         """
+        self._refuses_pairs = not in_pairs
         todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self._place())
         self._coordinator.doing(EXCHANGING, self._loop.counts()[0], self._waits)
         while True:
@@ -243,10 +267,28 @@ class ElasticTransport(Transport):
                 self._recover(str(error))
                 todo = again or act
                 continue
+            if in_pairs and not self._agreed():
+                todo = again or act
+                continue
             self._commit(alone)
-            self._waits = None
+            self._waits, self._refuses_pairs = None, False
             self.doing("computing", self._loop.counts()[0])
             return found
+
+    def _agreed(self) -> bool:
+        """Return True once all workers have completed an attempt in pairs, and False if they have to repeat it.
+
+        A worker that has committed it received this worker's agreement, so this worker commits it too.
+        """
+        try:
+            if not self._given:
+                self._transport().all_gather_bytes(b"")
+        except BrokenTransportError as error:
+            self._recover(str(error))
+            if not self._given:
+                return False
+        self._open = Attempt(self._commits + 1)
+        return True
 
     def traffic(self) -> Traffic:
         """Return the bytes of all generations."""
@@ -361,6 +403,7 @@ class ElasticTransport(Transport):
         self._form = form
         try:
             self._inner = self._form_unless_over(form)
+            self.connects_pairs = self._inner.connects_pairs
             self._catch_up(form)
         except BrokenTransportError as error:
             self._coordinator.broken(form.generation, str(error), forming=True)

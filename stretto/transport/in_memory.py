@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange, answer, swapped
 from stretto.errors import TransportError
-from stretto.transport.interface import Message, Traffic, Transport, made, nbytes
+from stretto.transport.interface import Message, Traffic, Transport, check_peer, made, nbytes
+
+Key: TypeAlias = int | tuple[int, int, int, int]
+"""Number of an operation of all workers; or the two ranks, the channel and the number of an exchange."""
 
 
 class _Table:
-    """Contributions by operation. An operation is complete when every worker has contributed."""
+    """Contributions by operation. An operation is complete when every worker that takes part has contributed."""
 
     def __init__(self, workers: int, timeout_s: float) -> None:
         self.workers = workers
         self.timeout_s = timeout_s
         self.gone: set[int] = set()
         self._changed = threading.Condition()
-        self._laid: dict[int, dict[int, Any]] = {}
-        self._taken: dict[int, int] = {}
-        self._answers: dict[int, Any] = {}
+        self._laid: dict[Key, dict[int, Any]] = {}
+        self._taken: dict[Key, int] = {}
+        self._answers: dict[Key, Any] = {}
 
-    def lay(self, round_: int, worker: int, thing: object) -> None:
+    def lay(self, round_: Key, worker: int, thing: object) -> None:
         with self._changed:
             self._laid.setdefault(round_, {})[worker] = thing
             self._changed.notify_all()
 
-    def take(self, round_: int, combine: Callable[[list[Any]], Any]) -> Any:
+    def take(self, round_: Key, combine: Callable[[list[Any]], Any]) -> Any:
         """Wait until the operation is complete, and return its result; the last worker to do so removes it."""
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(round_) or self._broken(round_), self.timeout_s)
@@ -39,12 +43,15 @@ class _Table:
                 raise TransportError(self._missing(round_))
             if round_ not in self._answers:
                 laid = self._laid[round_]
-                self._answers[round_] = combine([laid[worker] for worker in range(self.workers)])
+                self._answers[round_] = combine([laid[worker] for worker in self._members(round_)])
             return self._leave(round_)
 
-    def _leave(self, round_: int) -> Any:
+    def _members(self, round_: Key) -> Sequence[int]:
+        return range(self.workers) if isinstance(round_, int) else round_[:2]
+
+    def _leave(self, round_: Key) -> Any:
         self._taken[round_] = self._taken.get(round_, 0) + 1
-        if self._taken[round_] < self.workers:
+        if self._taken[round_] < len(self._members(round_)):
             return self._answers[round_]
         del self._laid[round_], self._taken[round_]
         return self._answers.pop(round_)
@@ -54,25 +61,33 @@ class _Table:
             self.gone.add(worker)
             self._changed.notify_all()
 
-    def _whole(self, round_: int) -> bool:
-        return len(self._laid.get(round_, {})) == self.workers
+    def _awaited(self, round_: Key) -> set[int]:
+        return set(self._members(round_)) - set(self._laid.get(round_, {}))
 
-    def _broken(self, round_: int) -> bool:
-        return bool(self.gone - set(self._laid.get(round_, {})))
+    def _whole(self, round_: Key) -> bool:
+        return not self._awaited(round_)
 
-    def _missing(self, round_: int) -> str:
-        missing = sorted(set(range(self.workers)) - set(self._laid.get(round_, {})))
-        why = "left" if set(missing) & self.gone else f"did not contribute within {self.timeout_s:g} s"
-        return f"worker {', '.join(map(str, missing))} {why} (exchange {round_})"
+    def _broken(self, round_: Key) -> bool:
+        return bool(self.gone & self._awaited(round_))
+
+    def _missing(self, round_: Key) -> str:
+        missing = self._awaited(round_)
+        why = "left" if missing & self.gone else f"did not contribute within {self.timeout_s:g} s"
+        operation = f"exchange {round_}" if isinstance(round_, int) else f"exchange {round_[3]} of a pair"
+        return f"worker {', '.join(map(str, sorted(missing)))} {why} ({operation})"
 
 
 @dataclass(slots=True)
 class _Handle:
     transport: InMemoryTransport
-    round_: int
+    round_: Key
 
     def wait(self) -> Answer:
-        found: Answer = self.transport.table.take(self.round_, answer)
+        table = self.transport.table
+        if not isinstance(self.round_, int):
+            received: Tensor = table.take(self.round_, swapped)[self.round_.index(self.transport.worker)]
+            return received
+        found: Answer = table.take(self.round_, answer)
         return found.clone() if isinstance(found, Tensor) else [one.clone() for one in found]
 
 
@@ -83,10 +98,18 @@ class InMemoryTransport(Transport):
         super().__init__(worker, table.workers)
         self.table = table
         self._round = 0
+        self._exchanges: Counter[tuple[int, int]] = Counter()
+        """Number of exchanges with each peer in each channel."""
         self._bytes_sent = 0
 
     def submit(self, op: CollectiveOp) -> _Handle:
-        """Contribute to a collective operation."""
+        """Contribute to an operation."""
+        if isinstance(op, Exchange):
+            check_peer(op, self.worker, self.workers)
+            self._exchanges[op.peer, op.channel] += 1
+            first, second = sorted((self.worker, op.peer))
+            key = first, second, op.channel, self._exchanges[op.peer, op.channel]
+            return _Handle(self, self._lay(op, nbytes(op.tensor), key))
         factor = 2 * (self.workers - 1) / self.workers if isinstance(op, AllReduceMean) else self.workers - 1
         return _Handle(self, self._lay(op, factor * nbytes(op.tensor)))
 
@@ -112,11 +135,12 @@ class InMemoryTransport(Transport):
         """Announce that this worker contributes no more."""
         self.table.leave_for_good(self.worker)
 
-    def _lay(self, thing: object, sent: float) -> int:
-        self._round += 1
+    def _lay(self, thing: object, sent: float, exchange: Key | None = None) -> Key:
+        self._round += exchange is None
+        round_ = self._round if exchange is None else exchange
         self._bytes_sent += round(sent)
-        self.table.lay(self._round, self.worker, thing)
-        return self._round
+        self.table.lay(round_, self.worker, thing)
+        return round_
 
 
 def wires(workers: int, timeout_s: float = 60.0) -> list[InMemoryTransport]:

@@ -1,15 +1,17 @@
-"""Transport interface: collective operations on tensors, and on bytes, among the workers; and a worker's membership."""
+"""Transport interface: operations on tensors, and on bytes, among the workers; and a worker's membership."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from stretto.collective_ops import Answer, CollectiveOp
+from stretto.collective_ops import Answer, CollectiveOp, Exchange
+from stretto.errors import TransportError, explain
 from stretto.membership.loop_positions import LoopPosition
 
 Found = TypeVar("Found")
@@ -27,7 +29,7 @@ class Traffic:
 
 
 class Handle(Protocol):
-    """Collective operation in progress."""
+    """Operation in progress."""
 
     def wait(self) -> Answer:
         """Wait for the result. Raise TransportError if a worker failed or did not contribute in time."""
@@ -35,7 +37,7 @@ class Handle(Protocol):
 
 
 class Collectives(Protocol):
-    """Collective operations among workers, which all make the same calls in the same order.
+    """Operations among workers, which all make the same calls in the same order, except for exchanges of pairs.
 
     Every wait has the time limit that the transport was created with; a failure raises TransportError.
     """
@@ -50,8 +52,20 @@ class Collectives(Protocol):
         """Number of present workers."""
         ...
 
+    @property
+    def connects_pairs(self) -> bool:
+        """True if `Exchange` and `group` are supported."""
+        ...
+
     def submit(self, op: CollectiveOp) -> Handle:
-        """Start a collective operation. Its tensor must not be used until the handle's `wait` has returned."""
+        """Start an operation. Its tensor must not be used until the handle's `wait` has returned."""
+        ...
+
+    def group(self, ranks: Sequence[int]) -> Collectives:
+        """Return a transport among the workers of these ranks, in this order, which all make it.
+
+        It ends when this transport is aborted or closed. A `PeerGroup` suits every transport that has `Exchange`.
+        """
         ...
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
@@ -137,11 +151,13 @@ class NoLoop(Loop):
 
 
 class Transport(Collectives):
-    """Collective operations among the workers of a run, and this worker's membership.
+    """Operations among the workers of a run, and this worker's membership.
 
     As defined here the membership is fixed: nothing joins, leaves or is repeated.
     """
 
+    connects_pairs = True
+    """True if `Exchange` and `group` are supported."""
     repeats_attempts = False
     """True if workers may fail: the others repeat an attempt, whose inputs and results have to be kept."""
     arrives = False
@@ -195,9 +211,19 @@ class Transport(Collectives):
         """The parameter-server client, for requests of this worker alone; None without a server."""
         return None
 
-    def attempt(self, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
-        """Run operations that belong together. If they break, `again` (or `act`) runs among the remaining members."""
+    def attempt(
+        self, act: Callable[[], Found], again: Callable[[], Found] | None = None, in_pairs: bool = False
+    ) -> Found:
+        """Run operations that belong together. If they break, `again` (or `act`) runs among the remaining members.
+
+        `in_pairs` is True, at all workers, if any worker may submit an Exchange in it.
+        """
         return act()
+
+    def group(self, ranks: Sequence[int]) -> Collectives:
+        """Return a transport among the workers of these ranks."""
+        found: Collectives = import_module("stretto.transport.peer_group").PeerGroup(self, ranks)
+        return found
 
     # --- membership -----------------------------------------------------------------------------------------------
 
@@ -243,6 +269,16 @@ class Transport(Collectives):
 
         `stays_out` is True for a worker that takes no part in the run.
         """
+
+
+def check_peer(op: Exchange, worker: int, workers: int) -> None:
+    """Raise TransportError unless the peer of an exchange is another worker."""
+    if op.peer == worker or not 0 <= op.peer < workers:
+        others = [rank for rank in range(workers) if rank != worker]
+        problem = f"worker {worker} can exchange tensors with another worker only"
+        got, to_type = f"rank {op.peer} among {workers} workers", "Exchange(peer, tensor) with one of these ranks"
+        expected = f"one of the ranks {', '.join(map(str, others))}" if others else "at least 2 workers"
+        raise TransportError(explain(problem, got=got, expected=expected, to_type=to_type if others else "-n 2"))
 
 
 def made(message: Message) -> bytes:

@@ -12,7 +12,7 @@ import re
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp
+from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
-from stretto.transport.interface import Handle, Message, Traffic, Transport, as_bytes, made, nbytes
+from stretto.transport.interface import Handle, Message, Traffic, Transport, as_bytes, check_peer, made, nbytes
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -37,10 +37,14 @@ PIECE_BYTES = 16 << 20
 LOOK_S = 0.02
 """Seconds between two checks of a wait for an abort."""
 LOOK = timedelta(seconds=LOOK_S)
+EXCHANGE_FRAME = struct.Struct("<q24s")
+"""Frame of an exchange: the number of numbers, and their dtype."""
 QUIET_S = 0.02
 """Seconds for gloo's threads to finish a computation once no more bytes can arrive."""
 SEAL_TAG = 0
 """Tag that no message uses."""
+EXCHANGE_TAG, CHANNELS, NUMBERS = 1 << 30, 8, 1 << 26
+"""Tags of exchanges: from the first on, two for each channel and for each number, which begin again after the last."""
 ENDED = 4
 """Number of ended operations that are kept, twice the number of gloo's threads.
 
@@ -76,6 +80,8 @@ class ProcessGroupTransport(Transport):
         self._opened = frozenset(one for one, name in _sockets().items() if before.get(one) != name)
         self._worked_out = 0
         self._tag = 0
+        self._exchanges: Counter[tuple[int, int]] = Counter()
+        """Number of exchanges with each peer in each channel."""
         self._last = Traffic(0, 0, counted=False)
         self._broken = threading.Event()
         self._sealed_at = math.inf
@@ -84,11 +90,18 @@ class ProcessGroupTransport(Transport):
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if elastic else None
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Start an all-reduce, or for messages of different lengths an all-gather of their sizes."""
+        """Start an all-reduce, or for messages of different lengths an all-gather of their sizes.
+
+        Exchanges, and so groups, go over gloo, also those of tensors of a GPU.
+        """
+        if isinstance(op, Exchange):
+            check_peer(op, self.worker, self.workers)
         self._worked_out += self._cost(op)
         try:
             if isinstance(op, AllReduceMean):
                 return _AllReduceHandle(self, op.tensor, self._begin("allreduce", [op.tensor]))
+            if isinstance(op, Exchange):
+                return self._exchange(op)
             self._tag += 1
             return _AllGatherHandle(self, op, *self._gather_sizes(op), self._tag)
         except BrokenTransportError as error:
@@ -156,7 +169,15 @@ class ProcessGroupTransport(Transport):
         if not broken:
             drop_parked()
 
+    def _exchange(self, op: Exchange) -> _ExchangeHandle:
+        number = self._exchanges[op.peer, op.channel]
+        self._exchanges[op.peer, op.channel] += 1
+        tag = EXCHANGE_TAG + 2 * (number % NUMBERS * CHANNELS + op.channel)
+        return _ExchangeHandle(self, op, tag)
+
     def _cost(self, ask: CollectiveOp) -> int:
+        if isinstance(ask, Exchange):
+            return nbytes(ask.tensor)
         factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, AllReduceMean) else self.workers - 1
         return round(factor * nbytes(ask.tensor))
 
@@ -306,6 +327,61 @@ class _AllReduceHandle:
     def wait(self) -> Tensor:
         self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
         return self.tensor
+
+
+class _ExchangeHandle:
+    """Exchange in progress, in a thread: it must not need a wait at one of the two workers to continue at the other.
+
+    Frames with the dtypes and lengths are exchanged first, since gloo aborts the process when lengths differ.
+    """
+
+    def __init__(self, transport: ProcessGroupTransport, op: Exchange, tag: int) -> None:
+        self._transport, self._op, self._tag, self._began = transport, op, tag, time.monotonic()
+        mine, self._frame = op.tensor.detach().reshape(-1).cpu(), torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8)
+        head = as_bytes(EXCHANGE_FRAME.pack(mine.numel(), str(mine.dtype).encode()))
+        self._works = [self._begin("recv", self._frame), self._begin("send", head)]
+        self._works += [self._begin("send", piece, 1) for piece in _pieces(mine) if mine.numel()]
+        self._received: Tensor | None = None
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def wait(self) -> Tensor:
+        transport = self._transport
+        while not self._is_over.wait(LOOK_S):
+            if transport._broken.is_set():
+                break
+        if self._received is not None:
+            return self._received.to(self._op.tensor.device)
+        error = self._error or RuntimeError("it was aborted")
+        if isinstance(error, TransportError):
+            raise error
+        what = f"an exchange with worker {self._op.peer}"
+        raise transport.failure(error, what, time.monotonic() - self._began)
+
+    def _begin(self, verb: str, piece: Tensor, shift: int = 0) -> Any:
+        return self._transport._begin(verb, [piece], self._op.peer, self._tag + shift, control=True)
+
+    def _run(self) -> None:
+        try:
+            receive, *sends = self._works
+            receive.wait()
+            received = self._empty(*EXCHANGE_FRAME.unpack(self._frame.numpy().tobytes()))
+            receives = [self._begin("recv", piece, 1) for piece in _pieces(received) if received.numel()]
+            for work in (*receives, *sends):
+                work.wait()
+            self._received = received
+        except (RuntimeError, TransportError) as error:
+            self._error = error
+        self._is_over.set()
+
+    def _empty(self, numbers: int, dtype: bytes) -> Tensor:
+        """Return the tensor to receive. Raise TransportError if its dtype is not that of this worker's tensor."""
+        mine, other = str(self._op.tensor.dtype), dtype.rstrip(b"\0").decode(errors="replace")
+        if mine != other:
+            workers = f"workers {self._transport.worker} and {self._op.peer}"
+            raise TransportError(f"the tensors of {workers} differ in dtype: {mine} and {other}")
+        return torch.empty(numbers, dtype=self._op.tensor.dtype)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from stretto.collective_ops import CollectiveOp
@@ -11,6 +13,7 @@ from stretto.parameter_server.client import ParameterServerClient
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.interface import Handle, Message, Traffic
+from stretto.transport.peer_group import PeerGroup
 from stretto.transport.shared_memory import over_shared_memory
 from stretto.transport.single_worker import DoneHandle, SingleWorkerTransport
 
@@ -81,6 +84,8 @@ class GroupRendezvous:
 class _OfGeneration:
     """Parameter-server client in one generation; closing it leaves the client connected."""
 
+    connects_pairs = False
+
     def __init__(self, client: ParameterServerClient) -> None:
         self._client, self._before = client, client.traffic()
         self.worker, self.workers = client.worker, client.workers
@@ -88,6 +93,10 @@ class _OfGeneration:
     def submit(self, op: CollectiveOp) -> Handle:
         """Start a collective operation."""
         return self._client.submit(op)
+
+    def group(self, ranks: Sequence[int]) -> PeerGroup:
+        """Raise TransportError: pairs are not connected."""
+        return PeerGroup(self, ranks)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""

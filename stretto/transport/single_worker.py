@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
-from stretto.transport.interface import Message, Traffic, Transport, made
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange, answer
+from stretto.transport.interface import Message, Traffic, Transport, check_peer, made
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class SingleWorkerTransport(Transport):
 
     def submit(self, op: CollectiveOp) -> DoneHandle:
         """Return a completed operation."""
+        if isinstance(op, Exchange):
+            check_peer(op, self.worker, self.workers)
         return DoneHandle(op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:

@@ -19,7 +19,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.errors import LaunchError, TransportError
 from stretto.faults import plan as faults
 from stretto.simulator.cluster.collective import SimGroup, SimTransport
@@ -295,6 +295,59 @@ def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
 
     Scene(1).lived(live)
     assert done == ["outer", "behind"]
+
+
+# --- exchanges of pairs -------------------------------------------------------------------------------------------
+
+
+def exchange_ends(net: str, pairs: dict[int, list[int]], late: int | None = None) -> list[float]:
+    """Return the times at which workers have exchanged tensors of this size with their peers."""
+    ends = {}
+
+    def live(worker: Worker, transport: SimTransport) -> None:
+        worker.compute(100.0 if worker.number == late else 0.0)
+        tensor = torch.full((250_000,), float(worker.number))
+        handles = {peer: transport.submit(Exchange(peer, tensor)) for peer in pairs.get(worker.number, [])}
+        for peer, handle in handles.items():
+            assert bool((handle.wait() == peer).all())
+        ends[worker.number] = worker.now()
+
+    Scene(4, net).lived(live)
+    return [ends[number] for number in range(4)]
+
+
+FRAME_S = 32 / 1e6
+"""Seconds of a frame over 8 Mbit/s."""
+
+
+def test_an_exchange_takes_the_time_of_its_links_and_two_latencies() -> None:
+    pair = {0: [1], 1: [0]}
+    assert exchange_ends("8Mbit/s 50ms", pair) == pytest.approx([1.1 + FRAME_S] * 2 + [0.0] * 2)
+    slow_up = exchange_ends("4Mbit/s up 8Mbit/s down", pair)
+    assert slow_up == pytest.approx([2.0 + 2 * FRAME_S] * 2 + [0.0] * 2)
+
+
+def test_exchanges_of_one_worker_share_its_link_and_others_do_not_wait() -> None:
+    both = {0: [1, 2], 1: [0], 2: [0]}
+    assert exchange_ends("8Mbit/s", both) == pytest.approx([2.0 + 2 * FRAME_S] * 3 + [0.0])
+    apart = {0: [1], 1: [0], 2: [3], 3: [2]}
+    assert exchange_ends("8Mbit/s", apart) == pytest.approx([1.0 + FRAME_S] * 4)
+    assert exchange_ends("8Mbit/s", apart, late=3) == pytest.approx([1.0 + FRAME_S] * 2 + [101.0 + FRAME_S] * 2)
+
+
+def test_exchanges_within_a_host_leave_the_link_between_hosts_free() -> None:
+    net = "hosts of 2 on 80Mbit/s, 8Mbit/s between"
+    assert exchange_ends(net, {0: [1], 1: [0], 2: [3], 3: [2]}) == pytest.approx([0.1 + FRAME_S / 10] * 4)
+    assert exchange_ends(net, {0: [2], 1: [3], 2: [0], 3: [1]}) == pytest.approx([2.0 + 2 * FRAME_S] * 4)
+
+
+def test_a_worker_without_its_peer_is_named() -> None:
+    def live(worker: Worker, transport: SimTransport) -> None:
+        if worker.number == 0:
+            transport.submit(Exchange(1, torch.ones(3))).wait()
+
+    with pytest.raises(LaunchError, match=r"worker 0 waits for worker 1 in exchange 1 of ranks 0 and 1"):
+        Scene(3).lived(live)
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------

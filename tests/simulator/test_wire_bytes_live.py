@@ -26,7 +26,7 @@ from parameter_servers import ADDING_RECIPE, Servers, push, receive
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.framing import dtype_name
 from stretto.parameter_server.messages import Gather, Result
@@ -90,6 +90,20 @@ def _tell(length: int, root: int) -> tuple[Do, Cost]:
     )
 
 
+def _pair(size: Callable[[int], int], dtype: torch.dtype = torch.uint8) -> tuple[Do, Cost]:
+    """Workers 2i and 2i + 1 exchange tensors, and the last of an odd number nothing."""
+
+    def do(wire: ProcessGroupTransport) -> None:
+        if (peer := wire.worker ^ 1) < wire.workers:
+            wire.submit(Exchange(peer, torch.ones(size(wire.worker), dtype=dtype))).wait()
+
+    def cost(worker: int, workers: int) -> tuple[int, int]:
+        sent, received = (size(one) * dtype.itemsize for one in (worker, worker ^ 1))
+        return wire_bytes.exchange_bytes(sent, received) if worker ^ 1 < workers else (0, 0)
+
+    return do, cost
+
+
 EXCHANGES: list[tuple[Do, Cost]] = [
     *(_mean(numbers) for numbers in (0, 1, 2, 3, 5, 8, 100, 1001, 65536, 100_001, 1 << 20, 3_000_001)),
     *(_mean(numbers, dtype) for numbers in (1, 7, 4999) for dtype in (torch.float64, torch.bfloat16)),
@@ -99,6 +113,8 @@ EXCHANGES: list[tuple[Do, Cost]] = [
     _gather(lambda worker: 1000 * worker),
     *(_tell(length, root) for length in (0, 248, 249, 4_000_000) for root in (0, 1, 3)),
     _tell(17_000_000, 1),
+    *(_pair(lambda worker, size=size: size) for size in (0, 1, 100_000, 17_000_000)),
+    _pair(lambda worker: 1000 * worker, torch.float64),
 ]
 
 

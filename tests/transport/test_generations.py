@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError
 from stretto.transport.conformance import check_transport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
@@ -120,6 +120,9 @@ class Obeying:
                 mine = torch.full((self.number * 1000 + 1,), self.number)
                 found = self.wire.submit(AllGather(mine)).wait()
                 assert [int(one[0]) for one in found] == members
+                if (peer := members.index(self.number) ^ 1) < len(members):
+                    received = self.wire.submit(Exchange(peer, mine)).wait()
+                    assert bool((received == members[peer]).all())
 
 
 def _state() -> dict[str, Any]:

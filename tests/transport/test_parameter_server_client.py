@@ -15,12 +15,31 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import RollbackRequiredError, ranges
 from stretto.parameter_server.rpc_channel import DeathNotifier
 from stretto.transport.conformance import check_transport
+from stretto.transport.elastic import ElasticTransport
+from stretto.transport.rendezvous import ServerRendezvous
+from tests.elastic_workers import ThreadConnection, ThreadCoordinator
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
 def test_it_passes_the_conformance_test_of_transports(servers: Servers, plain: bool, shards: int) -> None:
     check_transport(lambda workers: servers.clients(servers.start(workers, shards=shards, plain=plain)), (1, 3))
+
+
+def test_an_elastic_transport_over_it_passes_the_conformance_test(servers: Servers) -> None:
+    def make(workers: int) -> list[ElasticTransport]:
+        clients, coordinator = servers.clients(servers.start(workers)), ThreadCoordinator(workers)
+        with ThreadPoolExecutor(workers) as pool:
+            return list(
+                pool.map(
+                    lambda client: ElasticTransport(
+                        client.number, ThreadConnection(coordinator, client.number), ServerRendezvous(client)
+                    ),
+                    clients,
+                )
+            )
+
+    check_transport(make, (3,))
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 1000, 4097])

@@ -1,22 +1,38 @@
-"""Every wire passes the one table of laws."""
+"""Every transport passes the conformance test; properties of single transports."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from simulator import harness
+from simulator.test_engine import Scene
+from simulator.test_worker_failures import training
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from stretto.collective_ops import AllGather, AllReduceMean
-from stretto.errors import TransportError
+from stretto.collective_ops import AllGather, AllReduceMean, Exchange
+from stretto.errors import BrokenTransportError, TransportError
+from stretto.membership.messages import GenerationView
+from stretto.simulator.runner import Simulator
 from stretto.transport import in_memory
 from stretto.transport import process_group as collective_wire
-from stretto.transport.conformance import check_transport
+from stretto.transport.conformance import check_end, check_operations, check_transport
+from stretto.transport.elastic import AbortableTransport, ElasticTransport
+from stretto.transport.interface import Collectives, Transport
+from stretto.transport.peer_group import PeerGroup
 from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.shared_memory import over_shared_memory
 from stretto.transport.single_worker import SingleWorkerTransport
+from tests.elastic_workers import InMemoryRendezvous, ThreadConnection, ThreadCoordinator
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +47,155 @@ def collective(workers: int, timeout_s: float = 20.0) -> list[ProcessGroupTransp
         return list(pool.map(lambda worker: ProcessGroupTransport(store, worker, workers, timeout_s), range(workers)))
 
 
+class GroupsInThreads:
+    """Connects the process groups of generations in the threads of one process."""
+
+    address = ""
+
+    def __init__(self, store: Any, in_memory: bool) -> None:
+        self._store, self._in_memory = store, in_memory
+
+    def form(self, form: GenerationView, rank: int) -> AbortableTransport:
+        store = PrefixStore(str(form.generation), self._store)
+        group = ProcessGroupTransport(store, rank, len(form.members), 20.0, elastic=True)
+        return over_shared_memory(group) if self._in_memory else group
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def elastic(workers: int, rendezvous: Callable[[ThreadCoordinator], Any]) -> list[ElasticTransport]:
+    """Return elastic transports of one coordinator in memory."""
+    coordinator = ThreadCoordinator(workers)
+    source = rendezvous(coordinator)
+    with ThreadPoolExecutor(workers) as pool:
+        return list(
+            pool.map(
+                lambda worker: ElasticTransport(worker, ThreadConnection(coordinator, worker), source), range(workers)
+            )
+        )
+
+
 @pytest.mark.parametrize(
     ("make", "workers"),
-    [(in_memory.wires, (1, 2, 3, 5)), (collective, (2, 3, 4)), (lambda n: [SingleWorkerTransport()], (1,))],
-    ids=["memory", "collective", "solo"],
+    [
+        (in_memory.wires, (1, 2, 3, 5)),
+        (collective, (2, 3, 4)),
+        (lambda n: [SingleWorkerTransport()], (1,)),
+        (lambda n: elastic(n, InMemoryRendezvous), (2, 3)),
+        (lambda n: elastic(n, lambda _: GroupsInThreads(dist.HashStore(), in_memory=False)), (3,)),
+        (lambda n: elastic(n, lambda _: GroupsInThreads(dist.HashStore(), in_memory=True)), (3,)),
+        (lambda n: [PeerGroup(end, range(n)) for end in in_memory.wires(n)], (1, 2, 3, 5)),
+    ],
+    ids=["memory", "collective", "solo", "elastic memory", "elastic groups", "elastic shared memory", "group"],
 )
 def test_every_transport_passes_the_conformance_test(make, workers) -> None:
     check_transport(make, workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_a_simulated_transport_passes_the_conformance_test(workers: int) -> None:
+    Scene(workers, "100Mbit/s 1ms").lived(lambda _, transport: check_end(transport))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_simulated_elastic_transport_passes_the_conformance_test(workers: int, monkeypatch) -> None:
+    connect, passed = Simulator.transport, []
+
+    def checked(*arguments: Any) -> Transport:
+        transport = connect(*arguments)
+        assert transport.repeats_attempts
+        check_operations(transport)
+        passed.append(transport.worker)
+        return transport
+
+    monkeypatch.setattr(Simulator, "transport", checked)
+    harness.simulated(workers, training(1), "allreduce", fault="kill worker 0 at 1000s")
+    assert sorted(passed) == [*range(workers)]
+
+
+# --- exchanges of pairs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
+def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> None:
+    ends = make(3, 0.3)
+    alone, others = ends[0].submit(Exchange(1, torch.ones(4))), [ends[1], ends[2]]
+    with ThreadPoolExecutor(2) as pool:
+        pair = list(pool.map(lambda end: end.submit(Exchange(3 - end.worker, torch.ones(4))).wait(), others))
+    assert all(torch.equal(received, torch.ones(4)) for received in pair)
+    with pytest.raises(TransportError, match="worker 0 waited|worker 1 did not contribute"):
+        alone.wait()
+
+
+@pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
+def test_an_exchange_of_two_dtypes_is_an_error_at_both_workers(make) -> None:
+    ends = make(2, 5.0)
+    handles = [end.submit(Exchange(1 - end.worker, torch.ones(4).to(dtype)))
+               for end, dtype in zip(ends, (torch.float32, torch.float64), strict=True)]  # fmt: skip
+    with pytest.raises(TransportError, match="differ in dtype"):
+        handles[0].wait()
+    with pytest.raises(TransportError):
+        handles[1].wait()
+
+
+def test_an_abort_ends_an_exchange_and_a_group() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda rank: ProcessGroupTransport(store, rank, 2, 20.0, elastic=True), range(2)))
+    group, began = ends[0].group([1, 0]), time.monotonic()
+    waiting = [ends[0].submit(Exchange(1, torch.ones(9_000_000))), group.submit(AllReduceMean(torch.ones(2)))]
+    threading.Timer(0.1, ends[0].abort).start()
+    for handle in waiting:
+        with pytest.raises(BrokenTransportError):
+            handle.wait()
+    with pytest.raises(BrokenTransportError):
+        group.all_gather_bytes(b"late")
+    with pytest.raises(BrokenTransportError):
+        ends[1].submit(Exchange(0, torch.ones(1))).wait()
+    assert time.monotonic() - began < 5.0
+    for end in ends:
+        end.close()
+
+
+def test_a_closed_group_is_refused_and_leaves_its_transport_open() -> None:
+    ends = in_memory.wires(1)
+    group = ends[0].group([0])
+    group.close()
+    assert ends[0].all_gather_bytes(b"open") == [b"open"]
+    with pytest.raises(TransportError, match="different ranks below 1"):
+        ends[0].group([0, 1])
+
+
+def group_mean(end: Collectives, contribution: Tensor) -> Any:
+    return end.group(range(end.workers)).submit(AllReduceMean(contribution)).wait()
+
+
+def test_means_of_a_group_have_the_same_bits_at_all_workers() -> None:
+    ends = collective(3)
+    contributions = [torch.randn(10_007, generator=torch.Generator().manual_seed(end.worker)) for end in ends]
+    with ThreadPoolExecutor(3) as pool:
+        means = list(
+            pool.map(lambda end, mine: end.group(range(3)).submit(AllReduceMean(mine)).wait(), ends, contributions)
+        )
+    expected = contributions[0] + contributions[1] + contributions[2]
+    assert all(torch.equal(mean, expected) for mean in means)
+    for end in ends:
+        end.close()
+
+
+def test_half_precision_in_a_group_is_rounded_once() -> None:
+    ends = in_memory.wires(3)
+    values = [torch.full((3,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    with ThreadPoolExecutor(3) as pool:
+        means = list(pool.map(group_mean, ends, values))
+    assert all(torch.equal(mean, torch.full((3,), 258.0, dtype=torch.bfloat16)) for mean in means)
+
+
+# --- single transports ------------------------------------------------------------------------------------------------
 
 
 def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Messages, answer
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange, Messages, answer, swapped
 from stretto.errors import BrokenTransportError, StrettoError, TransportError, UnevenLoopsError, explain
 from stretto.membership.loop_positions import EVEN, LoopPosition, are_apart, explained, named
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
-from stretto.simulator.network.topology import Exchange, Links
+from stretto.simulator.network.topology import Exchange as Flow
+from stretto.simulator.network.topology import Links
 from stretto.transport import gloo_ring
-from stretto.transport.interface import Message, Traffic, Transport, made
+from stretto.transport.interface import Message, Traffic, Transport, check_peer, made
 
 _all_reduce_bytes = gloo_ring.all_reduce_bytes
 _all_reduce_messages = functools.lru_cache(gloo_ring.all_reduce_messages)
 _broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
+Key: TypeAlias = int | tuple[int, int, int, int]
+"""Number of a collective of all workers; or the two ranks, the channel and the number of an exchange."""
+
 
 @dataclass(slots=True)
 class _Collective:
-    """One collective: the contributions by rank, and the result once it is complete."""
+    """One collective, or exchange: the contributions by rank, and the result once it is complete."""
 
+    ranks: Sequence[int]
     contributions: dict[int, Any] = field(default_factory=dict)
     waiting: list[Worker] = field(default_factory=list)
     is_complete: bool = False
@@ -37,7 +43,7 @@ class _Collective:
     """Positions of the workers in their loops, by rank."""
     error: StrettoError | None = None
     taken_count: int = 0
-    transfer: Transfer | None = None
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 class _Work(NamedTuple):
@@ -48,7 +54,9 @@ class _Work(NamedTuple):
 
 
 class SimGroup:
-    """The group of all workers, or of some `members`: collective r starts when every member has contributed to it.
+    """The group of all workers, or of some `members`.
+
+    Collective r starts when every member has contributed to it, an exchange when both of its workers have.
 
     Workers are identified by their ranks within the group.
     """
@@ -59,7 +67,7 @@ class SimGroup:
         self.explicit_members = members
         self._endpoints = None if members is None else frozenset(members)
         self.workers = len(self.members)
-        self._collectives: dict[int, _Collective] = {}
+        self._collectives: dict[Key, _Collective] = {}
         self._has_failed = False
         """True if no unfinished collective will complete, since a member has failed."""
         self._is_aborted = False
@@ -69,29 +77,29 @@ class SimGroup:
         """Return one worker's transport."""
         return SimTransport(worker, self, limit_s)
 
-    def contribute(self, number: int, worker: int, contribution: object, place: LoopPosition) -> None:
+    def contribute(self, number: Key, worker: int, contribution: object, place: LoopPosition) -> None:
         """Record a worker's contribution to a collective, and its position; the last one starts it."""
         collective = self._collective(number)
         collective.places[worker] = place
         collective.contributions[worker] = contribution
-        if not self._has_failed and len(collective.contributions) == self.workers:
+        if not self._has_failed and len(collective.contributions) == len(collective.ranks):
             self._start(collective)
 
-    def is_done(self, number: int) -> bool:
+    def is_done(self, number: Key) -> bool:
         """True if the collective is complete or the group is aborted."""
         return self._collective(number).is_complete or self._is_aborted
 
-    def wake_when_done(self, number: int, worker: Worker) -> None:
+    def wake_when_done(self, number: Key, worker: Worker) -> None:
         """Wake the worker when the collective is complete or aborted."""
         self._collective(number).waiting.append(worker)
 
-    def take(self, number: int) -> Any:
+    def take(self, number: Key) -> Any:
         """Return the result, which the last worker deletes. Raises BrokenTransportError if the group is aborted."""
         collective = self._collectives[number]
         if not collective.is_complete:
-            raise BrokenTransportError(f"collective {number} was aborted")
+            raise BrokenTransportError(f"{_shown(number)} was aborted")
         collective.taken_count += 1
-        if collective.taken_count == self.workers:
+        if collective.taken_count == len(collective.ranks):
             del self._collectives[number]
         if collective.error:
             raise type(collective.error)(str(collective.error))
@@ -101,8 +109,8 @@ class SimGroup:
         """Stop all collectives since a member has failed; waiting workers keep waiting until `abort`."""
         self._has_failed = True
         for collective in self._collectives.values():
-            if collective.transfer is not None:
-                self._engine.network.drop(collective.transfer)
+            for transfer in collective.transfers:
+                self._engine.network.drop(transfer)
 
     def abort(self) -> None:
         """Abort all unfinished collectives: waiting workers raise BrokenTransportError. Idempotent."""
@@ -111,55 +119,61 @@ class SimGroup:
         for collective in self._collectives.values():
             self._wake_waiting(collective)
 
-    def missing(self, number: int) -> str:
+    def missing(self, number: Key) -> str:
         """Return a description of the workers that have not contributed."""
-        contributions = self._collective(number).contributions
-        missing_workers = [str(number) for rank, number in enumerate(self.members) if rank not in contributions]
+        collective = self._collective(number)
+        missing_workers = [str(self.members[rank]) for rank in collective.ranks if rank not in collective.contributions]
         if not missing_workers:
-            return f"the network, in collective {number}"
+            return f"the network, in {_shown(number)}"
         others = " and others" if len(missing_workers) > 8 else ""
-        return f"worker {', '.join(missing_workers[:8])}{others} in collective {number}"
+        return f"worker {', '.join(missing_workers[:8])}{others} in {_shown(number)}"
 
-    def _collective(self, number: int) -> _Collective:
+    def _collective(self, number: Key) -> _Collective:
         collective = self._collectives.get(number)
         if collective is None:
-            collective = self._collectives[number] = _Collective()
+            ranks = range(self.workers) if isinstance(number, int) else number[:2]
+            collective = self._collectives[number] = _Collective(ranks)
         return collective
 
     def _start(self, collective: _Collective) -> None:
-        contributions = [collective.contributions[worker] for worker in range(self.workers)]
+        contributions = [collective.contributions[worker] for worker in collective.ranks]
         collective.contributions.clear()
-        collective.contributions.update(dict.fromkeys(range(self.workers)))
+        collective.contributions.update(dict.fromkeys(collective.ranks))
         try:
             self._check_positions(collective.places)
-            collective.result, exchange, work = self._combine(contributions)
+            collective.result, flows, work = self._combine(contributions, collective.ranks)
         except (TransportError, UnevenLoopsError) as error:
             collective.error = error
-            exchange, work = (0.0, (), 0.0), _Work(0.0)
-        collective.transfer = self._transfer(exchange, work, lambda: self._complete(collective))
+            flows, work = [(0.0, (), 0.0)], _Work(0.0)
+        self._transfer(collective, flows, work)
 
-    def _transfer(self, exchange: Exchange, work: _Work, callback: Callable[[], None]) -> Transfer:
-        """Start the transfer over the links and, concurrently, the work of all workers' processors on it.
+    def _transfer(self, collective: _Collective, flows: Sequence[Flow], work: _Work) -> None:
+        """Start the transfer over the links and, concurrently, the work of its workers' processors on it.
 
         The messages of a collective depend on each other, so the latency is added at the end and no processor works in
         it.
         """
         engine, cost_model = self._engine, self._engine.cost_model
-        amount, path, latency_s = exchange
-        work_s = cost_model.collective_s(work.messages, 2 * amount, work.conversions)
-        remaining_parts = 1 + (work_s > 0) * (self.workers if engine.processors is not None else 1)
+        work_s = cost_model.collective_s(work.messages, 2 * max(amount for amount, _, _ in flows), work.conversions)
+        workers = [self.members[rank] for rank in collective.ranks][: None if engine.processors is not None else 1]
+        workers = workers if work_s > 0 else []
+        remaining_parts = len(flows) + len(workers)
 
         def finish_part() -> None:
             nonlocal remaining_parts
             remaining_parts -= 1
             if not remaining_parts:
-                engine.queue.schedule(engine.queue.now + latency_s, callback, ARRIVAL)
+                at = engine.queue.now + max(latency_s for _, _, latency_s in flows)
+                engine.queue.schedule(at, lambda: self._complete(collective), ARRIVAL)
 
         link_latency_s = cost_model.collective_s(work.messages, 0, work.conversions)
-        transfer = engine.network.collective(amount, path, link_latency_s, finish_part, self._endpoints)
-        for worker in self.members[: remaining_parts - 1]:
+        in_all = len(collective.ranks) == self.workers
+        endpoints = self._endpoints if in_all else frozenset(self.members[rank] for rank in collective.ranks)
+        collective.transfers = [
+            engine.network.collective(amount, path, link_latency_s, finish_part, endpoints) for amount, path, _ in flows
+        ]
+        for worker in workers:
             engine.use_processor(1 + worker, work_s, finish_part)
-        return transfer
 
     def _complete(self, collective: _Collective) -> None:
         collective.is_complete = not self._is_aborted
@@ -174,12 +188,21 @@ class SimGroup:
         if are_apart(positions.values()):
             raise UnevenLoopsError(explained({self.members[rank]: position for rank, position in positions.items()}))
 
-    def _combine(self, contributions: list[Any]) -> tuple[Any, Exchange, _Work]:
+    def _combine(self, contributions: list[Any], ranks: Sequence[int]) -> tuple[Any, list[Flow], _Work]:
+        if isinstance(contributions[0], _Paired):
+            first, second = (self.members[rank] for rank in ranks)
+            return contributions[0].combine_with(contributions[1], self.links, first, second)
         if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
             operations = (contribution.operation for contribution in contributions)
             raise TransportError(_mismatch_error(dict(zip(self.members, operations, strict=True))))
-        combined: tuple[Any, Exchange, _Work] = contributions[0].combine(contributions, self)
-        return combined
+        result, flow, work = contributions[0].combine(contributions, self)
+        return result, [flow], work
+
+
+def _shown(number: Key) -> str:
+    if isinstance(number, int):
+        return f"collective {number}"
+    return f"exchange {number[3]} of ranks {number[0]} and {number[1]}"
 
 
 def _mismatch_error(operations: dict[int, str]) -> str:
@@ -215,6 +238,21 @@ class _Submitted:
             latency_s + group.links.gather(0, group.explicit_members)[2] / max(len(sizes) - 1, 1),
         )
         return gathered, exchange, _Work(6 * (len(contributions) - 1), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Contribution to an exchange: a frame and then the tensor, in each direction over the links of this direction."""
+
+    op: Exchange
+
+    def combine_with(
+        self, other: _Paired, links: Links, worker: int, other_worker: int
+    ) -> tuple[list[Tensor], list[Flow], _Work]:
+        routes = links.path(worker, other_worker), links.path(other_worker, worker)
+        sizes = [wire_bytes.EXCHANGE_FRAME_BYTES + paired.op.tensor.nbytes for paired in (self, other)]
+        flows: list[Flow] = [(size, path, 2 * latency_s) for size, (path, latency_s) in zip(sizes, routes, strict=True)]
+        return swapped([self.op, other.op]), flows, _Work(4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +300,16 @@ class _Rendezvous:
 @dataclass(frozen=True, slots=True)
 class _Handle:
     transport: SimTransport
-    number: int
+    number: Key
     op: CollectiveOp
 
     def wait(self) -> Answer:
         result = self.transport.wait_result(self.number)
         self.transport.spend_codec_time()
+        if isinstance(self.op, Exchange):
+            received: Tensor = result[self.op.peer < self.transport.worker]
+            self.transport.count_exchanged(self.op.tensor.nbytes, received.nbytes)
+            return received
         if isinstance(self.op, AllReduceMean):
             return self.op.tensor.copy_(result)
         self.transport.count_gathered([message.nbytes for message in result])
@@ -282,6 +324,8 @@ class SimTransport(Transport):
         self._sim_worker, self._group, self._limit_s = worker, group, limit_s
         super().__init__(group.members.index(worker.number), group.workers)
         self._number = 0
+        self._exchanges: Counter[tuple[int, int]] = Counter()
+        """Number of exchanges with each peer in each channel."""
         self._sent, self._received = wire_bytes.connect_bytes(self.workers)
 
     @property
@@ -290,8 +334,15 @@ class SimTransport(Transport):
         return self._number
 
     def submit(self, op: CollectiveOp) -> _Handle:
-        """Contribute to a collective operation at this worker's virtual time, and return its handle."""
+        """Contribute to an operation at this worker's virtual time, and return its handle."""
+        if isinstance(op, Exchange):
+            check_peer(op, self.worker, self.workers)
         self.spend_codec_time()
+        if isinstance(op, Exchange):
+            self._exchanges[op.peer, op.channel] += 1
+            first, second = sorted((self.worker, op.peer))
+            key = first, second, op.channel, self._exchanges[op.peer, op.channel]
+            return _Handle(self, self._contribute_to(key, _Paired(op)), op)
         if isinstance(op, AllReduceMean):
             self._count(_all_reduce_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
         return _Handle(self, self._contribute(_Submitted(op)), op)
@@ -314,7 +365,7 @@ class SimTransport(Transport):
         self._count(_broadcast_bytes(self.worker, self.workers, root, len(received)))
         return received
 
-    def _count_broadcast(self, number: int, root: int) -> None:
+    def _count_broadcast(self, number: Key, root: int) -> None:
         with suppress(BrokenTransportError):  # the next collective, which can wait, raises it
             self._count(_broadcast_bytes(self.worker, self.workers, root, len(self.wait_result(number))))
 
@@ -342,7 +393,11 @@ class SimTransport(Transport):
         """Count the bytes of an all-gather of messages of these sizes."""
         self._count(wire_bytes.all_gather_bytes(self.worker, sizes))
 
-    def wait_result(self, number: int) -> Any:
+    def count_exchanged(self, sent: int, received: int) -> None:
+        """Count the bytes of an exchange of tensors of these sizes."""
+        self._count(wire_bytes.exchange_bytes(sent, received))
+
+    def wait_result(self, number: Key) -> Any:
         """Wait for the result of a collective, and return it."""
         group, worker = self._group, self._sim_worker
         if not group.is_done(number):
@@ -350,9 +405,12 @@ class SimTransport(Transport):
             worker.wait_until(lambda: group.is_done(number), lambda: group.missing(number), self._limit_s)
         return group.take(number)
 
-    def _contribute(self, contribution: object) -> int:
+    def _contribute(self, contribution: object) -> Key:
         self._number += 1
-        number, place = self._number, self._loop.place() or LoopPosition()
+        return self._contribute_to(self._number, contribution)
+
+    def _contribute_to(self, number: Key, contribution: object) -> Key:
+        place = self._loop.place() or LoopPosition()
         self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution, place))
         return number
 

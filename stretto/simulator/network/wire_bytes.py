@@ -20,6 +20,8 @@ GREETING_BYTES = 8
 """Bytes that one side of a new connection sends to the other."""
 FRAME_BYTES = 256
 """Bytes of the first frame of a byte message of the process-group transport."""
+EXCHANGE_FRAME_BYTES = 32
+"""Bytes of the frame of an exchange of two workers."""
 LENGTH_BYTES = 8
 """Bytes of a message's length field."""
 PIECE_BYTES = 16 << 20
@@ -86,6 +88,12 @@ def broadcast_bytes(worker: int, workers: int, root: int, length: int) -> tuple[
         for nbytes in lengths
     ]
     return _added(*(with_headers(*move) for move in moves))
+
+
+def exchange_bytes(sent: int, received: int) -> tuple[int, int]:
+    """Return the bytes of an exchange of two workers: a frame each, and their tensors unless empty."""
+    outgoing, incoming = (_pieces(nbytes) + 1 for nbytes in (sent, received))
+    return with_headers((outgoing, sent + EXCHANGE_FRAME_BYTES), (incoming, received + EXCHANGE_FRAME_BYTES))
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
