@@ -14,6 +14,7 @@ from stretto.recipe.recipe import Recipe
 from stretto.strategies.asynchronous import AsyncServer, Outcome
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.context import ExchangeObserver, StrategyContext
+from stretto.strategies.flat_buffers import in_buffers
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.model_sync import Named
 from stretto.strategies.optimizers import Optimizers
@@ -192,10 +193,11 @@ class AsyncStrategy(RecipeStrategy):
         """Load parameters of this worker that are only pulled towards the server's."""
         if self._server is None or not self._server.keeps_own_parameters:
             return
-        for index, each in enumerate(self._server.ranges):
-            theta = state.get(f"own/{index}")
-            if theta is not None and theta.shape == each.part.theta.shape:
-                each.part.theta.copy_(theta)
+        with in_buffers(self._parts):
+            for index, each in enumerate(self._server.ranges):
+                theta = state.get(f"own/{index}")
+                if theta is not None and theta.shape == each.part.theta.shape:
+                    each.part.theta.copy_(theta)
 
     def rule_state(self) -> RuleState | None:
         """Return the state of the server's rule, after a barrier. Raises RollbackRequiredError."""

@@ -7,9 +7,10 @@ the worker has done after the push. So a push and its reply can be under way whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +35,12 @@ from stretto.recipe.what import gradients, parameters
 from stretto.recipe.when import on_arrival
 from stretto.state import save
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, in_buffers
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
+P = ParamSpec("P")
+Found = TypeVar("Found")
 Messages = list[list[Tensor]]
 """For each shard, one message for each flat buffer's range of that shard."""
 Outcome = tuple[int, int, int, int]
@@ -64,6 +67,17 @@ class _Sent:
 
     ticket: PushHandle
     leases: list[Lease]
+
+
+def _in_buffers(act: Callable[Concatenate[AsyncServer, P], Found]) -> Callable[Concatenate[AsyncServer, P], Found]:
+    """Let the flat buffers hold the values of the parameters while this method runs, which computes no gradients."""
+
+    @functools.wraps(act)
+    def run(server: AsyncServer, /, *args: P.args, **kwargs: P.kwargs) -> Found:
+        with torch.no_grad(), in_buffers([flat_range.part for flat_range in server.ranges]):
+            return act(server, *args, **kwargs)
+
+    return run
 
 
 class AsyncServer:
@@ -94,7 +108,8 @@ class AsyncServer:
         self._parameter_set = parameter_set
         self._groups = _groups(optimizers)
         self._is_elastic_averaging = isinstance(recipe.then, pull) and transport.expected > 1
-        self.ranges = [_FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts]
+        with in_buffers(flat_parameters.parts):
+            self.ranges = [_FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts]
         self._reply_buffers = (
             [torch.empty_like(flat_range.mark, device="cpu") for flat_range in self.ranges]
             if self._is_elastic_averaging
@@ -117,6 +132,7 @@ class AsyncServer:
         """True if no step was done since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
 
+    @_in_buffers
     def open(self, rule_state: RuleState | None = None) -> None:
         """Set the server's parameters at the first worker; no worker pushes before that.
 
@@ -156,7 +172,7 @@ class AsyncServer:
         """Note that the optimizer has done a step."""
         self._no_steps_since_exchange = False
 
-    @torch.no_grad()
+    @_in_buffers
     def run(self, samples: int, leases: list[Lease]) -> bool:
         """Push the update since the last exchange, the work on these leases. Return False if it was left out."""
         before = self._timer.switch("encoding")
@@ -169,15 +185,18 @@ class AsyncServer:
         self._timer.switch(before)
         return is_pushed
 
-    @torch.no_grad()
     def merge_if_arrived(self) -> None:
         """Merge the reply to the last push if it has arrived; never waits."""
         if self._sent is not None and self._sent.ticket.poll():
-            before = self._timer.switch("encoding")
-            self._merge_reply()
-            self._timer.switch(before)
+            self._merge_arrived()
 
-    @torch.no_grad()
+    @_in_buffers
+    def _merge_arrived(self) -> None:
+        before = self._timer.switch("encoding")
+        self._merge_reply()
+        self._timer.switch(before)
+
+    @_in_buffers
     def finish(self, samples: int, leases: list[Lease]) -> bool:
         """Push the remaining update and wait until a server has applied it. Return False if it was left out."""
         before = self._timer.switch("encoding")
@@ -189,7 +208,7 @@ class AsyncServer:
         self._timer.switch(before)
         return is_pushed
 
-    @torch.no_grad()
+    @_in_buffers
     def wait_at_barrier(self, called: bool = False) -> bool:
         """Wait at a barrier with no update of any worker in flight. Return True if the epoch was over then.
 
@@ -200,7 +219,7 @@ class AsyncServer:
         with self._timer.on("waiting"):
             return self._transport.wait_at_barrier(self._seq, called)
 
-    @torch.no_grad()
+    @_in_buffers
     def rolled_back(self) -> None:
         """Continue from the snapshot that the servers rolled back to; the updates since then are computed again.
 
@@ -221,7 +240,7 @@ class AsyncServer:
         self._read()
         self.start_from_read()
 
-    @torch.no_grad()
+    @_in_buffers
     def read(self) -> list[int]:
         """Set the parameters to the server's newest version, and return its number at each shard.
 
@@ -233,7 +252,7 @@ class AsyncServer:
             except RollbackRequiredError:
                 self._transport.roll_back()
 
-    @torch.no_grad()
+    @_in_buffers
     def read_alone(self) -> list[Tensor]:
         """Set the parameters to the server's newest version, and return this worker's own parameters.
 
@@ -249,7 +268,7 @@ class AsyncServer:
             else:
                 return own
 
-    @torch.no_grad()
+    @_in_buffers
     def put_back(self, own: Sequence[Tensor]) -> None:
         """Set the parameters to this worker's own again, after `read_alone`."""
         for flat_range, theta in zip(self.ranges, own, strict=True):
@@ -293,7 +312,7 @@ class AsyncServer:
         """True if a worker keeps its own parameters, which are only pulled towards the server's."""
         return self._is_elastic_averaging
 
-    @torch.no_grad()
+    @_in_buffers
     def start_from_read(self) -> None:
         """Continue from the version that was read, which the parameters hold."""
         self.versions = self._computed_on = self.versions_read
@@ -505,7 +524,7 @@ def _descent(flat_range: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
     """Write the gradient step of every parameter, `-lr * g`, into `change`."""
     flat_range.change.zero_()
     for slot in flat_range.part.slots:
-        gradient = slot.parameter.grad
+        gradient = slot.source.gradient
         if gradient is not None and slot.home is None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             slot.view(flat_range.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))

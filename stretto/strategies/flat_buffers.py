@@ -1,18 +1,24 @@
 """The parameters of a model in flat buffers, one buffer for each dtype and device.
 
-Exchanges work on ranges of a buffer, not on tensors. The parameter objects stay the same and become views of a buffer.
+Exchanges work on ranges of a buffer, not on tensors. The parameter objects stay the same and become views of a buffer,
+or are copied from and to it where another library owns their memory (see ParameterView): then a buffer holds their
+values only inside `in_buffers`.
+
 Every parameter starts at a multiple of 64 bytes, as torch's own allocations do, so that kernels compute the same bits
 as for parameters that are not in a flat buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from stretto.strategies.parameter_view import ParameterView, parameter_view
 
 ALIGNMENT_BYTES = 64
 
@@ -22,16 +28,19 @@ class ParameterSlice:
     """The range of one parameter in its flat buffer: elements `start` to `stop`."""
 
     name: str
-    parameter: Parameter
+    source: ParameterView
     start: int
     stop: int
     home: ParameterSlice | None = None
     """The slice that holds this parameter's values, when two parameters share their memory; else None."""
 
+    def __post_init__(self) -> None:
+        self.parameter = self.source.parameter
+
     def view(self, flat: Tensor) -> Tensor:
         """Return the view of this parameter's elements in a flat tensor, in its shape and memory format."""
-        size, stride = self.parameter.size(), _dense_stride(self.parameter)
-        return torch.as_strided(flat, size, stride, flat.storage_offset() + self.start)
+        local = self.source.local
+        return torch.as_strided(flat, local.size(), _dense_stride(local), flat.storage_offset() + self.start)
 
 
 class FlatBuffer:
@@ -39,21 +48,51 @@ class FlatBuffer:
 
     def __init__(self, slots: Sequence[ParameterSlice], length: int) -> None:
         self.slots = slots
-        self.theta = torch.zeros(length, dtype=slots[0].parameter.dtype, device=slots[0].parameter.device)
+        like = slots[0].source.local
+        self.theta = torch.zeros(length, dtype=like.dtype, device=like.device)
         with torch.no_grad():
             for slot in slots:
                 if slot.home is None:
-                    slot.view(self.theta).copy_(slot.parameter)
-                slot.parameter.data = (slot.home or slot).view(self.theta)
+                    slot.view(self.theta).copy_(slot.source.local)
+                slot.source.place(self._view(slot))
+        self._copied = [(slot.source, self._view(slot)) for slot in slots if slot.source.copies]
+        self.is_loaded = not self._copied
+        """True if `theta` holds the values of all parameters."""
+
+    def _view(self, slot: ParameterSlice) -> Tensor:
+        return (slot.home or slot).view(self.theta)
 
     def in_place(self) -> bool:
-        """Return True if all parameters are still views of this buffer (a script may have moved its model)."""
-        base, itemsize = self.theta.data_ptr(), self.theta.element_size()
-        return all(
-            slot.parameter.data_ptr() == base + (slot.home or slot).start * itemsize
-            and slot.parameter.dtype == self.theta.dtype
-            for slot in self.slots
-        )
+        """Return True if all parameters are still in their places (a script may have moved its model)."""
+        return all(slot.source.is_at(self._view(slot)) for slot in self.slots)
+
+    def load(self) -> None:
+        """Copy the values of parameters that are not views of this buffer into it."""
+        for source, view in self._copied:
+            view.copy_(source.local)
+
+    def store(self) -> None:
+        """Copy the values of parameters that are not views of this buffer out of it."""
+        for source, view in self._copied:
+            source.local.copy_(view)
+
+
+@contextmanager
+def in_buffers(parts: Sequence[FlatBuffer]) -> Iterator[None]:
+    """Let these buffers hold the values of all their parameters within, and set the parameters to them at the end.
+
+    Changes nothing for parameters that are views, or within another such block.
+    """
+    copied = [part for part in parts if not part.is_loaded]
+    for part in copied:
+        part.load()
+        part.is_loaded = True
+    try:
+        yield
+    finally:
+        for part in copied:
+            part.is_loaded = False
+            part.store()
 
 
 class FlatParameters:
@@ -70,7 +109,7 @@ class FlatParameters:
         self.slots = [slot for part in self.parts for slot in part.slots]
 
     def holds(self, parameters: Sequence[Parameter]) -> bool:
-        """Return True if the buffers hold these parameters and no others, and all are still views of them."""
+        """Return True if the buffers hold these parameters and no others, and all are still in their places."""
         held = {id(slot.parameter) for slot in self.slots}
         return held == {id(parameter) for parameter in parameters} and all(part.in_place() for part in self.parts)
 
@@ -80,13 +119,15 @@ def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuf
     homes: dict[tuple[int, torch.Size], ParameterSlice] = {}
     start = 0
     for name, parameter in group:
-        home = homes.get((parameter.data_ptr(), parameter.size())) if parameter.numel() else None
-        slot = ParameterSlice(name, parameter, start, start + parameter.numel(), home)
-        homes.setdefault((parameter.data_ptr(), parameter.size()), slot)
+        source = parameter_view(parameter)
+        local = source.local
+        home = homes.get((local.data_ptr(), local.size())) if local.numel() else None
+        slot = ParameterSlice(name, source, start, start + local.numel(), home)
+        homes.setdefault((local.data_ptr(), local.size()), slot)
         slots.append(slot)
-        start = _aligned(slot.stop, parameter.element_size())
+        start = _aligned(slot.stop, local.element_size())
     last = slots[-1]
-    return FlatBuffer(slots, _aligned(last.stop + 1, last.parameter.element_size()) if spare else start)
+    return FlatBuffer(slots, _aligned(last.stop + 1, last.source.local.element_size()) if spare else start)
 
 
 def _aligned(index: int, itemsize: int) -> int:

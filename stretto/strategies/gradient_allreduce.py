@@ -41,13 +41,20 @@ FORWARD = 1 / 3
 class GradientSlot:
     """The view of a bucket that holds one parameter's gradient."""
 
-    __slots__ = ("bucket", "slot", "view", "written_in_pass")
+    __slots__ = ("bucket", "exchanged", "slot", "view", "written_in_pass")
 
     def __init__(self, slot: ParameterSlice, bucket: Bucket, flat: Tensor) -> None:
         self.slot, self.bucket = slot, bucket
         self.view = slot.view(flat)
+        self.exchanged: Tensor | None = None
+        """The parameter's gradient as the last exchange has set it."""
         self.written_in_pass = 0
         """Number of the backward pass that wrote the gradient last."""
+
+    def place(self) -> None:
+        """Set the parameter's gradient to this view, or to its values."""
+        self.slot.source.place_gradient(self.view)
+        self.exchanged = self.slot.parameter.grad
 
 
 class Bucket:
@@ -81,6 +88,8 @@ class GradientBuffers:
         self.buckets = split_into_buckets(flat_parameters, counts_in_tail)
         self.gradient_slots = [gradient_slot for bucket in self.buckets for gradient_slot in bucket.gradient_slots]
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
+        self.copied = [gradient_slot for gradient_slot in self.gradient_slots if gradient_slot.slot.source.copies]
+        """Gradients whose memory is not in the buckets, and that get a copy of the result."""
         self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(len(flat_parameters.slots) + 2)
         """Counts over the workers, summed by the exchange.
 
@@ -134,6 +143,7 @@ class GradientAllReduce:
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self.follow([slot.parameter for slot in flat_parameters.slots])
+        self._parts = flat_parameters.parts
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._running = False
         self._pass = 0
@@ -170,7 +180,7 @@ class GradientAllReduce:
         """Raise ModelError if a parameter has a gradient that no exchange of a backward pass has averaged."""
         for one in parameters:
             gradient_slot = self._buffer_sets[0].slot_of.get(id(one))
-            if one.grad is not None and gradient_slot is not None and one.grad is not gradient_slot.view:
+            if one.grad is not None and gradient_slot is not None and one.grad is not gradient_slot.exchanged:
                 raise ModelError(_not_exchanged(gradient_slot))
 
     def take_part(self) -> None:
@@ -219,21 +229,23 @@ class GradientAllReduce:
         self._weight = self._share()
         for bucket in self.buckets:
             bucket.missing = len(bucket.gradient_slots)
+        for part in self._parts:
+            part.load()
 
     def _write(self, gradient_slot: GradientSlot) -> bool:
-        """Write the weighted gradient into its bucket; `parameter.grad` becomes that view. Return False without one."""
-        parameter = gradient_slot.slot.parameter
-        grad = parameter.grad
+        """Write the weighted gradient into its bucket, where it becomes that view. Return False without one."""
+        source = gradient_slot.slot.source
+        grad = source.gradient
         if grad is None:
             gradient_slot.view.zero_()
             return False
         if grad.layout is not torch.strided:
             raise ModelError(_sparse(gradient_slot))
-        grad = grad.detach() if grad.requires_grad else grad
         torch.mul(grad, self._weight, out=gradient_slot.view)
         if self._elastic:
             self._own_gradients[id(gradient_slot)] = grad
-        parameter.grad = gradient_slot.view
+        if not source.copies:
+            gradient_slot.place()
         return True
 
     def _launch_full(self) -> None:
@@ -333,10 +345,16 @@ class GradientAllReduce:
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result)
         gradient_slots = self._buffer_sets[0].gradient_slots
+        for gradient_slot in self._buffer_sets[0].copied:
+            if gradient_slot.slot.parameter.grad is not None:
+                gradient_slot.place()
         if without_gradient := gradient_slots if self._idle else self._without_gradient:
             workers_with = dict(zip(map(id, gradient_slots), counts[: len(gradient_slots)].tolist(), strict=True))
             for gradient_slot in without_gradient:
-                gradient_slot.slot.parameter.grad = gradient_slot.view if workers_with[id(gradient_slot)] > 0 else None
+                if workers_with[id(gradient_slot)] > 0:
+                    gradient_slot.place()
+                else:
+                    gradient_slot.slot.parameter.grad = None
         has_changed = bool(counts[len(gradient_slots)] > 0)
         self._running = False
         self._own_gradients.clear()

@@ -15,7 +15,7 @@ from stretto.recipe.what import OfParameters, parameters
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, in_buffers
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
 
 
@@ -60,7 +60,8 @@ class LocalUpdates:
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self._flag = None if recipe.how.elementwise else torch.zeros(1)
         """Flag of a change of the trained parameters; None where the spare element of each buffer carries it."""
-        self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]
+        with in_buffers(flat_parameters.parts):
+            self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]
         self.drift: float | None = None
         self._began = 0.0
         self._elastic = transport.repeats_attempts
@@ -77,6 +78,10 @@ class LocalUpdates:
         When a worker fails during the round, the remaining workers repeat the round from its beginning. Returns True if
         any worker has `changed` what it trains since the workers last agreed on that.
         """
+        with in_buffers([round_range.part for round_range in self.ranges]):
+            return self._run(share, measure_drift, changed)
+
+    def _run(self, share: Callable[[], float], measure_drift: bool, changed: bool) -> bool:
         before = self._timer.switch("encoding")
         self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]

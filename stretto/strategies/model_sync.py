@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.loader.data_digest import refuse_different_rows
+from stretto.strategies.parameter_view import local
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -126,7 +127,7 @@ def agree_on_start(transport: Transport, model: nn.Module, recipe: str, data: st
                 to_type="model(next(iter(loader))[0]) before stretto.distribute",
             )
         )
-    mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
+    mine = [(name, list(local(one).shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
     digest = hashlib.blake2b(packed, digest_size=16).digest()
     told = transport.all_gather_bytes(digest + msgspec.msgpack.encode((recipe, data)))

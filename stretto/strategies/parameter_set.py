@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from stretto.errors import ModelError, explain
 from stretto.loader.sample_weights import Weights
-from stretto.strategies.flat_buffers import FlatParameters
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.local_updates import LocalUpdates
 from stretto.strategies.model_sync import Named, plain_name, trainable, trained
 from stretto.strategies.optimizers import parameters_of
+from stretto.strategies.parameter_view import local
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -44,7 +45,7 @@ class ParameterSet:
         """Values of parameters outside the flat buffers before their first step, by the parameter's id."""
 
     def flatten(self, named: Named, spare: bool) -> None:
-        """Make these parameters views of flat buffers."""
+        """Lay these parameters into flat buffers."""
         self.flat_parameters, self._before = FlatParameters(named, spare), {}
         self.see()
 
@@ -53,15 +54,18 @@ class ParameterSet:
         self._seen = self._signature()
 
     @property
+    def parts(self) -> Sequence[FlatBuffer]:
+        """Flat buffers of these parameters; empty if none is trained."""
+        return self.flat_parameters.parts if self.flat_parameters is not None else ()
+
+    @property
     def laid(self) -> set[int]:
         """Ids of the parameters in the flat buffers."""
-        return (
-            {id(slot.parameter) for slot in self.flat_parameters.slots} if self.flat_parameters is not None else set()
-        )
+        return {id(slot.parameter) for part in self.parts for slot in part.slots}
 
     def is_laid(self) -> bool:
-        """True if all parameters are still views of the flat buffers: a script may have moved its model."""
-        return self.flat_parameters is None or all(part.in_place() for part in self.flat_parameters.parts)
+        """True if all parameters are still in their places in the flat buffers: a script may have moved its model."""
+        return all(part.in_place() for part in self.parts)
 
     def has_changed(self) -> bool:
         """True if other parameters are trained than the workers have agreed on. Cost: a look at each parameter."""
@@ -70,7 +74,7 @@ class ParameterSet:
     def keep_values(self) -> None:
         """Remember the values of parameters that are new to the exchange, before a step changes them."""
         for parameter in self.strangers():
-            self._before.setdefault(id(parameter), parameter.detach().clone())
+            self._before.setdefault(id(parameter), local(parameter.detach()).clone())
 
     def strangers(self) -> list[Parameter]:
         """Return the parameters that are trained and that no exchange carries yet."""

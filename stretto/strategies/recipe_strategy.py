@@ -15,6 +15,7 @@ from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
 from stretto.strategies.collective_runner import finish
 from stretto.strategies.consistency_check import compare
+from stretto.strategies.flat_buffers import FlatBuffer, in_buffers
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.model_sync import Named, plain_name
 from stretto.strategies.one_bit_adam import FrozenVariance
@@ -161,18 +162,27 @@ class RecipeStrategy(Strategy):
 
     # --- the averaged model ---------------------------------------------------------------------------------------
 
+    @property
+    def _parts(self) -> list[FlatBuffer]:
+        return [part for each in self.sets for part in each.parts]
+
     def _average(
         self, share: Callable[[ParameterSet], Callable[[], float]], read: Callable[[], bool] | None = None
     ) -> None:
         """Put the averaged model in place; `share` returns the function that returns a set's share."""
-        sets = [(each.flat_parameters.parts, share(each)) for each in self.sets if each.flat_parameters is not None]
+        sets = [(each.parts, share(each)) for each in self.sets if each.flat_parameters is not None]
         account = self._context.tally.account("evaluation_sync")
-        self._averaged = AveragedModel(sets, self.buffers, self._transport, account, read)
+        with in_buffers(self._parts):
+            self._averaged = AveragedModel(sets, self.buffers, self._transport, account, read)
 
     def resume(self, own: bool = True) -> None:
         """Continue training after an evaluation sync; values that the script has changed since stay."""
         averaged, self._averaged = self._averaged, None
-        if averaged is None or not self._put_back(averaged, own):
+        if averaged is None:
+            return
+        with in_buffers(self._parts):
+            is_changed = self._put_back(averaged, own)
+        if not is_changed:
             return
         self._is_changed = True
         self._context.events.notice("the script changed the model after an epoch; training continues from its values")
@@ -205,13 +215,14 @@ class RecipeStrategy(Strategy):
         if self._transport.workers == 1:
             return False
         agreed = [each for each in self.sets if self._averaged is not None or not each.has_stepped]
-        parts = [part for each in agreed if each.flat_parameters is not None for part in each.flat_parameters.parts]
+        parts = [part for each in agreed for part in each.parts]
         excluded = {id(one) for each in self.sets if each not in agreed for one in each.trained_parameters()}
         by_name = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in excluded}
         compared = {id(slot.parameter) for part in parts for slot in part.slots}
         others = {name: one for name, one in by_name.items() if id(one) not in compared}
         buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
-        compare(self._transport, buffers | others, by_name, when)
+        with in_buffers(parts):
+            compare(self._transport, buffers | others, by_name, when)
         return True
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.codecs import exact
 from stretto.strategies.collective_runner import CollectiveRunner
+from stretto.strategies.parameter_view import local
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
 from stretto.transport.tensor_bytes import octets
@@ -29,12 +30,12 @@ class FlatTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            groups.setdefault((tensor.dtype, tensor.device), []).append(local(tensor.detach()))
         self._groups = list(groups.values())
 
     def ask_mean(self, transport: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
         """Start the exact weighted mean of all tensors; `account` counts its bytes."""
-        flats = [torch.cat([tensor.detach().reshape(-1) for tensor in group]).mul_(share) for group in self._groups]
+        flats = [torch.cat([tensor.reshape(-1) for tensor in group]).mul_(share) for group in self._groups]
         if account is not None:
             account.count_raw(sum(flat.nbytes for flat in flats))
         return [CollectiveRunner(transport, exact().average(flat, None), account) for flat in flats]
@@ -62,7 +63,7 @@ class OptimizerState:
     def layout(self) -> Layout:
         """Return the layout of the state's tensors, in a fixed order."""
         return [
-            (index, str(name), list(value.shape), str(value.dtype), None if value.dim() else float(value))
+            (index, str(name), list(local(value).shape), str(value.dtype), None if value.dim() else float(value))
             for index, parameter in enumerate(self._parameters)
             for name, value in sorted(self._optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor)
@@ -100,6 +101,9 @@ class OptimizerState:
                 if isinstance(state.get(name), Tensor):
                     continue
                 kind = getattr(torch, dtype.removeprefix("torch."))
+                if counter is None and shape == list(local(parameter.detach()).shape):
+                    state[name] = torch.zeros_like(parameter, dtype=kind)
+                    continue
                 device = parameter.device if counter is None else "cpu"
                 state[name] = torch.full(shape, counter or 0.0, dtype=kind, device=device)
 
@@ -158,8 +162,8 @@ class MovingBuffers:
 
 
 def crc(tensor: Tensor) -> int:
-    """Return a checksum of the tensor's bits."""
-    return zlib.crc32(octets(tensor).data)
+    """Return a checksum of the bits of the tensor that this process holds."""
+    return zlib.crc32(octets(local(tensor.detach())).data)
 
 
 def broadcast_from(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
@@ -177,6 +181,7 @@ def broadcast_from(transport: Transport, make: Callable[[], bytes], root: int) -
 @torch.no_grad()
 def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
     """Copy the values of these tensors from one worker, bit for bit."""
+    tensors = [local(tensor.detach()) for tensor in tensors]
     message = broadcast_from(transport, lambda: b"".join(octets(tensor).tobytes() for tensor in tensors), root)
     if message is None:
         return

@@ -65,7 +65,7 @@ class Tally:
         """Return the context of a codec that encodes these elements of a flat buffer."""
         stop = part.theta.numel() if stop is None else stop
         held = [one for one in part.slots if start <= one.start and one.stop <= stop]
-        blocks = [Block(one.name, one.start - start, one.stop - start, tuple(one.parameter.shape)) for one in held]
+        blocks = [Block(one.name, one.start - start, one.stop - start, tuple(one.source.local.shape)) for one in held]
         return replace(self._context, blocks=blocks, theta=part.theta.detach()[start:stop])
 
     def count_values(self, codec: Codec, message: Tensor, like: Tensor) -> None:

@@ -1,0 +1,100 @@
+"""A parameter as exchanges see it: the local tensor whose elements are exchanged, and its place in a flat buffer.
+
+The memory of a plain parameter is replaced, so that it is a view of the buffer. Parameters that another library owns,
+such as the shards of a DTensor, keep their memory: their values are copied from and to their local tensor. They have a
+method `to_local`, which returns that tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from stretto.errors import ModelError, explain
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the tensor that this process holds of a tensor: its shard where another library owns it, else itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def parameter_view(parameter: Parameter) -> ParameterView:
+    """Return the view of a parameter: by copy if another library owns its memory."""
+    return CopiedParameter(parameter) if hasattr(parameter, "to_local") else ParameterView(parameter)
+
+
+class ParameterView:
+    """A parameter that becomes a view of a flat buffer, and whose gradient becomes a view of a bucket."""
+
+    copies = False
+    """True if values have to be copied from and to the buffer, where `place` has no effect."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+
+    @property
+    def local(self) -> Tensor:
+        """Tensor of this process whose elements are exchanged, without its history of gradients."""
+        return self.parameter.detach()
+
+    def place(self, view: Tensor) -> None:
+        """Make the parameter this view of a flat buffer."""
+        self.parameter.data = view
+
+    def is_at(self, view: Tensor) -> bool:
+        """Return True if the parameter is still in place: a script may have moved its model."""
+        return self.parameter.data_ptr() == view.data_ptr() and self.parameter.dtype == view.dtype
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Gradient of the local tensor, without its history."""
+        grad = self.parameter.grad
+        return grad.detach() if grad is not None and grad.requires_grad else grad
+
+    def place_gradient(self, view: Tensor) -> None:
+        """Make the gradient this view of a bucket."""
+        self.parameter.grad = view
+
+
+class CopiedParameter(ParameterView):
+    """A parameter whose memory belongs to another library: values are copied from and to its local tensor."""
+
+    copies = True
+
+    @property
+    def local(self) -> Tensor:
+        return local(self.parameter.detach())
+
+    def place(self, view: Tensor) -> None:
+        """Leave the parameter where it is."""
+
+    def is_at(self, view: Tensor) -> bool:
+        own = self.local
+        return (own.shape, own.dtype, own.device) == (view.shape, view.dtype, view.device)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        grad = self.parameter.grad
+        if grad is None:
+            return None
+        if getattr(grad, "placements", None) != getattr(self.parameter, "placements", None):
+            raise ModelError(_placed_otherwise(self.parameter, grad))
+        return local(grad.detach())
+
+    @torch.no_grad()
+    def place_gradient(self, view: Tensor) -> None:
+        """Copy the values of this view of a bucket into the gradient."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        local(self.parameter.grad).copy_(view)
+
+
+def _placed_otherwise(parameter: Parameter, grad: Tensor) -> str:
+    return explain(
+        "the gradient of a distributed parameter is not placed as the parameter is, so its elements are not its own",
+        got=f"a gradient with placements {getattr(grad, 'placements', None)}",
+        expected=f"placements {getattr(parameter, 'placements', None)}, as of the parameter",
+        to_type="torch.distributed.fsdp.fully_shard(model), which reduces the gradients of its shards",
+    )
