@@ -125,6 +125,22 @@ def shared_memory(record: Record) -> Iterator[str]:
         yield f"| {case['numbers']:,} | {case['workers']} | {times} | {ratio(case['ratio'])} | {wanted} |"
 
 
+def hosts(record: Record) -> Iterator[str]:
+    """Yield bytes and time of a mean of two hosts: the workers of a host as one, and a ring of all."""
+    yield from _head("A mean of 2 hosts of 2 workers: the workers of a host as one against a ring of all", "hosts")
+    sides = list(record["cases"][0]["sides"])
+    columns = " | ".join(f"{side}: MB on a host's link | ms" for side in sides)
+    yield f"| numbers | Mbit/s | hosts of the ranks | {columns} | times fewer bytes |"
+    yield "| --- " * (4 + 2 * len(sides)) + "|"
+    for case in record["cases"]:
+        figures = " | ".join(
+            f"{case['sides'][side]['bytes_on_link'] / 1e6:.3f} | {case['sides'][side]['ms']['median']:.1f}"
+            for side in sides
+        )
+        place = f"{case['numbers']:,} | {case['mbit']:g} | {case['hosts']}"
+        yield f"| {place} | {figures} | {case['times_fewer_bytes']:.2f} |"
+
+
 def fewer(record: Record) -> Iterator[str]:
     """Yield time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
@@ -353,6 +369,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "convex": convex,
     "kernels": kernels,
     "shared_memory": shared_memory,
+    "hosts": hosts,
     "server": server,
     "updates": updates,
     "peers": peers,

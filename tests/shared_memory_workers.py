@@ -15,20 +15,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import BrokenTransportError
+from stretto.transport import peer_group, shared_memory
+from stretto.transport.host_memory import HostMemory
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
-from stretto.transport.shared_memory import SharedMemoryTransport, over_shared_memory
+from stretto.transport.shared_memory import HostsTransport, SharedMemoryTransport, over_shared_memory
 
+offer_memory = shared_memory.offer_memory
 TIMEOUT_S = 20.0
+TWO_HOSTS = (0, 0, 1, 1)
 PIECE = 65_536
 """Numbers of float32 in a piece of the kernel."""
 
@@ -98,10 +103,15 @@ class Speaker:
     def say(self, **what: Any) -> None:
         os.write(self._say, (json.dumps(what) + "\n").encode())
 
-    def connect(self, path: Path, rank: int, workers: int) -> SharedMemoryTransport:
+    def connect(self, path: Path, rank: int, workers: int, hosts: Sequence[int] = ()) -> SharedMemoryTransport:
+        """Connect with the other workers, as if each was on the host of its rank in `hosts`."""
         store = dist.FileStore(str(path), workers)
+        if hosts:
+            shared_memory.offer_memory = lambda *arguments: msgspec.structs.replace(
+                offer_memory(*arguments), host=f"host {hosts[rank]}"
+            )
         found = over_shared_memory(ProcessGroupTransport(store, rank, workers, TIMEOUT_S, elastic=True))
-        assert isinstance(found, SharedMemoryTransport)
+        assert isinstance(found, HostsTransport if hosts else SharedMemoryTransport)
         self.transport = found
         return found
 
@@ -161,12 +171,67 @@ def killed(stage: str, folder: Path) -> dict[str, Any]:
     return {"outs": outs, "ended": ended}
 
 
-def killed_at_random(rounds: str, folder: Path) -> dict[str, Any]:
+def _kill(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _copy_and_kill(memory: HostMemory, values: torch.Tensor, copy: Any = HostMemory.start_copy) -> None:
+    copy(memory, values)
+    _kill()
+
+
+STAGES = {
+    "before its sum": lambda: setattr(HostMemory, "start_sum", _kill),
+    "after its sum": lambda: setattr(HostsTransport, "_spread", _kill),
+    "before the exchange": lambda: setattr(peer_group.PeerGroup, "start_all", _kill),
+    "within the exchange": lambda: setattr(peer_group, "_sum", _kill),
+    "after the exchange": lambda: setattr(HostMemory, "start_copy", _kill),
+    "within the copy": lambda: setattr(HostMemory, "start_copy", _copy_and_kill),
+}
+"""Stages of a mean of several hosts, each with a function that has this worker killed there."""
+
+
+def killed_on_two_hosts(how: str, folder: Path) -> dict[str, Any]:
+    """Kill a worker of two hosts with two workers each at a stage of a mean of several segments and pieces."""
+    killed_rank, stage = how.split(" ", 1)
+    victim = int(killed_rank)
+    shared_memory.SEGMENT_BYTES = 12 * PIECE
+
+    def work(rank: int, speaker: Speaker) -> None:
+        transport = speaker.connect(folder / "four", rank, 4, TWO_HOSTS)
+        check_means(transport, 0.05)
+        if rank == victim:
+            STAGES[stage]()
+        began = time.monotonic()
+        try:
+            while True:
+                handles = [transport.submit(AllReduceMean(torch.ones(9 * PIECE))) for _ in range(2)]
+                for handle in handles:
+                    assert bool((handle.wait() == 4.0).all()), "a torn result"
+        except BrokenTransportError as error:
+            speaker.say(seconds=time.monotonic() - began, why=str(error))
+        speaker.leave()
+        survivors = [one for one in range(4) if one != victim]
+        hosts = [TWO_HOSTS[one] for one in survivors]
+        check_means(speaker.connect(folder / "three", survivors.index(rank), 3, hosts), 0.1)
+        speaker.leave()
+        speaker.say(ended=True)
+
+    children = [Child(lambda speaker, rank=rank: work(rank, speaker)) for rank in range(4)]
+    survivors = [child for rank, child in enumerate(children) if rank != victim]
+    outs = [child.reply() for child in survivors]
+    ended = [child.reply() for child in survivors]
+    for child in children:
+        child.end()
+    return {"outs": outs, "ended": ended}
+
+
+def killed_at_random(rounds: str, folder: Path, hosts: Sequence[int] = ()) -> dict[str, Any]:
     """Kill one of 4 workers at random moments of their means."""
     chance, outs = random.Random(0), []
 
     def work(rank: int, round_: int, speaker: Speaker) -> None:
-        transport = speaker.connect(folder / f"{round_}", rank, 4)
+        transport = speaker.connect(folder / f"{round_}", rank, 4, hosts)
         speaker.say(here=True)
         with contextlib.suppress(BrokenTransportError):
             check_means(transport, TIMEOUT_S)
@@ -188,11 +253,21 @@ def killed_at_random(rounds: str, folder: Path) -> dict[str, Any]:
     return {"outs": outs}
 
 
-def stopped(_: str, folder: Path) -> dict[str, Any]:
+def killed_at_random_on_two_hosts(rounds: str, folder: Path) -> dict[str, Any]:
+    """Kill one of 4 workers on two hosts at random moments of their means."""
+    return killed_at_random(rounds, folder, TWO_HOSTS)
+
+
+def stopped_on_two_hosts(_: str, folder: Path) -> dict[str, Any]:
+    """Stop the only worker of the second host within its means, form a group of the others, and let it continue."""
+    return stopped(_, folder, (0, 0, 1))
+
+
+def stopped(_: str, folder: Path, hosts: Sequence[int] = ()) -> dict[str, Any]:
     """Stop worker 2 of 3 within its means, form a group of the others, and let worker 2 continue."""
 
     def work(rank: int, speaker: Speaker) -> None:
-        transport = speaker.connect(folder / "three", rank, 3)
+        transport = speaker.connect(folder / "three", rank, 3, hosts)
         speaker.say(here=True)
         try:
             check_means(transport, TIMEOUT_S)
@@ -200,6 +275,7 @@ def stopped(_: str, folder: Path) -> dict[str, Any]:
             speaker.say(why=str(error))
         speaker.leave()
         if rank < 2:
+            shared_memory.offer_memory = offer_memory
             check_means(speaker.connect(folder / "two", rank, 2), 0.6, seed=1)
             speaker.leave()
             speaker.say(ended=True)
@@ -232,7 +308,7 @@ def forked(_: str, folder: Path) -> dict[str, Any]:
         check_means(transport, 0.05)
         (read, write), (ends, end) = os.pipe(), os.pipe()
         if (pid := os.fork()) == 0:
-            transport._group = None
+            transport._memory = None
             gc.collect()
             os.write(write, json.dumps(traces()).encode())
             os.close(end)

@@ -181,7 +181,9 @@ NB_MODULE(_native, m) {
     nb::class_<SharedGroup>(m, "SharedGroup", "One worker's end of sums in memory that the workers share.")
         .def(nb::init<const std::vector<int> &, size_t, double>(), nb::arg("files"), nb::arg("rank"), nb::arg("spin_s"))
         .def_static("bytes", &SharedGroup::bytes, nb::arg("workers"))
-        .def("submit", &SharedGroup::submit, nb::arg("address"), nb::arg("count"), nb::arg("item"), Unlocked())
+        .def("submit", [](SharedGroup &group, uintptr_t address, size_t count, int kind, size_t root) {
+                 return group.submit(address, count, SharedGroup::Kind(kind), root);
+             }, nb::arg("address"), nb::arg("count"), nb::arg("kind"), nb::arg("root") = 0, Unlocked())
         .def("wait", &SharedGroup::wait, nb::arg("end"), nb::arg("seconds"), Unlocked())
         .def_prop_ro("done", &SharedGroup::done)
         .def("missing", &SharedGroup::missing)

@@ -4,6 +4,7 @@
 //   sum   adds its own chunk of all workers, in the order of ranks;           waits until all have posted the piece
 //   take  copies the other chunks from the slots of the workers that added them;  waits until all have summed it
 // A small piece is added as a whole by every worker, which needs no third stage. The bits are the same either way.
+// A copy needs no third stage either: its root posts its numbers, and the others copy them in the second.
 #if defined(__linux__)
 #include "shared_memory.hpp"
 
@@ -31,25 +32,68 @@ constexpr double LONG_S = 0.0003;     // of one poll: other processes use this p
 constexpr size_t UNPOLLED = 1000;     // waits that sleep immediately after a long poll
 constexpr size_t STEP = 1024;  // numbers that are added at a time
 
+struct Half {
+    uint16_t bits;
+};
+struct BFloat {
+    uint16_t bits;
+};
+
+INLINE float sum_of(float x) { return x; }
+INLINE double sum_of(double x) { return x; }
+INLINE float sum_of(BFloat x) { return from_bits(uint32_t{x.bits} << 16); }
+INLINE float sum_of(Half x) {
+    // As the bits of a float, its value times 2^-112; from 2^16 on infinity, or no number.
+    float scaled = from_bits(uint32_t{x.bits & 0x7fffu} << 13) * from_bits((127 + 112) << 23);
+    uint32_t special = scaled >= 65536.0f ? 0x7f800000u : 0;
+    return from_bits(bits_of(scaled) | special | uint32_t{x.bits & 0x8000u} << 16);
+}
+
+// Rounds to the nearest, of two to the even one.
+INLINE void round_to(float &into, float x) { into = x; }
+INLINE void round_to(double &into, double x) { into = x; }
+INLINE void round_to(BFloat &into, float x) {
+    uint32_t bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+    into.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+INLINE void round_to(Half &into, float x) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    uint32_t tiny = bits_of(from_bits(bits) + 0.5f) - bits_of(0.5f);  // the addition rounds to multiples of 2^-24
+    uint32_t normal = (bits - (112u << 23) + 0xfffu + (bits >> 13 & 1)) >> 13;
+    uint32_t large = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    into.bits = uint16_t(sign | (bits >= 143u << 23 ? large : bits < 113u << 23 ? tiny : normal));
+}
+
 template <class T> INLINE void add_all(T *into, T *also, const std::vector<const char *> &from, size_t at, size_t to) {
-    T total[STEP];
+    decltype(sum_of(T{})) total[STEP];
+    T rounded[STEP];
     auto of = [&](size_t worker) { return reinterpret_cast<const T *>(from[worker]); };
     for (; at < to; at += STEP) {
         size_t n = std::min(STEP, to - at);
         const T *first = of(0) + at, *second = of(1) + at;
-        for (size_t i = 0; i < n; ++i) total[i] = first[i] + second[i];
+        for (size_t i = 0; i < n; ++i) total[i] = sum_of(first[i]) + sum_of(second[i]);
         for (size_t worker = 2; worker < from.size(); ++worker) {
             const T *next = of(worker) + at;
-            for (size_t i = 0; i < n; ++i) total[i] += next[i];
+            for (size_t i = 0; i < n; ++i) total[i] += sum_of(next[i]);
         }
-        std::memcpy(into + at, total, n * sizeof(T));
-        if (also) std::memcpy(also + at, total, n * sizeof(T));
+        for (size_t i = 0; i < n; ++i) round_to(rounded[i], total[i]);
+        std::memcpy(into + at, rounded, n * sizeof(T));
+        if (also) std::memcpy(also + at, rounded, n * sizeof(T));
     }
 }
 
 using Sources = std::vector<const char *>;
 EACH_CPU void add(float *into, float *also, const Sources &from, size_t at, size_t to) { add_all(into, also, from, at, to); }
 EACH_CPU void add(double *into, double *also, const Sources &from, size_t at, size_t to) { add_all(into, also, from, at, to); }
+EACH_CPU void add(Half *into, Half *also, const Sources &from, size_t at, size_t to) { add_all(into, also, from, at, to); }
+EACH_CPU void add(BFloat *into, BFloat *also, const Sources &from, size_t at, size_t to) { add_all(into, also, from, at, to); }
+
+template <class T> void add_as(char *into, char *also, const Sources &from, size_t at, size_t to) {
+    add(reinterpret_cast<T *>(into), reinterpret_cast<T *>(also), from, at, to);
+}
+
+constexpr size_t ITEMS[] = {4, 8, 2, 2, 1};  // bytes of a number of each kind
 
 double now() {
     timespec time;
@@ -96,7 +140,7 @@ SharedGroup::SharedGroup(const std::vector<int> &files, size_t rank, double spin
 
 size_t SharedGroup::bytes(size_t workers) { return Control::bytes(workers) + SLOTS * PIECE_BYTES; }
 
-bool SharedGroup::Piece::whole(size_t workers) const { return count * item * workers <= SMALL_BYTES; }
+bool SharedGroup::Piece::whole(size_t workers) const { return kind == COPY || count * item * workers <= SMALL_BYTES; }
 
 Range SharedGroup::chunk(const Piece &piece, size_t worker) const {
     size_t units = (piece.count + BLOCK - 1) / BLOCK;
@@ -106,10 +150,11 @@ Range SharedGroup::chunk(const Piece &piece, size_t worker) const {
 
 char *SharedGroup::slot(size_t worker, uint64_t piece) const { return slots_[worker].data + piece % SLOTS * PIECE_BYTES; }
 
-uint64_t SharedGroup::submit(uintptr_t address, size_t count, size_t item) {
+uint64_t SharedGroup::submit(uintptr_t address, size_t count, Kind kind, size_t root) {
     auto *data = reinterpret_cast<char *>(address);
-    for (size_t most = PIECE_BYTES / item, at = 0; at < count; at += most, ++queued_)
-        pieces_.push_back({data + at * item, std::min(most, count - at), item});
+    size_t item = ITEMS[kind], most = PIECE_BYTES / item;
+    for (size_t at = 0; at < count; at += most, ++queued_)
+        pieces_.push_back({data + at * item, std::min(most, count - at), item, root, kind});
     while (advance()) {
     }
     return queued_;
@@ -159,8 +204,10 @@ void SharedGroup::post(uint64_t number) {
     const Piece &mine = piece(number);
     char *into = slot(rank_, number);
     auto [from, to] = mine.whole(workers_) ? Range{mine.count, mine.count} : chunk(mine, rank_);
-    std::memcpy(into, mine.data, from * mine.item);
-    std::memcpy(into + to * mine.item, mine.data + to * mine.item, (mine.count - to) * mine.item);
+    if (mine.kind != COPY || rank_ == mine.root) {
+        std::memcpy(into, mine.data, from * mine.item);
+        std::memcpy(into + to * mine.item, mine.data + to * mine.item, (mine.count - to) * mine.item);
+    }
     control_->lines[rank_].shape[number % SLOTS].store(mine.shape());
     posted_ = number;
     publish(&Line::posted, number);
@@ -174,10 +221,14 @@ void SharedGroup::sum(uint64_t number) {
     for (size_t worker = 0; worker < workers_; ++worker)
         sources.push_back(worker == rank_ ? mine.data : slot(worker, number));
     char *also = whole ? nullptr : slot(rank_, number);
-    if (mine.item == sizeof(float))
-        add(reinterpret_cast<float *>(mine.data), reinterpret_cast<float *>(also), sources, from, to);
-    else
-        add(reinterpret_cast<double *>(mine.data), reinterpret_cast<double *>(also), sources, from, to);
+    switch (mine.kind) {
+        case FLOAT32: add_as<float>(mine.data, also, sources, from, to); break;
+        case FLOAT64: add_as<double>(mine.data, also, sources, from, to); break;
+        case FLOAT16: add_as<Half>(mine.data, also, sources, from, to); break;
+        case BFLOAT16: add_as<BFloat>(mine.data, also, sources, from, to); break;
+        case COPY:
+            if (rank_ != mine.root) std::memcpy(mine.data, sources[mine.root], mine.count);
+    }
     summed_ = number;
     publish(&Line::summed, number);
     // No other worker's chunk is awaited: the slots can be used again once all have added them.

@@ -13,6 +13,7 @@ namespace stretto {
 class SharedGroup {
   public:
     enum Outcome { DONE, LATE, ABORTED, LEFT, DIFFERENT };
+    enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, COPY };
 
     // `files` are the memory files of all workers in the order of ranks, each of `bytes(workers)` bytes. A wait polls
     // for `spin_s` seconds before it sleeps.
@@ -20,8 +21,9 @@ class SharedGroup {
 
     static size_t bytes(size_t workers);
 
-    // Appends the sum of `count` numbers of `item` bytes, begins it without waiting, and returns its last piece.
-    uint64_t submit(uintptr_t address, size_t count, size_t item);
+    // Appends the sum of `count` numbers, begins it without waiting, and returns its last piece. Half precision is added
+    // in float32 and rounded once. A COPY has bytes for numbers, and all workers receive those of the worker `root`.
+    uint64_t submit(uintptr_t address, size_t count, Kind kind, size_t root);
     // Completes all pieces up to `end` within some seconds: an Outcome. After LATE it can be called again.
     int wait(uint64_t end, double seconds);
     // Number of pieces that are complete at this worker.
@@ -45,8 +47,9 @@ class SharedGroup {
     };
     struct Piece {
         char *data;
-        size_t count, item;
-        uint64_t shape() const { return uint64_t{count} << 8 | item; }
+        size_t count, item, root;
+        Kind kind;
+        uint64_t shape() const { return uint64_t{count} << 32 | root << 8 | kind; }
         bool whole(size_t workers) const;
     };
     using Counter = std::atomic<uint64_t> Line::*;

@@ -1,36 +1,27 @@
-"""Transport of workers on one host: means go through memory that they share, all else over their process group.
+"""Transports of workers that share the memory of their hosts: means go through it, all else over the process group.
 
-Each worker has a memory file, which all workers map: it writes the slots in its own, and reads those of the others. The
-control block is in the file of worker 0; each worker writes its own line there, and one word that aborts the group.
-The kernel (kernels/shared_memory.cpp) cuts a sum into pieces, and each piece into one chunk for each worker:
+Where the workers are on several hosts, a mean has three stages, and only the second uses the network:
 
-    worker 0                               worker 1
-    copies chunk 1 into its slot           copies chunk 0 into its slot
-    posted = 1  <-- each waits for both --> posted = 1
-    chunk 0 = own + worker 1's slot        chunk 1 = worker 0's slot + own
-    into its tensor and its slot           into its tensor and its slot
-    summed = 1  <-- each waits for both --> summed = 1
-    copies chunk 1 from worker 1's slot    copies chunk 0 from worker 0's slot
-    done = 1 (the slot can be used again when all are done)
+    host A: workers 0, 1                      host B: workers 2, 3
+    0 and 1 add in memory                     2 and 3 add in memory
+    worker 0 exchanges the sums <-----------> worker 2 exchanges the sums     (a PeerGroup of the first workers)
+    copy from worker 0 to 1                   copy from worker 2 to 3
 
-There is no lock. The counters of a worker that is killed between two stages stay, and the waits of the others end when
-they see its exit, an abort or the time limit. A worker that is stopped and continues later reads the numbers that
-were posted for it: no slot is used again before all workers are done with it, and the next generation has other memory.
+The second stage of a mean begins when a later operation is submitted, or in a wait, and runs in a thread. It writes
+to new memory only, so that nothing changes a tensor after its wait has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import select
-import sys
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -38,32 +29,14 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.errors import TransportError
-from stretto.kernels import is_native
 from stretto.transport.gloo_ring import all_reduce_bytes
+from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
 from stretto.transport.interface import Handle, Message, Traffic, Transport
-from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.peer_group import PeerGroup
+from stretto.transport.process_group import CHANNELS, ProcessGroupTransport
 
-if TYPE_CHECKING:
-    from stretto.kernels import _native
-
-SUMMED = (torch.float32, torch.float64)
-"""Dtypes that the kernel adds; others go over the process group."""
-LOOK_S = 0.02
-"""Seconds between two checks of a wait for exited workers and the time limit."""
-SPIN_S = 0.00003
-"""Seconds for which a wait polls, and lets other processes run, before it sleeps."""
-DONE, LATE, ABORTED, LEFT, DIFFERENT = range(5)
-"""Outcomes of a wait of the kernel."""
-
-
-class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's memory file, which other processes of its host can open; `host` is empty without one."""
-
-    host: str = ""
-    pid: int = 0
-    file: int = -1
-    name: bytes = b""
-    """Random first bytes of the file, which show that another process has opened this one and no other."""
+SEGMENT_BYTES = 4 << 20
+"""Bytes of a tensor that hosts exchange at a time. Other workers of a host have a time limit for each segment."""
 
 
 def over_shared_memory(
@@ -72,91 +45,56 @@ def over_shared_memory(
     """Return a transport that computes means in shared memory, or the process group if any worker can't do so.
 
     All workers call this at the same time. Workers in different network namespaces count as workers on different hosts,
-    so that a network that is limited or measured on purpose is used.
+    so that a network that is limited or measured on purpose is used. If no host has several workers, it is of no use.
     """
     if inner.workers == 1 or (device is not None and device.type == "cuda"):
         return inner
     try:
         with contextlib.ExitStack() as files:
-            offer = msgspec.msgpack.encode(_offer(inner.workers, files))
+            offer = msgspec.msgpack.encode(offer_memory(inner.workers, files))
             offers = [msgspec.msgpack.decode(one, type=Offer) for one in inner.all_gather_bytes(offer)]
-            if not offers[0].host or len({one.host for one in offers}) > 1:
+            names = [one.host for one in offers]
+            hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
+            if not all(names) or len(hosts) == len(offers):
                 return inner
-            group = _joined(offers, inner.worker, files)
-            has_joined = inner.all_gather_bytes(b"" if group is None else b"joined")
+            own = next(ranks for ranks in hosts if inner.worker in ranks)
+            memory = join_memory(offers, own, inner.worker, files) if len(own) > 1 else None
+            has_joined = inner.all_gather_bytes(b"" if memory is None and len(own) > 1 else b"joined")
     except TransportError:
         inner.close()
         raise
-    return SharedMemoryTransport(inner, group, offers) if group is not None and all(has_joined) else inner
-
-
-def _offer(workers: int, files: contextlib.ExitStack) -> Offer:
-    """Create this worker's memory file, with all of its memory."""
-    if sys.platform != "linux" or not is_native():
-        return Offer()
-    name = secrets.token_bytes(16)
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            host = f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')}"
-        file = os.memfd_create("stretto")
-        files.callback(os.close, file)
-        os.posix_fallocate(file, 0, _kernel().bytes(workers))
-        os.pwrite(file, name, 0)
-    except OSError:
-        return Offer()
-    return Offer(host, os.getpid(), file, name)
-
-
-def _joined(offers: Sequence[Offer], worker: int, files: contextlib.ExitStack) -> _native.SharedGroup | None:
-    """Map the memory of all workers; return None if this process can't."""
-    try:
-        opened = []
-        for rank, offer in enumerate(offers):
-            writes = rank in (0, worker)
-            opened.append(os.open(f"/proc/{offer.pid}/fd/{offer.file}", os.O_RDWR if writes else os.O_RDONLY))
-            files.callback(os.close, opened[-1])
-            if os.pread(opened[-1], len(offer.name), 0) != offer.name:
-                return None
-        group: _native.SharedGroup = _kernel()(opened, worker, SPIN_S)
-    except (OSError, RuntimeError):
-        return None
-    return group
-
-
-def _kernel() -> Any:
-    return import_module("stretto.kernels._native").SharedGroup
+    if not all(has_joined):
+        return inner
+    if len(hosts) > 1:
+        return HostsTransport(inner, memory, [ranks[0] for ranks in hosts])
+    return SharedMemoryTransport(inner, memory)
 
 
 class SharedMemoryTransport(Transport):
-    """One worker's end. Bytes, all-gathers, other dtypes and devices go over `inner`, which also counts its bytes.
+    """One worker's end on a host with all workers.
 
-    A failure raises the errors of `inner`, and ends the waits of all workers.
+    Bytes, all-gathers, exchanges, other dtypes and devices go over `inner`, which also counts its bytes. A failure
+    raises the errors of `inner`, and ends the waits of all workers. `memory` is None for the only worker of a host.
     """
 
-    def __init__(self, inner: ProcessGroupTransport, group: _native.SharedGroup, offers: Sequence[Offer]) -> None:
+    def __init__(self, inner: ProcessGroupTransport, memory: HostMemory | None) -> None:
         super().__init__(inner.worker, inner.workers)
-        self._inner = inner
-        self._group: _native.SharedGroup | None = group
-        self._pending: deque[_MeanHandle] = deque()
-        """Operations in progress, whose tensors the kernel writes into."""
+        self._inner, self._memory = inner, memory
+        self._is_closed = False
+        self._pending: deque[_Mean] = deque()
+        """Means in progress, whose tensors the kernel writes into."""
         self._sent = self._received = 0
-        self._processes = {file: rank for rank, one in enumerate(offers) if (file := _process(one.pid)) is not None}
-        self._exits = select.poll()
-        for file in self._processes:
-            self._exits.register(file, select.POLLIN)
 
     def submit(self, op: CollectiveOp) -> Handle:
         """Start an operation. A mean continues while later operations are submitted and waited for."""
-        tensor, group = op.tensor, self._group
-        if not isinstance(op, AllReduceMean) or tensor.dtype not in SUMMED or tensor.device.type != "cpu" or not group:
+        tensor = op.tensor
+        is_sum = isinstance(op, AllReduceMean) and tensor.dtype in KINDS and tensor.device.type == "cpu"
+        if not is_sum or self._is_closed:
             return self._inner.submit(op)
-        sent, received = all_reduce_bytes(self.worker, self.workers, tensor.nbytes, tensor.itemsize)
-        self._sent, self._received = self._sent + sent, self._received + received
-        flat = tensor.contiguous()
-        handle = _MeanHandle(self, tensor, flat)
-        self._pending.append(handle)
-        handle.end = group.submit(flat.data_ptr(), flat.numel(), flat.element_size())
-        return handle
+        mean = _Mean(self, tensor, tensor.contiguous(), [])
+        self._pending.append(mean)
+        self._begin(mean)
+        return mean
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
@@ -174,56 +112,159 @@ class SharedMemoryTransport(Transport):
 
     def abort(self) -> None:
         """Abort all operations of all workers, now and later. Callable from any thread. Idempotent."""
-        if (group := self._group) is not None:
-            group.abort()
+        if (memory := self._memory) is not None:
+            memory.abort()
         self._inner.abort()
 
     def close(self) -> None:
         """Unmap the memory, and close the process group."""
-        if self._group is not None:
-            self._group.leave()
-        self._group = None
+        if self._memory is not None:
+            self._memory.leave()
+        self._memory, self._is_closed = None, True
         self._pending.clear()
-        while self._processes:
-            os.close(self._processes.popitem()[0])
         self._inner.close()
 
-    def _finish(self, handle: _MeanHandle) -> None:
-        group, began = self._group, time.monotonic()
-        why = "it was closed" if group is None else self._wait(group, handle.end)
-        if why:
-            what = f"the mean of {handle.tensor.numel()} numbers"
-            raise self._inner.failure(RuntimeError(why), what, time.monotonic() - began)
-        while self._pending and self._pending[0].end <= handle.end:
-            self._pending.popleft().take()
+    def _begin(self, mean: _Mean) -> None:
+        """Begin the sum of a mean in memory."""
+        sent, received = all_reduce_bytes(self.worker, self.workers, mean.tensor.nbytes, mean.tensor.itemsize)
+        self._sent, self._received = self._sent + sent, self._received + received
+        assert self._memory is not None
+        mean.segments.append(_Segment(mean.flat, self._memory.start_sum(mean.flat)))
 
-    def _wait(self, group: _native.SharedGroup, end: int) -> str:
-        """Wait until all pieces up to this one are complete. Otherwise abort the group and return the reason."""
-        done, since, why = group.done, time.monotonic(), ""
-        while (outcome := group.wait(end, LOOK_S)) == LATE and not why:
-            if group.done != done:
-                done, since = group.done, time.monotonic()
-            if exited := [self._processes[file] for file, _ in self._exits.poll(0)]:
-                why = f"worker {_listed(exited)} has exited"  # unless its last contribution is complete
-            elif time.monotonic() > since + self._inner.timeout_s:
-                why = f"worker {_listed(group.missing())} has not contributed"
-        if outcome == DONE:
-            return ""
-        missing = _listed(group.missing())
-        group.abort()
-        if outcome == DIFFERENT:
-            raise TransportError("the workers submit means of tensors that differ in shape or dtype")
-        return why or (f"worker {missing} has left" if outcome == LEFT else "it was aborted")
+    def _finish(self, mean: _Mean) -> None:
+        """Complete all means up to this one."""
+        began, why = time.monotonic(), "it was closed" if self._is_closed else ""
+        while not mean.is_done and not why:
+            if why := self._advance(self._pending[0]):
+                self._abort_memory()
+            else:
+                self._pending.popleft().take()
+        if why:
+            what = f"the mean of {mean.tensor.numel()} numbers"
+            raise self._inner.failure(RuntimeError(why), what, time.monotonic() - began)
+
+    def _advance(self, mean: _Mean) -> str:
+        """Complete a mean, or return the reason of its failure."""
+        return self._wait(mean.segments[0].summed)
+
+    def _wait(self, piece: int) -> str:
+        return self._memory.wait(piece, self._inner.timeout_s) if self._memory is not None else ""
+
+    def _abort_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.abort()
+
+
+class HostsTransport(SharedMemoryTransport):
+    """One worker's end on one of several hosts, whose first workers are the `leaders`.
+
+    Its bytes are those of its sockets: workers that do not lead send none for means.
+    """
+
+    def __init__(self, inner: ProcessGroupTransport, memory: HostMemory | None, leaders: Sequence[int]) -> None:
+        super().__init__(inner, memory)
+        leads = inner.worker in leaders
+        self._between = _Between(PeerGroup(inner, leaders, channel=CHANNELS - 1)) if leads else None
+        self._unsent: deque[_Segment] = deque()
+        """Segments whose sums of this host are not being exchanged yet."""
+
+    def submit(self, op: CollectiveOp) -> Handle:
+        """Start an operation, and the exchanges between hosts of earlier means that this host has added."""
+        handle = super().submit(op)
+        self._send_sums()
+        return handle
+
+    def close(self) -> None:
+        """Unmap the memory, and close the process group."""
+        if self._between is not None:
+            self._between.close()
+        super().close()
+
+    def _begin(self, mean: _Mean) -> None:
+        for part in torch.split(mean.flat.detach().view(-1), SEGMENT_BYTES // mean.flat.itemsize):
+            mean.segments.append(_Segment(part, self._memory.start_sum(part) if self._memory is not None else 0))
+        self._unsent.extend(mean.segments)
+
+    def _advance(self, mean: _Mean) -> str:
+        for segment in mean.segments:
+            if why := self._wait(segment.summed) or self._spread(segment):
+                return why
+        return ""
+
+    def _spread(self, segment: _Segment) -> str:
+        """Exchange the sum of this host with the others, and copy the mean to its workers."""
+        self._send_sums()
+        found = segment.values
+        if segment.mean is not None:
+            while not futures.wait([segment.mean], LOOK_S).done:
+                if self._memory is not None and (why := self._memory.trouble()):
+                    return why
+            if (error := segment.mean.exception()) is not None:
+                self._abort_memory()
+                raise error
+            found = segment.mean.result()
+        if self._memory is not None and (why := self._wait(self._memory.start_copy(found))):
+            return why
+        if segment.mean is not None:
+            segment.values.copy_(found)
+        return ""
+
+    def _send_sums(self) -> None:
+        if self._between is None:
+            return
+        while self._unsent and (self._memory is None or self._memory.done >= self._unsent[0].summed):
+            segment = self._unsent.popleft()
+            segment.mean = self._between.start(segment.values)
+
+
+class _Between:
+    """Means among the leaders, one after another in a thread, which ends with `close`."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self._group = group
+        self._orders: queue.SimpleQueue[tuple[Tensor, futures.Future[Tensor]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, values: Tensor) -> futures.Future[Tensor]:
+        """Start a mean; its result is a new tensor."""
+        mean: futures.Future[Tensor] = futures.Future()
+        self._orders.put((values, mean))
+        return mean
+
+    def close(self) -> None:
+        """End the thread after the means that were started."""
+        self._orders.put(None)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            values, mean = order
+            try:
+                found: Any = self._group.submit(AllReduceMean(values)).wait()
+                mean.set_result(found)
+            except Exception as error:
+                mean.set_exception(error)
+            del order, values, mean
 
 
 @dataclass(slots=True)
-class _MeanHandle:
+class _Segment:
+    """Part of a mean that hosts exchange at a time."""
+
+    values: Tensor
+    summed: int
+    """Last piece of the sum of this host."""
+    mean: futures.Future[Tensor] | None = None
+    """Mean of all hosts at a leader, once it was started."""
+
+
+@dataclass(slots=True)
+class _Mean:
     transport: SharedMemoryTransport
     tensor: Tensor
     flat: Tensor
     """The tensor, or a contiguous copy."""
-    end: int = 0
-    """Number of its last piece."""
+    segments: list[_Segment]
+    is_done: bool = False
 
     def wait(self) -> Tensor:
         self.transport._finish(self)
@@ -233,17 +274,4 @@ class _MeanHandle:
         """Copy the result from the contiguous copy, if there is one."""
         if self.flat is not self.tensor:
             self.tensor.copy_(self.flat)
-
-
-def _process(pid: int) -> int | None:
-    """Return a descriptor of another process, which becomes readable when it exits; None where there is none."""
-    if pid == os.getpid():
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
-
-
-def _listed(workers: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(workers)))
+        self.is_done = True

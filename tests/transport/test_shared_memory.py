@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,33 @@ import pytest
 import shared_memory_workers
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from example_counts import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_memory_workers import PIECE, TIMEOUT_S, forked, killed, killed_at_random, stopped, traces
+from shared_memory_workers import (
+    PIECE,
+    STAGES,
+    TIMEOUT_S,
+    forked,
+    killed,
+    killed_at_random,
+    killed_at_random_on_two_hosts,
+    killed_on_two_hosts,
+    stopped,
+    stopped_on_two_hosts,
+    traces,
+)
 from torch import Tensor
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.kernels import is_native
-from stretto.transport import gloo_ring, shared_memory
+from stretto.transport import gloo_ring, host_memory, shared_memory
 from stretto.transport.conformance import check_transport
+from stretto.transport.host_memory import KINDS, Offer
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
-from stretto.transport.shared_memory import SharedMemoryTransport, over_shared_memory
+from stretto.transport.shared_memory import HostsTransport, SharedMemoryTransport, over_shared_memory
 
 pytestmark = pytest.mark.skipif(not is_native(), reason="means go through shared memory with the native kernels only")
 
@@ -56,6 +70,24 @@ def connected(workers: int, timeout_s: float = TIMEOUT_S, elastic: bool = False)
         return list(pool.map(connect, range(workers)))
 
 
+def on_hosts(hosts: list[int], timeout_s: float = TIMEOUT_S, elastic: bool = False) -> list[Any]:
+    """Return the ends of one transport, in the threads of this process, as if they were on these hosts."""
+    store, offer = dist.HashStore(), shared_memory.offer_memory
+    of_thread = threading.local()
+
+    def offer_of_thread(*arguments: Any) -> Offer:
+        return msgspec.structs.replace(offer(*arguments), host=f"host {of_thread.host}")
+
+    def connect(worker: int) -> Transport:
+        of_thread.host = hosts[worker]
+        group = ProcessGroupTransport(store, worker, len(hosts), timeout_s, elastic=elastic)
+        return over_shared_memory(group)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(hosts)) as pool:
+        patch.setattr(shared_memory, "offer_memory", offer_of_thread)
+        return list(pool.map(connect, range(len(hosts))))
+
+
 def closed(ends: list[Any]) -> None:
     for end in ends:
         end.close()
@@ -76,6 +108,25 @@ def test_shared_memory_passes_the_conformance_test(elastic: bool) -> None:
     assert traces() == before
 
 
+@pytest.mark.parametrize(
+    ("hosts", "workers_per_host"), [([0, 0, 1], 2), ([0, 0, 1, 1], 2), ([0, 0, 0, 1, 1, 1], 3)], ids=str
+)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_several_hosts_pass_the_conformance_test(
+    hosts: list[int], workers_per_host: int, elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(workers: int) -> list[Any]:
+        ends = on_hosts(hosts, elastic=elastic)
+        assert all(isinstance(end, HostsTransport) for end in ends)
+        return ends
+
+    monkeypatch.setattr(shared_memory, "SEGMENT_BYTES", 1 << 19)
+    before = traces()
+    check_transport(make, (len(hosts),), workers_per_host)
+    gc.collect()
+    assert traces() == before
+
+
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, list[Any]]]:
     """Yield transports of 2 to 4 workers."""
@@ -92,10 +143,19 @@ def contributions(case: random.Random, workers: int) -> list[list[Tensor]]:
     kinds = []
     for _ in range(case.randint(1, 6)):
         size = case.choice([0, 1, 2, 63, 64, 65, 997, 4099, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 13])
-        kinds.append((size, case.choice([torch.float32, torch.float64]), case.choice(["plain", "offset", "strided"])))
+        kinds.append((size, case.choice(list(KINDS)), case.choice(["plain", "offset", "strided"])))
     source = torch.Generator().manual_seed(case.randrange(1 << 30))
-    return [[_laid_out(torch.randn(size, dtype=dtype, generator=source), how) for size, dtype, how in kinds]
+    return [[_laid_out(torch.randn(size, generator=source).to(dtype), how) for size, dtype, how in kinds]
             for _ in range(workers)]  # fmt: skip
+
+
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum; half precision is added in float32, and rounded once."""
+    dtype = tensors[0].dtype
+    total = tensors[0].to(torch.float32 if dtype.itemsize == 2 else dtype, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor
+    return total.to(dtype)
 
 
 def _laid_out(values: Tensor, how: str) -> Tensor:
@@ -127,10 +187,60 @@ def test_means_are_the_sums_in_the_order_of_ranks_to_the_bit(
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(lambda end, mine: exchanged(end, mine, order), groups[workers], given_tensors))
     for index, each in enumerate(expected):
-        total = each[0].clone()
-        for one in each[1:]:
-            total += one
-        assert all(torch.equal(mine[index], total) for mine in found)
+        assert all(torch.equal(mine[index], sum_in_order(list(each))) for mine in found)
+
+
+@pytest.fixture(scope="module")
+def hosts_in_turns() -> Iterator[list[Any]]:
+    """Yield a transport of 5 workers on 3 hosts, with small segments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setattr(shared_memory, "SEGMENT_BYTES", 3 * PIECE)
+        ends = on_hosts([0, 1, 2, 1, 0])
+        yield ends
+        closed(ends)
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=examples(10))
+def test_means_of_hosts_are_the_sums_of_their_sums_to_the_bit(hosts_in_turns: list[Any], seed: int) -> None:
+    case = random.Random(seed)
+    tensors = contributions(case, 5)
+    each_mean = [[tensor.clone() for tensor in of_one] for of_one in zip(*tensors, strict=True)]
+    order = list(range(len(each_mean)))
+    case.shuffle(order)
+    with ThreadPoolExecutor(5) as pool:
+        means = list(pool.map(lambda end, mine: exchanged(end, mine, order), hosts_in_turns, tensors))
+    for index, (first, second, third, fourth, fifth) in enumerate(each_mean):
+        sums = [sum_in_order([first, fifth]), sum_in_order([second, fourth]), third]
+        assert all(torch.equal(mine[index], sum_in_order(sums)) for mine in means)
+
+
+def test_half_precision_is_rounded_as_by_torch(groups: dict[int, list[Any]]) -> None:
+    """Every bit pattern is added to zeros, and to others so that the sum is rounded, overflows or cancels."""
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        values = patterns.view(dtype)
+        for others in (torch.zeros_like(values), values.roll(7777), values.flip(0)):
+            tensors = [values.clone(), others.clone()]
+            with ThreadPoolExecutor(2) as pool:
+                means = list(pool.map(lambda end, mine: end.submit(AllReduceMean(mine)).wait(), groups[2], tensors))
+            expected = (values.float() + others.float()).to(dtype)
+            for mean in means:
+                assert torch.equal(mean.isnan(), expected.isnan())
+                assert torch.equal(mean.nan_to_num(1.0).view(torch.int16), expected.nan_to_num(1.0).view(torch.int16))
+
+
+def test_a_late_host_ends_the_waits_of_all_workers_after_the_timeout() -> None:
+    ends = on_hosts([0, 0, 1, 1], 0.5)
+    with ThreadPoolExecutor(2) as pool:
+        began = time.monotonic()
+        futures = [pool.submit(lambda end=end: end.submit(AllReduceMean(torch.ones(4))).wait()) for end in ends[:2]]
+        errors = [future.exception() for future in futures]
+    assert all(isinstance(error, TransportError) for error in errors)
+    assert "an exchange with worker 2" in str(errors[0])
+    assert time.monotonic() - began < 0.5 + OUT_S
+    closed(ends)
 
 
 def test_other_operations_between_means_keep_their_results(groups: dict[int, list[Any]]) -> None:
@@ -218,8 +328,8 @@ def test_an_abort_ends_the_waits_of_all_workers_now_and_later() -> None:
 
 
 def test_the_last_contribution_and_an_abort_wake_sleeping_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "LOOK_S", TIMEOUT_S)
-    monkeypatch.setattr(shared_memory, "SPIN_S", 0.0)
+    monkeypatch.setattr(host_memory, "LOOK_S", TIMEOUT_S)
+    monkeypatch.setattr(host_memory, "SPIN_S", 0.0)
     ends, began = connected(3, elastic=True), time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         for size in (1, 1000, 300_001) * 10:
@@ -232,25 +342,19 @@ def test_the_last_contribution_and_an_abort_wake_sleeping_workers(monkeypatch: p
     closed(ends)
 
 
-def _on_another_host(offer: shared_memory.Offer) -> shared_memory.Offer:
-    return msgspec.structs.replace(offer, host="elsewhere")
-
-
-def _of_another_process(offer: shared_memory.Offer) -> shared_memory.Offer:
+def _of_another_process(offer: Offer) -> Offer:
     return msgspec.structs.replace(offer, name=bytes(16))
 
 
-def _unreachable(offer: shared_memory.Offer) -> shared_memory.Offer:
+def _unreachable(offer: Offer) -> Offer:
     return msgspec.structs.replace(offer, pid=1 << 30)
 
 
-@pytest.mark.parametrize(
-    "other", [_on_another_host, _of_another_process, _unreachable, lambda _: shared_memory.Offer()]
-)
+@pytest.mark.parametrize("other", [_of_another_process, _unreachable, lambda _: Offer()])
 def test_all_workers_use_gloo_if_one_cannot_share_memory(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    offer, count = shared_memory._offer, iter(range(3))
+    offer, count = shared_memory.offer_memory, iter(range(3))
     monkeypatch.setattr(
-        shared_memory, "_offer", lambda *what: (other if next(count) == 1 else lambda one: one)(offer(*what))
+        shared_memory, "offer_memory", lambda *what: (other if next(count) == 1 else lambda one: one)(offer(*what))
     )
     before = traces()
     ends = connected(3)
@@ -272,7 +376,10 @@ def test_the_reference_kernels_are_used_without_shared_memory(monkeypatch: pytes
 # --- in processes ------------------------------------------------------------------------------------------------
 
 
-def played(scenario: Callable[[str, Path], dict[str, Any]], how: str, folder: Path) -> dict[str, Any]:
+Scenario = Callable[[str, Path], dict[str, Any]]
+
+
+def played(scenario: Scenario, how: str, folder: Path) -> dict[str, Any]:
     """Run a scenario in a process of its own, and check that it leaves no file."""
     before = set(os.listdir("/dev/shm"))
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -293,12 +400,29 @@ def test_a_worker_killed_at_any_stage_ends_the_waits_of_the_others(stage: str, t
     assert found["ended"] == [{"ended": True}] * 2
 
 
-def test_workers_killed_at_random_moments_leave_no_wait(tmp_path: Path) -> None:
-    assert max(played(killed_at_random, "8", tmp_path)["outs"]) < OUT_S
+LEADERS_ONLY = ("before the exchange", "within the exchange")
+VICTIMS = [(stage, victim) for stage in STAGES for victim in (1, 2) if victim == 2 or stage not in LEADERS_ONLY]
+"""Stages, and the worker that is killed: 2 leads its host, 1 does not."""
 
 
-def test_a_stopped_worker_that_continues_changes_no_result_of_the_others(tmp_path: Path) -> None:
-    found = played(stopped, "", tmp_path)
+@pytest.mark.parametrize(("stage", "victim"), VICTIMS)
+def test_a_worker_killed_at_any_stage_of_two_hosts_ends_the_waits_of_the_others(
+    stage: str, victim: int, tmp_path: Path
+) -> None:
+    found = played(killed_on_two_hosts, f"{victim} {stage}", tmp_path)
+    assert all(out["seconds"] < OUT_S for out in found["outs"])
+    assert any(f"worker {victim} has exited" in out["why"] for out in found["outs"])
+    assert found["ended"] == [{"ended": True}] * 3
+
+
+@pytest.mark.parametrize("scenario", [killed_at_random, killed_at_random_on_two_hosts])
+def test_workers_killed_at_random_moments_leave_no_wait(scenario: Scenario, tmp_path: Path) -> None:
+    assert max(played(scenario, "8", tmp_path)["outs"]) < OUT_S
+
+
+@pytest.mark.parametrize("scenario", [stopped, stopped_on_two_hosts])
+def test_a_stopped_worker_that_continues_changes_no_result_of_the_others(scenario: Scenario, tmp_path: Path) -> None:
+    found = played(scenario, "", tmp_path)
     assert found["out"] < OUT_S
     assert all("worker" in why for why in found["whys"])
     assert found["ended"] == [{"ended": True}] * 2

@@ -252,7 +252,7 @@ class _Paired:
         routes = links.path(worker, other_worker), links.path(other_worker, worker)
         sizes = [wire_bytes.EXCHANGE_FRAME_BYTES + paired.op.tensor.nbytes for paired in (self, other)]
         flows: list[Flow] = [(size, path, 2 * latency_s) for size, (path, latency_s) in zip(sizes, routes, strict=True)]
-        return swapped([self.op, other.op]), flows, _Work(4, 1)
+        return swapped([self.op, other.op]), flows, _Work(sum(map(wire_bytes.exchange_messages, sizes)), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ GREETING_BYTES = 8
 """Bytes that one side of a new connection sends to the other."""
 FRAME_BYTES = 256
 """Bytes of the first frame of a byte message of the process-group transport."""
-EXCHANGE_FRAME_BYTES = 32
-"""Bytes of the frame of an exchange of two workers."""
+EXCHANGE_FRAME_BYTES, EXCHANGE_BYTES = 32, 1 << 19
+"""Bytes of the frame of an exchange of two workers, and of a piece of its tensors."""
 LENGTH_BYTES = 8
 """Bytes of a message's length field."""
 PIECE_BYTES = 16 << 20
@@ -90,10 +90,16 @@ def broadcast_bytes(worker: int, workers: int, root: int, length: int) -> tuple[
     return _added(*(with_headers(*move) for move in moves))
 
 
+def exchange_messages(size: int) -> int:
+    """Return the number of messages of an exchange in one direction: the frame, and pieces of the tensor."""
+    return 1 + -(-(size - EXCHANGE_FRAME_BYTES) // EXCHANGE_BYTES)
+
+
 def exchange_bytes(sent: int, received: int) -> tuple[int, int]:
     """Return the bytes of an exchange of two workers: a frame each, and their tensors unless empty."""
-    outgoing, incoming = (_pieces(nbytes) + 1 for nbytes in (sent, received))
-    return with_headers((outgoing, sent + EXCHANGE_FRAME_BYTES), (incoming, received + EXCHANGE_FRAME_BYTES))
+    sent, received = sent + EXCHANGE_FRAME_BYTES, received + EXCHANGE_FRAME_BYTES
+    outgoing, incoming = ((exchange_messages(size), size) for size in (sent, received))
+    return with_headers(outgoing, incoming)
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
