@@ -106,18 +106,12 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
         return (host, int(port)) if host else None
 
 
-class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
-    """Configuration of the process that holds one shard of the parameters."""
+class ServiceConfig(Config, frozen=True, kw_only=True):
+    """Configuration of a process that serves workers."""
 
-    shard: int
-    shards: int
     dispatcher_fd: int | None = None
-    """Descriptor of the listening socket of the batch dispatcher, which the process of shard 0 runs too."""
+    """Descriptor of the listening socket of the batch dispatcher, if this process serves it."""
     keys: KeyTexts | None = None
-    snapshots: str | None = None
-    """Directory of snapshots; None where a failed server is not restarted."""
-    snapshot_interval_s: float | None = None
-    restarted: bool = False
 
     @property
     def max_rank(self) -> int:
@@ -125,16 +119,27 @@ class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
         return MAX_RANK if self.options.host is not None else self.options.workers - 1
 
 
-class CoordinatorConfig(Config, frozen=True, kw_only=True, tag="coordinator"):
+class ShardConfig(ServiceConfig, frozen=True, kw_only=True, tag="shard"):
+    """Configuration of the process that holds one shard of the parameters."""
+
+    shard: int
+    shards: int
+    snapshots: str | None = None
+    """Directory of snapshots; None where a failed server is not restarted."""
+    restarted: bool = False
+
+
+class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinator"):
     """Configuration of the coordinator process."""
 
     asynchronous: bool = False
     """True if the recipe is asynchronous, as far as the launcher knows it."""
     zero: float = 0.0
     """Reading of `time.perf_counter` at the start of the run."""
-    keys: KeyTexts | None = None
     servers: tuple[str, ...] = ()
     """Addresses of the parameter server, which is notified of failed workers."""
+    snapshot_interval_s: float | None = None
+    """Seconds between two snapshots of a parameter server."""
     worker_keys: KeyTexts | None = None
 
 

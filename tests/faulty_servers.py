@@ -7,8 +7,10 @@ random generator chooses the message that arrives next.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import greenlet
@@ -19,63 +21,63 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RunOverError, Sink, raise_refusals
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
-from stretto.parameter_server.framing import Chunks, FramingError, dtype_name
-from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
-from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.framing import Chunks, FramingError, layout_of
+from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.service import Service
+from stretto.parameter_server.sessions import ClientSession
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import InMemoryStore
+from stretto.parameter_server.state_log import RecordedClock, StateLog
 
+COMPACTED_BYTES = 2000
+"""Length at which the dispatcher's log is replaced by its state: a fraction of a run's."""
 Request = tuple[m.Header, list[Chunks]]
 
 
-class Service:
-    """One request handler, and the incarnations whose requests it accepts, as in the real server."""
+class Process:
+    """A process of a service, and the channels to it."""
 
-    def __init__(self, cluster: FaultyCluster, make: Callable[[], RequestHandler], workers: int) -> None:
-        self._cluster, self._make, self._workers = cluster, make, workers
+    def __init__(self, make: Callable[[], Service]) -> None:
+        self._make = make
+        self.service: Any = None
         self.channels: dict[tuple[int, int], FaultyChannel] = {}
         self.start()
 
     def start(self) -> None:
-        """Start a process; the state of the previous one is lost."""
-        self.handler = self._make()
-        self._incarnations = Incarnations(self._workers)
+        """Start a process; the memory of the previous one is lost."""
+        self.close()
+        self.service = self._make()
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.close()
+
+    @property
+    def handler(self) -> Any:
+        return self.service.handler
 
     def receive(self, worker: int, incarnation: int, header: m.Header, tensors: list[Chunks]) -> None:
-        if self._incarnations.is_over(worker, incarnation):
-            return
-        if (gone := self._incarnations.implied_end(worker, incarnation)) is not None:
-            self._end_incarnation(gone)
-        self._incarnations.note(worker, incarnation)
-        if isinstance(header.body, m.Leave):
-            self._send_all(self.handler.leave(worker))
+        messages = self.service.admit(worker, incarnation)
+        if messages is None:
             return
         try:
             self.handler.expects(worker, header)
-            self._send_all(self.handler.take(worker, header, tensors))
+            replies = self.service.take(worker, incarnation, header, tensors)
         except (FramingError, TransportError) as error:
-            self._send_all([OutgoingMessage(worker, header.request_id, m.Refused(str(error)))])
+            replies = [OutgoingMessage(worker, header.request_id, m.Refused(str(error)))]
+        self._send_all([*messages, *replies])
 
     def remove(self, gone: m.IncarnationEnded) -> m.CountedWork:
-        left = (
-            self.handler.work_of(gone.worker)
-            if self._incarnations.is_last(gone.worker, gone.incarnation)
-            else m.CountedWork(0, [])
-        )
-        if not self._incarnations.is_over(gone.worker, gone.incarnation):
-            self._end_incarnation(gone)
-        return left
-
-    def _end_incarnation(self, gone: m.IncarnationEnded) -> None:
-        if self._incarnations.end(gone.worker, gone.incarnation):
-            self._send_all(self.handler.remove(gone.worker, gone.epoch_number, gone.batches, gone.is_partial))
+        work, messages = self.service.end(gone)
+        self._send_all(messages)
+        return work
 
     def _send_all(self, messages: Sequence[OutgoingMessage]) -> None:
         for message in messages:
             tensors = [tensor.clone() for tensor in message.tensors]
             if message.sent is not None:
                 message.sent()
-            channel = self.channels.get((message.worker, self._incarnations.current(message.worker)))
+            channel = self.channels.get((message.worker, self.service.incarnation(message.worker)))
             if channel is not None and channel.is_up:
                 channel.incoming.append((message.request_id, message.body, tensors))
 
@@ -84,26 +86,23 @@ class FaultyChannel:
     """A worker's channel to a service: messages arrive in order, one at each call of `arrive` or `arrive_reply`; broken
     connections lose some."""
 
-    def __init__(self, cluster: FaultyCluster, service: Service, worker: int, incarnation: int) -> None:
-        self._cluster, self.service, self.worker, self.incarnation = cluster, service, worker, incarnation
-        self._numbers = 0
-        self.pending: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
+    def __init__(self, cluster: FaultyCluster, process: Process, worker: int, incarnation: int) -> None:
+        self._cluster, self.process, self.worker, self.incarnation = cluster, process, worker, incarnation
+        self.session: ClientSession[tuple[m.Request, Sequence[Tensor]]] = ClientSession()
         self.replies: dict[int, tuple[m.Body, list[Tensor]]] = {}
         self.outgoing: deque[Request] = deque()
         self.incoming: deque[tuple[int, m.Body, list[Tensor]]] = deque()
         self.client: Any = None
         self.is_up = True
-        service.channels[worker, incarnation] = self
+        process.channels[worker, incarnation] = self
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        self._numbers += 1
-        if not isinstance(body, m.WITHOUT_REPLY):
-            self.pending[self._numbers] = body, tensors
-        self._send(self._numbers, body, tensors)
-        return self._numbers
+        number = self.session.number((body, tensors), not isinstance(body, m.WITHOUT_REPLY))
+        self._send(number, body, tensors)
+        return number
 
     def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
-        header = m.Header(number, body, [(dtype_name(one), one.numel()) for one in tensors])
+        header = m.Header(number, body, layout_of(tensors), self.session.answered_below)
         self.outgoing.append((header, [[one.detach().clone()] if one.numel() else [] for one in tensors]))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
@@ -120,10 +119,10 @@ class FaultyChannel:
         return number in self.replies
 
     def is_pending(self, number: int) -> bool:
-        return number in self.pending
+        return self.session.is_pending(number)
 
     def discard(self, number: int) -> None:
-        self.pending.pop(number, None)
+        self.session.discard(number)
         self.replies.pop(number, None)
 
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
@@ -133,7 +132,7 @@ class FaultyChannel:
         pass
 
     def reset(self) -> None:
-        self.pending.clear()
+        self.session.reset()
 
     def traffic(self) -> tuple[int, int]:
         return 0, 0
@@ -148,12 +147,12 @@ class FaultyChannel:
     def arrive(self) -> None:
         """Deliver the next request to the service."""
         header, tensors = self.outgoing.popleft()
-        self.service.receive(self.worker, self.incarnation, header, tensors)
+        self.process.receive(self.worker, self.incarnation, header, tensors)
 
     def arrive_reply(self) -> None:
         """Deliver the next reply to the worker."""
         number, body, tensors = self.incoming.popleft()
-        if self.pending.pop(number, None) is not None:
+        if self.session.answer(number):
             self.replies[number] = body, tensors
 
     def break_connection(self) -> None:
@@ -162,7 +161,7 @@ class FaultyChannel:
         self.incoming.clear()
         if self.client is not None:
             self.client.replay(self)
-        for number, (body, tensors) in list(self.pending.items()):
+        for number, (body, tensors) in self.session.unanswered():
             self._send(number, body, tensors)
 
 
@@ -171,7 +170,7 @@ class Worker:
 
     def __init__(self, cluster: FaultyCluster, number: int, incarnation: int, run: Callable[[Worker], None]) -> None:
         self.cluster, self.number, self.incarnation = cluster, number, incarnation
-        self.channels = [FaultyChannel(cluster, one, number, incarnation) for one in cluster.services]
+        self.channels = [FaultyChannel(cluster, one, number, incarnation) for one in cluster.processes]
         self._run = run
         self._greenlet = greenlet.greenlet(self._work, cluster.hub)
         self.client: Any = None
@@ -220,20 +219,23 @@ class FaultyCluster:
         self.random, self.workers, self.now = random.Random(seed), workers, 0.0
         self.hub = greenlet.getcurrent()
         self._starts = 0
-        stores, ends = [InMemoryStore() for _ in range(shards + 1)], InMemoryStore()
+        stores = [InMemoryStore() for _ in range(shards)]
+        self._folder = tempfile.TemporaryDirectory()
 
-        def dispatcher() -> RequestHandler:
-            return DispatcherHandler(workers, lambda: self.now, stores[0], snapshot_interval_s, ends)
+        def dispatcher() -> Service:
+            clock = RecordedClock(lambda: self.now)
+            handler = DispatcherHandler(workers, clock, True, snapshot_interval_s)
+            log = StateLog(Path(self._folder.name) / "dispatcher.wal", handler, clock, compacted_bytes=COMPACTED_BYTES)
+            return Service(handler, log)
 
-        def shard(number: int) -> Callable[[], RequestHandler]:
-            def make() -> RequestHandler:
+        def shard(number: int) -> Callable[[], Service]:
+            def make() -> Service:
                 self._starts += 1
-                return ShardHandler(workers, lambda: self.now, "stop", stores[number], self._starts)
+                return Service(ShardHandler(workers, lambda: self.now, "stop", stores[number], self._starts))
 
             return make
 
-        self.services = [Service(self, dispatcher, workers)]
-        self.services += [Service(self, shard(number), workers) for number in range(1, shards + 1)]
+        self.processes = [Process(dispatcher), *(Process(shard(number)) for number in range(shards))]
         self._run = run
         self.workers_now = [Worker(self, number, 0, run) for number in range(workers)]
         self._channels_of_failed: list[FaultyChannel] = []
@@ -292,20 +294,30 @@ class FaultyCluster:
         self.history.append(f"{self.now:g}: worker {number} is to quit")
 
     def kill_server(self, shard: int) -> None:
-        """End the process of a shard, with the dispatcher if it is shard 0, and restart it immediately."""
+        """End the process of a shard, and restart it immediately."""
         self.history.append(f"{self.now:g}: server {shard} fails")
-        for service in [self.services[shard + 1], *([self.services[0]] if shard == 0 else [])]:
-            service.start()
-            for channel in service.channels.values():
-                channel.outgoing.clear()
+        self._restart(self.processes[shard + 1])
         for number, incarnation in self._failed.items():
             self._notify_services(number, incarnation)
+
+    def kill_coordinator(self) -> None:
+        """End the process of the dispatcher, and restart it immediately."""
+        self.history.append(f"{self.now:g}: the coordinator fails")
+        self._restart(self.processes[0])
+
+    def _restart(self, process: Process) -> None:
+        process.start()
+        for channel in process.channels.values():
+            channel.outgoing.clear()
         for one in self.workers_now:
             for channel in one.channels if not one.is_done else []:
-                if channel.service.handler is self.services[shard + 1].handler or (
-                    shard == 0 and channel is one.channels[0]
-                ):
+                if channel.process is process:
                     channel.break_connection()
+
+    def close(self) -> None:
+        """Remove the dispatcher's log."""
+        self.processes[0].close()
+        self._folder.cleanup()
 
     def break_connection(self) -> None:
         """Break a connection that is chosen at random."""
@@ -316,8 +328,8 @@ class FaultyCluster:
             channel.break_connection()
 
     def _notify_services(self, number: int, incarnation: int) -> None:
-        found = [service.remove(m.IncarnationEnded(number, incarnation)) for service in self.services[1:]]
-        self.services[0].remove(m.incarnation_ended(number, incarnation, found, len(found)))
+        found = [process.remove(m.IncarnationEnded(number, incarnation)) for process in self.processes[1:]]
+        self.processes[0].remove(m.incarnation_ended(number, incarnation, found, len(found)))
 
     def start(self) -> None:
         for one in self.workers_now:

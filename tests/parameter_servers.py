@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import PushHandle, PushResult, Update, split_among_shards
+from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.embedded import EmbeddedServer, start_server
-from stretto.parameter_server.rpc_server import listening
+from stretto.parameter_server.rpc_server import ServerThreads, listening
+from stretto.parameter_server.service import Service
 from stretto.process_config import ShardConfig
 
 ADDING_RECIPE = "downpour(every=1)"
@@ -59,28 +62,28 @@ class Servers:
 
 
 class ServerProcesses:
-    """Processes that serve shard 0 and the batch dispatcher; their sockets are kept open here between restarts."""
+    """Processes that serve shard 0, whose socket is kept open here between restarts, and a dispatcher in threads."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder, self.snapshots = folder, folder / "snapshots"
-        self._sockets = [listening(), listening()]
-        self.addresses = ["tcp://{}:{}".format(*each.getsockname()[:2]) for each in self._sockets]
+        self._socket, dispatcher = listening(), listening()
+        self.addresses = ["tcp://{}:{}".format(*each.getsockname()[:2]) for each in (dispatcher, self._socket)]
+        self._dispatcher = ServerThreads(None, max_rank=0)
+        self._dispatcher.open(dispatcher, Service(DispatcherHandler(1, time.monotonic, is_elastic=True)))
         self._environment = environment
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int = 0) -> None:
-        descriptors = [each.fileno() for each in self._sockets]
         config = ShardConfig(
             run=str(self.folder),
             shard=0,
             shards=1,
-            dispatcher_fd=descriptors[0],
-            listen_fd=descriptors[1],
+            listen_fd=self._socket.fileno(),
             snapshots=str(self.snapshots),
         )
         command = [sys.executable, "-m", "stretto.launcher.shard_main"]
         environment = {**os.environ, **config.environment(), **self._environment}
-        self.running[number] = subprocess.Popen(command, env=environment, pass_fds=descriptors)
+        self.running[number] = subprocess.Popen(command, env=environment, pass_fds=[self._socket.fileno()])
 
     def kill(self, number: int = 0) -> None:
         process = self.running.pop(number)
@@ -90,8 +93,8 @@ class ServerProcesses:
     def end(self) -> None:
         for number in list(self.running):
             self.kill(number)
-        for each in self._sockets:
-            each.close()
+        self._dispatcher.close()
+        self._socket.close()
 
 
 def push(

@@ -11,7 +11,7 @@ To settle a batch is to count it: its update is in the parameters. A section is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin
@@ -32,6 +32,20 @@ class DispatchReply:
     snapshot_only: bool = False
 
 
+STORED = (
+    "epoch_number",
+    "barrier_every",
+    "barriers_announced",
+    "may_announce_barrier",
+    "_settled_before",
+    "_batches_leased",
+    "_samples",
+    "_announced_to",
+    "_scheduled_barriers",
+)
+"""Attributes of the dispatcher that its stored state has as they are."""
+
+
 class BatchDispatcher:
     """Leases the batches of one epoch after another to free workers."""
 
@@ -43,7 +57,7 @@ class BatchDispatcher:
         """Batches of the epoch that were settled before it began in this process."""
         self._leases: dict[int, Lease] = {}
         """Leases granted in this epoch, by batch, settled or not."""
-        self._barrier_every: int | None = None
+        self.barrier_every: int | None = None
         """Batches between barriers; None for no barriers within the epoch."""
         self._batches_leased = 0
         """Batches leased so far in this section."""
@@ -51,7 +65,7 @@ class BatchDispatcher:
         self.barriers_announced: list[bool] = []
         """Barriers announced so far, over all epochs: True where only for a snapshot."""
         self.may_announce_barrier = True
-        """False while a worker waits at the end of the epoch, or while this process has no message of some member."""
+        """False while a worker waits at the end of the epoch."""
         self._announced_to: dict[int, int] = {}
         """By worker: number of barriers that were announced to it."""
         self._scheduled_barriers = 0
@@ -85,9 +99,9 @@ class BatchDispatcher:
             return
         if section_of(epoch_number) != section_of(self.epoch_number):  # the next barrier is a full interval away
             self._batches_leased = self._scheduled_barriers * (barrier_every or 0)
-        self.epoch_number, self._barrier_every = epoch_number, barrier_every
+        self.epoch_number, self.barrier_every = epoch_number, barrier_every
         self._ledger = Ledger(sizes, RoundRobin(sorted(self.members)) if in_turn else FirstCome())
-        self._settled_before = settled
+        self._settled_before = list(settled)
         if settled:
             self._ledger.roll_back(settled)
         self._reset_leases()
@@ -135,15 +149,12 @@ class BatchDispatcher:
         else:
             self._ledger.drop(worker)
 
-    def pop_released(self, all_members_known: bool = True) -> dict[int, bool]:
-        """Remove and return the workers that stop waiting: True if the epoch is over, False if they have to ask again.
-
-        The epoch is not over before `all_members_known`: an earlier process may have announced barriers to the others.
-        """
+    def pop_released(self) -> dict[int, bool]:
+        """Remove and return the workers that stop waiting: True if the epoch is over, False if there are batches."""
         continuing = {
             worker: False for worker in self._waiting if self._has_batch(worker) or self._has_announcement(worker)
         }
-        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over and all_members_known else {})
+        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over else {})
         self._waiting -= released.keys()
         return released
 
@@ -174,35 +185,25 @@ class BatchDispatcher:
         if self.members and self.is_over and self._ledger.has_batch(worker):
             self._left_early.add(worker)
         self.members.add(worker)
-        self.note_arrival(barriers_passed, snapshot=False)  # the workers that knew of these barriers may have failed
         self._announced_to[worker] = barriers_passed
 
-    def note_arrival(self, count: int, snapshot: bool) -> None:
-        """Record that a worker arrived at barrier number `count`; earlier ones unknown here count as announced."""
-        self.barriers_announced += [snapshot] * (count - len(self.barriers_announced))
-
-    def set_announced(self, worker: int, called: Sequence[bool]) -> None:
-        """Record that exactly these barriers were announced to a worker, perhaps by an earlier process."""
-        if len(called) > len(self.barriers_announced):
-            self.barriers_announced = list(called)
-            self._scheduled_barriers = self.barriers_announced.count(False)
-            self._batches_leased = max(self._batches_leased, self._scheduled_barriers * (self._barrier_every or 0))
-        self._announced_to[worker] = len(called)
+    def set_announced(self, worker: int, count: int) -> None:
+        """Record that a worker has received this number of announcements."""
+        self._announced_to[worker] = count
 
     # --- rollback -----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """Return the dispatcher's part of a snapshot: epoch number, settled batches, and who trained them."""
-        ledger = self._ledger
-        return {"epoch_number": self.epoch_number, "settled": ledger.settled, "trained_by": ledger.trained_by}
+    def settled_batches(self) -> tuple[int, list[int], list[int]]:
+        """Return the epoch number, its settled batches, and the workers that trained them."""
+        return self.epoch_number, self._ledger.settled, self._ledger.trained_by
 
-    def roll_back(self, state: dict[str, Any]) -> None:
-        """Roll back to a state: later settlements and all leases are void.
+    def roll_back(self, epoch_number: int, settled: Sequence[int], trained_by: Sequence[int]) -> None:
+        """Roll back to these settled batches: later settlements and all leases are void.
 
-        A state of an earlier epoch stands for the end of that epoch, before the first batch of this one.
+        Those of an earlier epoch stand for the end of that epoch, before the first batch of this one.
         """
-        if state["epoch_number"] == self.epoch_number:
-            self._ledger.roll_back(state["settled"], state["trained_by"])
+        if epoch_number == self.epoch_number:
+            self._ledger.roll_back(settled, trained_by)
         else:
             self._ledger.roll_back(self._settled_before)
         self._reset_leases()
@@ -216,9 +217,24 @@ class BatchDispatcher:
 
     def _announce_scheduled(self) -> None:
         """Announce the barriers that follow from the number of batches leased so far."""
-        while (
-            self._barrier_every is not None and self._scheduled_barriers < self._batches_leased // self._barrier_every
-        ):
+        while self.barrier_every is not None and self._scheduled_barriers < self._batches_leased // self.barrier_every:
             self._scheduled_barriers += 1
             if self.may_announce_barrier:
                 self.barriers_announced.append(False)
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        """Return the state as plain values."""
+        values = {name: getattr(self, name) for name in STORED}
+        sets = [sorted(each) for each in (self.members, self._waiting, self._left_early)]
+        return values, sets, [astuple(lease) for lease in self._leases.values()], self._ledger.state()
+
+    def load_state(self, state: Any) -> None:
+        """Load a state."""
+        values, sets, leases, ledger = state
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.members, self._waiting, self._left_early = map(set, sets)
+        self._leases = {lease[0]: Lease(*lease) for lease in leases}
+        self._ledger = Ledger.restored(ledger)

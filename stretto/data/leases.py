@@ -8,11 +8,12 @@ every case. The ledger is a plain state machine: it knows positions in the order
 from __future__ import annotations
 
 import heapq
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,11 @@ class Audit:
 class Plan(Protocol):
     """Reserves batches for workers before any worker has asked for one."""
 
+    @property
+    def members(self) -> Sequence[int] | None:
+        """Workers that batches are reserved for; None where they are for all."""
+        ...
+
     def reserved(self, owner: int | None, batches: int) -> Sequence[int]:
         """Return the batches, of `batches` in all, that are reserved for a worker; for None those reserved for no
         worker."""
@@ -57,6 +63,8 @@ class Plan(Protocol):
 @dataclass(frozen=True, slots=True)
 class FirstCome:
     """Plan of asynchronous training: every batch goes to the first worker that asks."""
+
+    members: None = None
 
     def reserved(self, owner: int | None, batches: int) -> Sequence[int]:
         """Reserve no batch."""
@@ -159,6 +167,22 @@ class Ledger:
         self._settled, self._leased = dict(zip(settled, trained_by or [-1] * len(settled), strict=True)), {}
         self._plan = FirstCome()
         self._reserved = {None: [batch for batch in range(self._batches) if batch not in self._settled]}
+
+    def state(self) -> Any:
+        """Return the state as plain values."""
+        sizes = [stop - start for start, stop in itertools.pairwise(self._bounds)]
+        leased, reserved = [astuple(lease) for lease in self._leased.values()], [*self._reserved.items()]
+        return sizes, self._plan.members, reserved, leased, self._settled
+
+    @classmethod
+    def restored(cls, state: Any) -> Ledger:
+        """Return the ledger that had this state."""
+        sizes, members, reserved, leased, settled = state
+        ledger = cls(sizes, FirstCome() if members is None else RoundRobin(members))
+        ledger._reserved = {owner: list(heap) for owner, heap in reserved}
+        ledger._leased = {lease[0]: Lease(*lease) for lease in leased}
+        ledger._settled = settled
+        return ledger
 
     def _free(self, batches: Iterable[int]) -> None:
         for batch in batches:

@@ -52,6 +52,8 @@ def _coordinate(config: CoordinatorConfig) -> None:
     folder, options = Path(config.run or "."), config.options
     path = folder / WRITE_AHEAD_LOG
     records = read_records(path)
+    if config.dispatcher_fd is not None:
+        threading.Thread(target=_serve_dispatcher, args=(config, folder, bool(records)), daemon=True).start()
     log = WriteAheadLog(path)
     if log.cut_off:
         problem = f"{log.cut_off} bytes after record {len(records)} of the write-ahead log were damaged and are lost"
@@ -61,6 +63,8 @@ def _coordinate(config: CoordinatorConfig) -> None:
     else:
         coordinator = MembershipCoordinator(rules_of(options, config.asynchronous))
     forwarder = _FailureForwarder(config.servers, config.worker_keys) if config.servers else None
+    if forwarder is not None:
+        forwarder.enqueue(coordinator.ended_processes())
     MembershipServer(
         socket.socket(fileno=config.listen_fd),
         coordinator,
@@ -70,6 +74,16 @@ def _coordinate(config: CoordinatorConfig) -> None:
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,
     ).run(threading.Event())  # never set: it serves until SIGTERM
+
+
+def _serve_dispatcher(config: CoordinatorConfig, folder: Path, restarted: bool) -> None:
+    """Serve the batch dispatcher in this thread: its modules take longer to import than membership may wait."""
+    try:
+        from stretto.parameter_server.rpc_server import serve_dispatcher
+
+        serve_dispatcher(config, folder, restarted).wait()
+    except BaseException as error:
+        fail(error, COORDINATOR, config.run)
 
 
 class _FailureForwarder(threading.Thread):

@@ -72,10 +72,9 @@ class Servers:
             return None
         return self.keys.server.secret, self.keys.server.public, self.keys.worker.public
 
-    def inherited(self, shard: int) -> list[int]:
-        """Return the sockets that a shard inherits: its own, and for shard 0 that of the batch dispatcher."""
-        listener = self.sockets[shard + 1].fileno()
-        return [listener] if shard else [listener, self.sockets[0].fileno()]
+    def inherited(self, shard: int, with_dispatcher: bool) -> list[int]:
+        """Return the sockets that a shard's process inherits: its own, and perhaps that of the batch dispatcher."""
+        return [sock.fileno() for sock in (self.sockets[shard + 1], *self.sockets[:with_dispatcher])]
 
     def close(self) -> None:
         """Close the sockets. Once only the servers hold them, connections to an exited server are refused."""

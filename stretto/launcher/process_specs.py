@@ -110,36 +110,39 @@ class ProcessPlan:
     def _server(self, number: int, incarnation: int) -> ProcessSpec:
         """Return the server of a shard. It has no recipe: the workers bring it."""
         config, servers, shard = self.config, self.servers, shard_of(number)
-        listen_fd, *dispatcher_fd = servers.inherited(shard)
+        serves_dispatcher = not shard and servers.coordinator is None
+        fds = servers.inherited(shard, serves_dispatcher)
         process = ShardConfig(
             options=config,
             run=self._run,
             shard=shard,
             shards=servers.shards,
-            listen_fd=listen_fd,
-            dispatcher_fd=dispatcher_fd[0] if dispatcher_fd else None,
+            listen_fd=fds[0],
+            dispatcher_fd=fds[1] if serves_dispatcher else None,
             keys=servers.server_keys,
             snapshots=str(self.folder.resolve() / "snapshots") if config.elastic else None,
-            snapshot_interval_s=_snapshot_interval_s(config) if config.elastic else None,
             restarted=incarnation > 0,
         )
-        return self._service(number, servers.shards, "shard_main", process, servers.inherited(shard))
+        return self._service(number, servers.shards, "shard_main", process, fds)
 
     def _coordinator(self) -> ProcessSpec:
         """Return the coordinator. It holds the settings of the run, so workers cannot disagree on them."""
         servers = self.servers
         assert servers.coordinator is not None
+        fds = [one.fileno() for one in (servers.coordinator, *servers.sockets[:1])]
         process = CoordinatorConfig(
             run=self._run,
-            listen_fd=servers.coordinator.fileno(),
+            listen_fd=fds[0],
+            dispatcher_fd=fds[1] if servers.sockets else None,
             options=self.config,
             asynchronous=is_asynchronous(self.config),
             zero=self.zero,
             keys=servers.server_keys,
             servers=servers.addresses if is_asynchronous(self.config) else (),
             worker_keys=servers.worker_keys,
+            snapshot_interval_s=_snapshot_interval_s(self.config),
         )
-        return self._service(COORDINATOR, 1, "coordinator_main", process, [servers.coordinator.fileno()])
+        return self._service(COORDINATOR, 1, "coordinator_main", process, fds)
 
     def _service(self, number: int, workers: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
         environment = _common(self.config) | {"OMP_NUM_THREADS": "1"}

@@ -133,6 +133,11 @@ class MembershipCoordinator:
         """Failures so far, for the launchers."""
         return Failures(self.generation, [(*failed, generation) for failed, generation in self._failed.items()])
 
+    def ended_processes(self) -> list[Event]:
+        """Return the failures of workers that have no later process, for services that may not know of them."""
+        gone = ((worker, process) for worker, process in self.workers.processes.items() if process.state == "gone")
+        return [{"what": "failed", "worker": worker, "incarnation": process.incarnation} for worker, process in gone]
+
     def records(self) -> list[bytes]:
         """Return the records that must be on disk before any further message is sent; each once."""
         records, self._records = self._records, []

@@ -30,10 +30,13 @@ def read(path: Path) -> list[bytes]:
 
 
 class WriteAheadLog:
-    """A log opened for appending. A damaged end is cut off."""
+    """A log opened for appending. A damaged end is cut off.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Flushed records survive a crash of the machine if `synced`, else the end of the process.
+    """
+
+    def __init__(self, path: Path, synced: bool = True) -> None:
+        self.path, self._synced = path, synced
         intact = _found(path)
         self._number = len(intact.records)
         self.cut_off = path.stat().st_size - intact.size if path.exists() else 0
@@ -61,11 +64,15 @@ class WriteAheadLog:
             while self._waiting:
                 self._dirty = True
                 del self._waiting[: os.write(self._file, self._waiting)]
-            if self._dirty:
+            if self._dirty and self._synced:
                 os.fdatasync(self._file)
                 self._dirty = False
         except OSError as error:
             raise LogError(f"the write-ahead log {self.path} cannot be written: {error.strerror}") from error
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        os.close(self._file)
 
     def close(self) -> None:
         """Flush and close the file."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from stretto.errors import TransportError, UnevenLoopsError
 
@@ -55,18 +55,14 @@ class KeyedBarrier(Generic[ContributionT, ResultT]):
 
     def contribute(self, worker: int, op: int, contribution: ContributionT) -> list[MemberResult[ResultT]]:
         """Store a worker's contribution to operation `op`; return the results that are complete now."""
-        if worker not in self.members or op in self._ended or op < self._first or worker in self.left:
+        if not self.accepts(worker, op):
             return []
         self._rounds.setdefault(op, _Round()).contributions.setdefault(worker, contribution)
         return self._completed(op)
 
-    def note_result(self, op: int) -> list[int] | None:
-        """Note that the result of an operation is known elsewhere; return the waiting workers, None if it was over."""
-        if op in self._ended or op < self._first:
-            return None
-        round_ = self._rounds.setdefault(op, _Round())
-        self._end(op)
-        return sorted(round_.contributions.keys() - round_.notified)
+    def accepts(self, worker: int, op: int) -> bool:
+        """Return True if a worker may contribute to operation `op`, which is not over."""
+        return worker in self.members and op not in self._ended and op >= self._first and worker not in self.left
 
     def leave(self, worker: int) -> list[MemberResult[ResultT]]:
         """Note that a worker has left: operations that wait for it are refused."""
@@ -99,6 +95,17 @@ class KeyedBarrier(Generic[ContributionT, ResultT]):
         self._first, self.members = generation * GENERATION, set(members)
         self._rounds, self._ended, self.left = {}, set(), set()
         return True
+
+    def state(self) -> Any:
+        """Return the state as plain values; None while an operation is in progress."""
+        if any(round_.contributions for round_ in self._rounds.values()):
+            return None
+        return sorted(self.members), sorted(self.left), sorted(self._ended), self._first
+
+    def load_state(self, state: Any) -> None:
+        """Load a state."""
+        self.members, self.left, self._ended = map(set, state[:3])
+        self._first = state[3]
 
     def _completed(self, op: int) -> list[MemberResult[ResultT]]:
         round_ = self._rounds[op]

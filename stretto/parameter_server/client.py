@@ -38,9 +38,6 @@ from stretto.transport.elastic import GenerationSource
 from stretto.transport.interface import JoinPosition, Message, Traffic, Transport, as_bytes, made
 from stretto.transport.peer_group import no_pairs
 
-SETTLED_PER_MESSAGE = 50_000
-"""Number of batches whose numbers fit into the header of one message."""
-
 
 class ParameterServerClient(Transport):
     """One worker's client of a parameter server, with channels to the dispatcher and to every shard.
@@ -67,8 +64,8 @@ class ParameterServerClient(Transport):
         self._order_epoch: int | None = None
         """Number of the epoch whose order the next broadcast carries, for the dispatcher to store; None for other
         broadcasts."""
-        self.barriers_announced: list[bool] = []
-        """Barriers that this worker was called to: True where only for a snapshot."""
+        self.barriers_announced = 0
+        """Number of barriers that this worker was called to."""
         self.barriers_passed = 0
         """Number of these barriers that the worker has passed."""
         self._exchange: Exchange | None = None
@@ -76,12 +73,9 @@ class ParameterServerClient(Transport):
         self._op = self._pushed = 0
         self._has_left_barrier = False
         self._epoch: tuple[m.BeginEpoch, Tensor] | None = None
-        self._settled: list[int] = []
         self._group: m.Group | None = None
         """Message that begins the current generation."""
         self._contributions = Contributions(elastic)
-        self._last_result: tuple[m.ReplayResult, list[Chunks]] | None = None
-        """Last result of the dispatcher for all workers, which others may lack: no earlier one can be missing."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
         for channel in (dispatcher, *shards):
@@ -193,9 +187,6 @@ class ParameterServerClient(Transport):
         reply, results = self._dispatcher.wait(number)
         if isinstance(reply, m.MembersResult):
             self._members = reply.members
-        if self.elastic:
-            extra = (body.index, body.snapshot_only) if isinstance(body, m.Barrier) else ()
-            self._last_result = m.ReplayResult(body.op, self._members, *extra), results
         return results
 
     # --- membership --------------------------------------------------------------------------------------------
@@ -240,7 +231,6 @@ class ParameterServerClient(Transport):
         self._members, self._number = sorted(members), me
         self._op = generation * GENERATION
         self._contributions.clear()
-        self._last_result = None
         self._group = m.Group(generation, self._members)
         for channel in (self._dispatcher, *self.channels):
             channel.reset()
@@ -321,10 +311,9 @@ class ParameterServerClient(Transport):
         Return True if the epoch was over then; after a rollback there may be batches again. If `called`, it is the
         first of the barriers that this worker was called to and has not passed.
         """
-        extra = (self.barriers_passed + 1, self.barriers_announced[self.barriers_passed]) if called else (0, False)
         self._enter_barrier(seq, self._op + 1)
         self._op, self._has_left_barrier = self._op + 1, False  # until here the worker's position is before the barrier
-        self._collective(m.Barrier(self._op, *extra), [])
+        self._collective(m.Barrier(self._op, self.barriers_passed + 1 if called else 0), [])
         self.barriers_passed += called
         return self.take_snapshot()
 
@@ -385,7 +374,6 @@ class ParameterServerClient(Transport):
         """
         body = m.BeginEpoch(number, barrier_every, in_turn, list(settled))
         self._epoch = body, torch.tensor(sizes, dtype=torch.int64)
-        self._settled = []
         self._send_epoch()
         if self.join_position is None or self.join_position.epoch_number != number:
             self.take_snapshot()
@@ -401,16 +389,16 @@ class ParameterServerClient(Transport):
     def store_order(self, number: int, order: bytes) -> None:
         """Send an order that was not broadcast to the dispatcher, for joining workers."""
         self.order = number, order
-        self._dispatcher.send(*self._stored_order())
+        self._dispatcher.send(*self._order_to_store())
 
-    def _stored_order(self) -> tuple[m.ReplayOrder, list[Tensor]]:
-        return m.ReplayOrder(self.order[0], *self._loop.clock_zero()), [as_bytes(self.order[1])]
+    def _order_to_store(self) -> tuple[m.StoreOrder, list[Tensor]]:
+        return m.StoreOrder(self.order[0], *self._loop.clock_zero()), [as_bytes(self.order[1])]
 
     def _send_epoch(self) -> None:
         assert self._epoch is not None
         body, sizes = self._epoch
         if self.elastic:
-            self._dispatcher.send(*self._stored_order())
+            self._dispatcher.send(*self._order_to_store())
         self._dispatcher.wait(self._dispatcher.send(body, [sizes]))
 
     def request_lease(self, number: int) -> tuple[int, int]:
@@ -429,12 +417,11 @@ class ParameterServerClient(Transport):
         if not isinstance(body, m.Leased):
             raise TransportError(f"the dispatcher answered {type(body).__name__} to a request for a batch")
         if body.barrier:
-            self.barriers_announced.append(body.snapshot_only)
+            self.barriers_announced += 1
         return body
 
     def settle(self, number: int, batches: Sequence[int]) -> None:
         """Report that the work on these batches is in the server's parameters."""
-        self._settled += batches
         self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch))
 
     def wait_epoch_end(self, number: int, left_early: bool = False) -> bool:
@@ -478,7 +465,7 @@ class ParameterServerClient(Transport):
         if not isinstance(body, m.Joined):
             raise TransportError(f"the dispatcher answered {type(body).__name__} to a joining worker")
         self._members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
-        self.barriers_passed, self.barriers_announced = body.barriers_passed, list(body.barriers_announced)
+        self.barriers_passed = self.barriers_announced = body.barriers_passed
         positions = self._join_shards()
         while any(reply.recovery_epoch < 0 for reply in positions):  # a shard was restarted and has no parameters yet
             self.roll_back()
@@ -514,9 +501,7 @@ class ParameterServerClient(Transport):
     def _try_roll_back(self) -> bool:
         if not self._agree_on_snapshot():
             return False
-        self._settled, self._pushed = [], 0
-        if self._epoch is not None:
-            self._send_epoch()
+        self._pushed = 0
         try:
             if self.rolled_back_to >= 0 and self._exchange is not None:
                 self._exchange.rolled_back()
@@ -540,7 +525,6 @@ class ParameterServerClient(Transport):
             snapshots,
             [reply.boot_id for reply in shards],
             self.barriers_announced,
-            self.barriers_passed,
             newest,
         )
         try:
@@ -548,7 +532,10 @@ class ParameterServerClient(Transport):
             assert isinstance(reply, m.RolledBack)
             self.recovery_epoch, self.rolled_back_to = reply.recovery_epoch, reply.snapshot
             self._request_all(
-                [m.RequestRollback(reply.recovery_epoch, reply.snapshot, boot_id) for boot_id in reply.boot_ids]
+                [
+                    m.RequestRollback(reply.recovery_epoch, reply.snapshot, boot_id, reply.members)
+                    for boot_id in reply.boot_ids
+                ]
             )
         except RollbackRequiredError:
             return False
@@ -560,21 +547,11 @@ class ParameterServerClient(Transport):
         return [channel.wait(request_id) for channel, request_id in zip(self.channels, request_ids, strict=True)]
 
     def replay(self, channel: Channel) -> None:
-        """Send a restarted service the state that it may have lost: members, order, settled batches, contributions."""
-        if self._group is not None:
-            channel.send_oneway(self._group)
-        if channel is self._dispatcher and self.order[0]:
-            channel.send_oneway(*self._stored_order())
-        if channel is self._dispatcher and self._epoch is not None:
-            for start in range(0, len(self._settled), SETTLED_PER_MESSAGE):
-                batches = self._settled[start : start + SETTLED_PER_MESSAGE]
-                channel.send_oneway(m.Settle(self._epoch[0].epoch_number, batches, self.recovery_epoch))
-        self._contributions.replay(channel)
-        if channel is self._dispatcher and self._last_result is not None:
-            result, tensors = self._last_result
-            channel.send_oneway(result, [concatenated(chunks, "uint8") for chunks in tensors])
-        if channel is self._dispatcher and self._has_left_barrier:
-            channel.send_oneway(m.LeaveBarrier(self._op, self.barriers_passed))
+        """Send a restarted shard the state that it may have lost: the members, and contributions."""
+        if channel is not self._dispatcher:
+            if self._group is not None:
+                channel.send_oneway(self._group)
+            self._contributions.replay(channel)
 
     def _bytes_of(self, tensors: Sequence[Chunks]) -> list[bytes]:
         """Return the bytes in the tensors of a reply."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
 from stretto.data.dispatcher import BatchDispatcher
@@ -14,12 +17,42 @@ from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, concatenated
 from stretto.parameter_server.handler import CollectiveHandler, OutgoingMessage, PendingRequests, listed
-from stretto.parameter_server.snapshots import SnapshotStore
+from stretto.transport.interface import as_bytes
 
 SKIPPED = 1000
-"""Added to the operation number when workers join after all have failed: the failed ones' last number is unknown."""
+"""Added to the operation number when workers join after all have failed: their last one at the shards is unknown."""
+SNAPSHOTS_KEPT = 3
+"""Number of the newest snapshots that are stored."""
 NO_RESULT: list[Tensor] = []
 """Result of a broadcast whose root was lost."""
+
+
+STORED = (
+    "_recovery_epoch",
+    "_is_partial",
+    "_last_snapshot",
+    "_last_call",
+    "_was_over",
+    "_clock_zeros",
+    "_ending",
+    "_outside_barrier",
+    "_op",
+    "_barriers_passed",
+    "_joining",
+    "_awaiting_end",
+    "_finished",
+)
+"""Attributes of the handler that its stored state has as they are."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Batches that count at a snapshot, and the workers that have trained them."""
+
+    is_over: bool
+    """True if the epoch was over."""
+    epoch_number: int
+    settled: list[int]
+    trained_by: list[int]
 
 
 class DispatcherHandler:
@@ -29,18 +62,15 @@ class DispatcherHandler:
         self,
         workers: int,
         clock: Callable[[], float],
-        store: SnapshotStore | None = None,
+        is_elastic: bool = False,
         snapshot_interval_s: float | None = None,
-        finished_store: SnapshotStore | None = None,
     ) -> None:
-        self._clock, self._store, self._snapshot_interval_s = clock, store, snapshot_interval_s
-        self._finished_store = finished_store
-        """Store of the finished workers and the last result, which the remaining workers may lack."""
+        self._clock, self._is_elastic, self._snapshot_interval_s = clock, is_elastic, snapshot_interval_s
         self._collectives = CollectiveHandler(workers, _combine, PendingRequests(clock))
         self.dispatcher = BatchDispatcher(workers)
-        self._recovery_epoch = -1 if store is not None and store.snapshots() else 0
-        if self._recovery_epoch < 0:
-            self._collectives.name_contributors()
+        self._snapshots: dict[int, Snapshot] = {}
+        """The newest snapshots, if lost shards are restarted."""
+        self._recovery_epoch = 0
         self._rolled_back = m.RolledBack(0, -1, [])
         """Start of the current recovery epoch."""
         self._is_partial = False
@@ -52,9 +82,6 @@ class DispatcherHandler:
         """Zero of the run's clock, by the id of the boot whose clock it is."""
         self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
         """Number of an epoch, and its order as it was broadcast."""
-        self._begun_epoch: tuple[int, list[int], int | None, bool] = 0, [], None, False
-        self._known_members = set(range(workers)) if self._recovery_epoch == 0 else set()
-        """Members that this process has a message of: the others may have been called to a barrier unknown here."""
         self._ending: set[int] = set()
         """Members that are at the barrier at the end of the epoch, or on their way to it."""
         self._outside_barrier: dict[int, tuple[int, int]] = {}
@@ -62,12 +89,8 @@ class DispatcherHandler:
         self._op = self._barriers_passed = 0
         self._joining: dict[int, int] = {}
         self._awaiting_end: dict[int, int] = {}
-        self._last_leases: dict[int, tuple[int, m.Leased]] = {}
-        """Last lease reply of each worker with its request id, for a request that is sent again."""
         self._finished: dict[int, bool] = {}
         """By finished worker: True if it quit, so that the others continue and further workers may join."""
-        self._restore_finished()
-        self._restore_order()
 
     def expects(self, worker: int, header: m.Header) -> None:
         """Accept any message: it needs no memory beyond its own."""
@@ -87,19 +110,13 @@ class DispatcherHandler:
         ):
             return [OutgoingMessage(worker, request_id, m.StaleRequest(self._recovery_epoch))]
         if isinstance(body, m.Lease):
-            return [OutgoingMessage(worker, request_id, self._lease(worker, request_id, body)), *self._release()]
+            return [OutgoingMessage(worker, request_id, self._lease(worker, body)), *self._release()]
         if isinstance(body, m.Settle):
             if body.recovery_epoch == self._recovery_epoch:
                 self.dispatcher.settle(worker, body.epoch_number, body.batches)
             return self._release()
         if isinstance(body, m.Gather | m.BroadcastOrder | m.Barrier):
             return self._collective(worker, header, tensors)
-        if isinstance(body, m.ReplayResult):
-            return self._replay_result(
-                worker,
-                body,
-                [concatenated(chunks, dtype) for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)],
-            )
         if isinstance(body, m.BeginEpoch):
             return self._begin(worker, header, body, tensors)
         if isinstance(body, m.AwaitEpochEnd) and body.epoch_number != self.dispatcher.epoch_number:
@@ -117,7 +134,7 @@ class DispatcherHandler:
             self._outside_barrier[worker] = body.op, body.barriers_passed
             self._op, self._barriers_passed = max(self._op, body.op), max(self._barriers_passed, body.barriers_passed)
             return []
-        if isinstance(body, m.ReplayOrder):
+        if isinstance(body, m.StoreOrder):
             self._store_order(body.epoch_number, _flat(header, tensors, torch.uint8))
             self._clock_zeros[body.boot] = body.clock_zero
             return []
@@ -129,8 +146,9 @@ class DispatcherHandler:
             self._joining[worker] = request_id
             return messages
         if isinstance(body, m.Finish | m.Quit):
-            self._note_finished(worker, isinstance(body, m.Quit))
-            return [OutgoingMessage(worker, request_id, m.Result()), *self._remove_finished(worker)]
+            self._finished.setdefault(worker, isinstance(body, m.Quit))
+            ended = self.remove if self._finished[worker] else self.leave
+            return [OutgoingMessage(worker, request_id, m.Result()), *ended(worker)]
         if isinstance(body, m.CountSamples):
             ledger = (
                 self.dispatcher.ledger if body.epoch_number == self.dispatcher.epoch_number else Ledger([], FirstCome())
@@ -145,13 +163,7 @@ class DispatcherHandler:
             self._take_snapshot(body.op, body.stored)
             return [OutgoingMessage(worker, request_id, m.EpochStatus(self._was_over))]
         if isinstance(body, m.ListSnapshots):
-            return [
-                OutgoingMessage(
-                    worker,
-                    request_id,
-                    m.SnapshotList(self._store.snapshots() if self._store else [], 0, self._recovery_epoch),
-                )
-            ]
+            return [OutgoingMessage(worker, request_id, m.SnapshotList([*self._snapshots], 0, self._recovery_epoch))]
         if isinstance(body, m.Rollback):
             return self._rollback(worker, request_id, body)
         raise FramingError(f"unexpected message {type(body).__name__} for the dispatcher")
@@ -170,10 +182,10 @@ class DispatcherHandler:
 
         If only some shards have its last update, all roll back to the last snapshot, which is consistent.
         """
-        self._is_partial = self._is_partial or (is_partial and self._store is not None)
+        self._is_partial = self._is_partial or (is_partial and self._is_elastic)
         self.dispatcher.settle(worker, epoch_number, batches)
         self.dispatcher.remove(worker)
-        for stored in (self._awaiting_end, self._joining, self._last_leases, self._outside_barrier):
+        for stored in (self._awaiting_end, self._joining, self._outside_barrier):
             stored.pop(worker, None)
         self._ending.discard(worker)
         return [*self._collectives.remove(worker), *self._release(), *self._admit()]
@@ -184,21 +196,16 @@ class DispatcherHandler:
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    def _lease(self, worker: int, request_id: int, body: m.Lease) -> m.Leased:
-        last_id, leased = self._last_leases.get(worker, (0, None))
-        if leased is not None and last_id == request_id:
-            return leased
+    def _lease(self, worker: int, body: m.Lease) -> m.Leased:
         self._ending.discard(worker)
-        self.dispatcher.may_announce_barrier = not self._ending and self._collectives.members <= self._known_members
+        self.dispatcher.may_announce_barrier = not self._ending
         self._announce_scheduled(worker)
         reply = self.dispatcher.lease(worker, body.epoch_number)
-        leased = m.Leased(reply.lease.batch if reply.lease else None, reply.samples, reply.barrier, reply.snapshot_only)
-        self._last_leases[worker] = request_id, leased
-        return leased
+        return m.Leased(reply.lease.batch if reply.lease else None, reply.samples, reply.barrier, reply.snapshot_only)
 
     def _announce_scheduled(self, worker: int) -> None:
         """Call all to a snapshot barrier when it is due and no other barrier takes snapshots."""
-        if self._store is None or self._snapshot_interval_s is None or self._begun_epoch[2] is not None:
+        if not self._is_elastic or self._snapshot_interval_s is None or self.dispatcher.barrier_every is not None:
             return
         if self._clock() - self._last_call >= self._snapshot_interval_s:
             self._last_call = self._clock()
@@ -206,7 +213,7 @@ class DispatcherHandler:
 
     def _release(self) -> list[OutgoingMessage]:
         """Reply to workers that wait for the end of the epoch, if it is over or there are batches again."""
-        released = self.dispatcher.pop_released(self._collectives.members <= self._known_members)
+        released = self.dispatcher.pop_released()
         self._ending |= {worker for worker, over in released.items() if over}
         return [
             OutgoingMessage(worker, self._awaiting_end.pop(worker), m.EpochStatus(over))
@@ -220,7 +227,6 @@ class DispatcherHandler:
         sizes = _flat(header, tensors, torch.int64).tolist()
         if body.epoch_number > self.dispatcher.epoch_number:
             self.dispatcher.begin(body.epoch_number, sizes, body.barrier_every, body.in_turn, body.settled)
-            self._begun_epoch = body.epoch_number, sizes, body.barrier_every, body.in_turn
         return [OutgoingMessage(worker, header.request_id, m.Result())]
 
     # --- collective operations, and joining -----------------------------------------------------------------------
@@ -234,8 +240,6 @@ class DispatcherHandler:
         self._ending.discard(worker)
         self._ending |= {worker} if isinstance(body, m.Barrier) and not body.index else set()
         if isinstance(body, m.Barrier):
-            self._known_members.add(worker)  # the message says which call it follows
-            self.dispatcher.note_arrival(body.index, body.snapshot_only)
             self._barriers_passed = max(self._barriers_passed, body.index)
             messages = self._collectives.contribute(
                 worker, body.op, header.request_id, (None, torch.empty(0, dtype=torch.uint8), None)
@@ -244,21 +248,11 @@ class DispatcherHandler:
                 *[OutgoingMessage(message.worker, message.request_id, message.body) for message in messages],
                 *self._release(),
             ]
-        flat, messages = _flat(header, tensors, torch.uint8), []
-        if isinstance(body, m.BroadcastOrder) and body.epoch_number == self._order[0]:  # its receivers may have failed
-            messages = self._collectives.note_result(
-                worker, body.op, sorted(self._collectives.members), [self._order[1]]
-            )
-        messages += self._collectives.contribute(worker, body.op, header.request_id, (body.root, flat, body.position))
+        flat = _flat(header, tensors, torch.uint8)
+        messages = self._collectives.contribute(worker, body.op, header.request_id, (body.root, flat, body.position))
         if isinstance(body, m.BroadcastOrder) and messages and messages[0].tensors:
             self._store_order(body.epoch_number, messages[0].tensors[0])
         return messages
-
-    def _replay_result(self, worker: int, body: m.ReplayResult, results: list[Tensor]) -> list[OutgoingMessage]:
-        """Store a result that this process may not know; it does not say where the worker is now."""
-        self._op, self._barriers_passed = max(self._op, body.op), max(self._barriers_passed, body.index)
-        self.dispatcher.note_arrival(body.index, body.snapshot_only)
-        return [*self._collectives.note_result(worker, body.op, body.members, results), *self._release()]
 
     def _store_order(self, epoch_number: int, order: Tensor) -> None:
         if epoch_number > self._order[0]:
@@ -271,14 +265,11 @@ class DispatcherHandler:
         """
         members, left = self._collectives.members, self._collectives.left
         is_over = False in self._finished.values() or (bool(members) and members <= left)
-        if not self._joining or (
-            members and not is_over and (self._recovery_epoch < 0 or members - left - self._outside_barrier.keys())
-        ):
+        if not self._joining or (members and not is_over and members - left - self._outside_barrier.keys()):
             return []
         joining, self._joining = self._joining, {}
-        if is_over or self._recovery_epoch < 0:  # if no worker is left to report a lost service, the joining ones do
-            body: m.Body = m.RunOver() if is_over else m.StaleRequest(self._recovery_epoch)
-            return [OutgoingMessage(worker, request_id, body) for worker, request_id in joining.items()]
+        if is_over:
+            return [OutgoingMessage(worker, request_id, m.RunOver()) for worker, request_id in joining.items()]
         epoch_number, order = self._order
         if not members:
             self._op += SKIPPED
@@ -286,13 +277,9 @@ class DispatcherHandler:
         for worker in joining:
             self._collectives.join(worker)
             self.dispatcher.join(worker, barriers_passed)
-            self._last_leases.pop(worker, None)
-            self._known_members.add(worker)
+            self._finished.pop(worker, None)
             if epoch_number:
                 self._outside_barrier[worker] = op, barriers_passed
-        if self._finished.keys() & joining:
-            self._finished = {worker: is_quit for worker, is_quit in self._finished.items() if worker not in joining}
-            self._store_finished()
         present = sorted(self._collectives.members)
         self._collectives.name_contributors()
         joined = m.Joined(
@@ -301,126 +288,81 @@ class DispatcherHandler:
             op,
             barriers_passed,
             present,
-            self.dispatcher.barriers_announced[:barriers_passed],
             self._clock_zeros,
         )
         return [OutgoingMessage(worker, request_id, joined, [order]) for worker, request_id in joining.items()]
 
-    # --- finished workers ---------------------------------------------------------------------------------------
-
-    def _note_finished(self, worker: int, is_quit: bool) -> None:
-        """Note that a worker has finished: it will send nothing to a restarted process of this service."""
-        self._finished.setdefault(worker, is_quit)
-        self._store_finished()
-
-    def _store_finished(self) -> None:
-        """Store the finished workers and the last result."""
-        if self._finished_store is None:
-            return
-        op, body, results = self._collectives.last
-        contributors = body.members if isinstance(body, m.MembersResult) else None
-        number = max(self._finished_store.snapshots(), default=0) + 1
-        self._finished_store.put(
-            number, {"ended": sorted(self._finished.items()), "op": op, "contributors": contributors}, results
-        )
-
-    def _remove_finished(self, worker: int) -> list[OutgoingMessage]:
-        """Process the end of a worker."""
-        return self.remove(worker) if self._finished[worker] else self.leave(worker)
-
-    def _restore_finished(self) -> None:
-        """Restore the finished workers that another process stored."""
-        stored = (
-            self._finished_store.get(max(self._finished_store.snapshots(), default=0))
-            if self._finished_store is not None
-            else None
-        )
-        if stored is None:
-            return
-        facts, results = stored
-        self._finished = dict(facts["ended"])
-        for worker in self._finished:
-            self._known_members.add(worker)
-            self._remove_finished(worker)
-        body = m.Result() if facts["contributors"] is None else m.MembersResult(facts["contributors"])
-        self._collectives.restore_last(facts["op"], body, results)
-
     # --- rollback -----------------------------------------------------------------------------------------------
 
-    def _restore_order(self) -> None:
-        """Restore the order of the newest snapshot's epoch: the members that received it may have failed."""
-        stored = self._store.get(max(self._store.snapshots(), default=0)) if self._store is not None else None
-        if stored is not None:
-            facts, (_, order) = stored
-            self._store_order(facts["order"], order)
-
-    def _take_snapshot(self, snapshot: int, is_stored: bool) -> None:
+    def _take_snapshot(self, number: int, is_stored: bool) -> None:
         """Take a snapshot, once, unless a shard had no space for its part: then no rollback can use it."""
-        if self._store is None or snapshot <= self._last_snapshot:
+        if not self._is_elastic or number <= self._last_snapshot:
             return
-        self._last_snapshot, self._was_over = snapshot, self.dispatcher.is_over
-        if not is_stored:
-            return
-        epoch_number, sizes, barrier_every, in_turn = self._begun_epoch
-        facts = {
-            "begin": [epoch_number, barrier_every, in_turn],
-            "order": self._order[0],
-            "recovery_epoch": self._recovery_epoch,
-            "over": self._was_over,
-        }
-        facts |= self.dispatcher.state()
-        self._store.put(snapshot, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
+        self._last_snapshot, self._was_over = number, self.dispatcher.is_over
+        if is_stored:
+            self._snapshots[number] = Snapshot(self._was_over, *self.dispatcher.settled_batches())
+            self._keep_snapshots(sorted(self._snapshots)[-SNAPSHOTS_KEPT:])
+
+    def _keep_snapshots(self, numbers: Sequence[int]) -> None:
+        self._snapshots = {number: self._snapshots[number] for number in numbers}
 
     def _rollback(self, worker: int, request_id: int, body: m.Rollback) -> list[OutgoingMessage]:
         """Reply to a worker that reports a lost service; one that asked before the newest snapshot has to ask again.
 
         All shards have the newest snapshot, and a worker may have continued from it.
         """
-        if self._store is not None and body.newest_snapshot < max(self._store.snapshots(), default=-1):
+        if body.newest_snapshot < max(self._snapshots, default=-1):
             return [OutgoingMessage(worker, request_id, m.StaleRequest(self._recovery_epoch))]
         messages = self._choose_snapshot(worker, body)
-        return [*messages, OutgoingMessage(worker, request_id, self._rolled_back), *self._release()]
+        members = sorted(self._collectives.members)
+        chosen = msgspec.structs.replace(self._rolled_back, members=members)
+        return [*messages, OutgoingMessage(worker, request_id, chosen), *self._release()]
 
     def _choose_snapshot(self, worker: int, body: m.Rollback) -> list[OutgoingMessage]:
         """Choose the snapshot for a rollback at the first report; reply to all workers that wait for a batch."""
-        self._barriers_passed = max(self._barriers_passed, body.barriers_passed)
-        self._known_members.add(worker)
         self.dispatcher.set_announced(worker, body.barriers_announced)
-        if self._store is None or body.recovery_epoch < self._recovery_epoch:
+        if not self._is_elastic or body.recovery_epoch < self._recovery_epoch:
             return []
-        present = self._store.snapshots()
-        usable = [snapshot for snapshot in body.snapshots if snapshot in present]
-        if (
-            body.highest_epoch <= 0 and self._last_snapshot < 0 and not present
-        ):  # not all shards have their parameters yet
+        if body.highest_epoch <= 0 and self._last_snapshot < 0:  # not all shards have their parameters yet
             self._recovery_epoch, self._rolled_back, self._is_partial = 0, m.RolledBack(0, -1, body.boot_ids), False
             return []
+        usable = [number for number in sorted(self._snapshots) if number in body.snapshots]
         if not usable:
             raise FramingError("a server was lost, and there is no snapshot that all servers have")
-        stored = self._store.get(usable[-1])
-        assert stored is not None
-        facts, (sizes, order) = stored
-        epoch_number, barrier_every, in_turn = facts["begin"]
-        if epoch_number > self.dispatcher.epoch_number:
-            self.dispatcher.begin(epoch_number, sizes.tolist(), barrier_every, in_turn)
-            self._begun_epoch = epoch_number, sizes.tolist(), barrier_every, in_turn
-        self._store_order(facts["order"], order)
-        self._store.discard_after(usable[-1])
-        self.dispatcher.roll_back(facts)
-        self._was_over = facts["over"]
-        self._recovery_epoch, self._last_snapshot = (
-            max(body.recovery_epoch, body.highest_epoch, facts["recovery_epoch"]) + 1,
-            usable[-1],
-        )
-        self._op = max(self._op, usable[-1])
-        self._store.put(usable[-1], {**facts, "recovery_epoch": self._recovery_epoch}, [sizes, order])
+        chosen = self._snapshots[usable[-1]]
+        self._keep_snapshots([number for number in self._snapshots if number <= usable[-1]])
+        self.dispatcher.roll_back(chosen.epoch_number, chosen.settled, chosen.trained_by)
+        self._was_over, self._last_snapshot = chosen.is_over, usable[-1]
+        self._recovery_epoch = max(body.recovery_epoch, body.highest_epoch) + 1
         self._rolled_back, self._is_partial = m.RolledBack(self._recovery_epoch, usable[-1], body.boot_ids), False
         waiting, self._awaiting_end = self._awaiting_end, {}
-        self._last_leases.clear()
-        return [
-            OutgoingMessage(waiting_worker, request_id, m.StaleRequest(self._recovery_epoch))
-            for waiting_worker, request_id in waiting.items()
-        ]
+        stale = m.StaleRequest(self._recovery_epoch)
+        return [OutgoingMessage(waiting_worker, number, stale) for waiting_worker, number in waiting.items()]
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        """Return the state as plain values; None while a collective operation is in progress."""
+        collectives = self._collectives.state()
+        if collectives is None:
+            return None
+        values = {name: getattr(self, name) for name in STORED}
+        rolled_back, snapshots = astuple(self._rolled_back), {n: astuple(one) for n, one in self._snapshots.items()}
+        order = self._order[0], bytes(self._order[1].numpy())
+        return values, rolled_back, snapshots, order, collectives, self.dispatcher.state()
+
+    def load_state(self, state: Any) -> None:
+        """Load a state."""
+        values, rolled_back, snapshots, (number, order), collectives, dispatcher = state
+        for name, value in values.items():
+            setattr(self, name, value)
+        self._ending = set(values["_ending"])
+        self._outside_barrier = {worker: tuple(at) for worker, at in values["_outside_barrier"].items()}
+        self._rolled_back = m.RolledBack(*rolled_back)
+        self._snapshots = {snapshot: Snapshot(*facts) for snapshot, facts in snapshots.items()}
+        self._order = number, as_bytes(order)
+        self._collectives.load_state(collectives)
+        self.dispatcher.load_state(dispatcher)
 
 
 def _flat(header: m.Header, tensors: list[Chunks], dtype: torch.dtype) -> Tensor:

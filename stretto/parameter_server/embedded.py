@@ -11,6 +11,7 @@ from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import ServerThreads, listening
+from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.security import WorkerKeys, new_keys
 from stretto.transport.interface import Transport
@@ -46,9 +47,9 @@ def start_server(
     """Start a dispatcher and `shards` shards in threads of this process."""
     servers, keys = (None, None) if plain else new_keys()
     server = ServerThreads(servers, workers - 1)
-    addresses = [server.open(listening(address), DispatcherHandler(workers, time.monotonic))]
+    addresses = [server.open(listening(address), Service(DispatcherHandler(workers, time.monotonic)))]
     for _ in range(shards):
-        addresses.append(server.open(listening(address), ShardHandler(workers, time.monotonic, on_nan)))
+        addresses.append(server.open(listening(address), Service(ShardHandler(workers, time.monotonic, on_nan))))
     return EmbeddedServer(server, addresses, keys, workers)
 
 

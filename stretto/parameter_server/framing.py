@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.errors import TransportError
 from stretto.parameter_server.messages import Body, Header
+from stretto.transport.tensor_bytes import octets
 
 CHUNK_BYTES = 1 << 20
 HEADER_BYTES = 1 << 20
@@ -51,10 +52,14 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def encode(request_id: int, body: Body, tensors: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
+def layout_of(tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
+    """Return the dtype and the length of each tensor, as a header has them."""
+    return [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
+
+
+def encode(request_id: int, body: Body, tensors: Sequence[Tensor] = (), answered_below: int = 0) -> Iterator[list[Any]]:
     """Yield the frames of each multipart message. Tensors are flat, contiguous, on the CPU, and are not copied."""
-    layout = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
-    message: list[Any] = [_encoder.encode(Header(request_id, body, layout))]
+    message: list[Any] = [_encoder.encode(Header(request_id, body, layout_of(tensors), answered_below))]
     room = CHUNK_BYTES
     for chunk in (chunk for tensor in tensors for chunk in _chunks(tensor)):
         if chunk.nbytes > room:
@@ -167,6 +172,19 @@ def with_offsets(chunks: Sequence[Tensor], start: int = 0) -> Iterator[tuple[int
     for chunk in chunks:
         yield start, chunk
         start += chunk.numel()
+
+
+def blobs_of(tensors: Sequence[Chunks]) -> list[bytes]:
+    """Return the bytes of each tensor of a message."""
+    return [b"".join(octets(chunk).tobytes() for chunk in chunks) for chunks in tensors]
+
+
+def chunks_of(header: Header, blobs: Sequence[bytes]) -> list[Chunks]:
+    """Return the tensors of a message from their bytes."""
+    return [
+        [torch.frombuffer(bytearray(blob), dtype=torch.uint8).view(DTYPES[dtype])] if blob else []
+        for (dtype, _), blob in zip(header.tensors, blobs, strict=True)
+    ]
 
 
 def concatenated(chunks: Chunks, dtype: str) -> Tensor:

@@ -17,21 +17,23 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import KeyedBarrier, MemberResult
 from stretto.parameter_server.framing import Chunks
 
-RESULTS_KEPT, SMALL_BYTES = 64, 1 << 16
-"""Number and size in bytes of the results that are stored for retransmission where workers do not confirm results."""
 UPDATE_REPLY = -1
 """Stands for an operation's number in requests that wait for the reply to an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message to a worker, in reply to one of its requests. `sent` is called when ZeroMQ has read the tensors."""
+    """A message to a worker, in reply to one of its requests. `sent` is called when ZeroMQ has read the tensors.
+
+    `again` returns the reply to the same request if it comes again; by default it is this message.
+    """
 
     worker: int
     request_id: int
     body: m.Body
     tensors: Sequence[Tensor] = ()
     sent: Callable[[], None] | None = None
+    again: Callable[[], OutgoingMessage] | None = None
 
 
 class RequestHandler(Protocol):
@@ -95,7 +97,7 @@ class PendingRequests:
 
 
 class CollectiveHandler:
-    """Collective operations of all members, of any kind, with the results that may have to be sent again."""
+    """Collective operations of all members, of any kind."""
 
     def __init__(
         self,
@@ -109,18 +111,6 @@ class CollectiveHandler:
         """True if results name the contributing members: after a change of members, as the last may be lost."""
         self._received: dict[int, int] = {}
         """By member: the last operation whose results have all arrived, where members report it."""
-        self._results: dict[int, tuple[m.Body, list[Tensor]]] = {}
-        """Results that may have to be sent again because a member may lack them.
-
-        Where members do not report what has arrived: the last ones, if they are small.
-        """
-        self._refused: dict[tuple[int, int], m.Refused] = {}
-        """The last refusals by worker and operation."""
-        self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Result(), []
-        """The last result, of any size, with the number of its operation.
-
-        Where operations are requested one at a time it is the only result that a member can lack.
-        """
 
     @property
     def members(self) -> set[int]:
@@ -135,23 +125,9 @@ class CollectiveHandler:
     ) -> list[OutgoingMessage]:
         if received_up_to is not None:
             self._received[worker] = max(self._received.get(worker, 0), received_up_to)
-        stored = self._results.get(op) or (self.last[1:] if op == self.last[0] else None)
-        if stored is not None:
-            return [OutgoingMessage(worker, request_id, *stored)] if worker in self._barrier.members else []
-        if (worker, op) in self._refused:
-            return [OutgoingMessage(worker, request_id, self._refused[worker, op])]
-        self._pending.note(worker, op, request_id)
+        if self._barrier.accepts(worker, op):
+            self._pending.note(worker, op, request_id)
         return self._messages(self._barrier.contribute(worker, op, contribution))
-
-    def note_result(
-        self, worker: int, op: int, contributors: Sequence[int], result: list[Tensor]
-    ) -> list[OutgoingMessage]:
-        """Store a result that another process of the service had; reply to all that wait for it."""
-        if worker not in self.members or (waiting := self._barrier.note_result(op)) is None:
-            return []
-        self._names_contributors, body = True, m.MembersResult(list(contributors))
-        self._store(op, body, result)
-        return [OutgoingMessage(worker, self._pending.pop(worker, op)[0], body, result) for worker in waiting]
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         return self._messages(self._barrier.leave(worker))
@@ -169,66 +145,43 @@ class CollectiveHandler:
         """Name the contributing members in all further results."""
         self._names_contributors = True
 
-    def restore_last(self, op: int, body: m.Body, result: list[Tensor]) -> None:
-        """Restore the last result of another process of the service."""
-        self._store(op, body, result)
-
     def group(self, generation: int, members: Sequence[int]) -> None:
         if self._barrier.group(generation, members):
             self._names_contributors = False
             self._received.clear()
-            self._results.clear()
-            self._refused.clear()
-            self.last = 0, m.Result(), []
+
+    def state(self) -> Any:
+        """Return the state as plain values; None while an operation is in progress."""
+        barrier = self._barrier.state()
+        return None if barrier is None else (barrier, self._names_contributors, self._received)
+
+    def load_state(self, state: Any) -> None:
+        """Load a state."""
+        barrier, self._names_contributors, self._received = state
+        self._barrier.load_state(barrier)
 
     def _messages(self, results: Sequence[MemberResult[Any]]) -> list[OutgoingMessage]:
         """Return the replies of one or several operations; the entries of one operation are consecutive."""
-        if not results:
-            return []
-        messages, received_up_to = [], self._received_by_all()
+        messages = []
+        received_up_to = self._received_by_all() if results else 0
         for _, entries in itertools.groupby(results, key=lambda result: result.op):
             same_op = list(entries)
             contributors = sorted(result.worker for result in same_op)
-            result = same_op[0].result
             body: m.Body = m.Result(received_up_to)
-            if result is not None and self._names_contributors:
+            if same_op[0].result is not None and self._names_contributors:
                 body = m.MembersResult(contributors, received_up_to)
-            if result is not None:
-                self._store(same_op[0].op, body, result)
             messages += [self._message(result, body) for result in same_op]
-        self._forget_old(received_up_to)
         return messages
-
-    def _store(self, op: int, body: m.Body, result: list[Tensor]) -> None:
-        if self._received or _is_small(result):
-            self._results[op] = body, result
-        if op >= self.last[0]:
-            self.last = op, body, result
 
     def _received_by_all(self) -> int:
         remaining = self.members - self.left
         return min((self._received.get(worker, 0) for worker in remaining), default=0) if self._received else 0
 
-    def _forget_old(self, received_up_to: int) -> None:
-        for op in (
-            [op for op in self._results if op <= received_up_to]
-            if self._received
-            else sorted(self._results)[:-RESULTS_KEPT]
-        ):
-            del self._results[op]
-        for refusal in list(self._refused)[:-RESULTS_KEPT]:
-            del self._refused[refusal]
-
     def _message(self, result: MemberResult[Any], body: m.Body) -> OutgoingMessage:
         request_id, _ = self._pending.pop(result.worker, result.op)
         if result.result is None:
-            refused = self._refused[result.worker, result.op] = m.Refused(result.problem, result.uneven)
-            return OutgoingMessage(result.worker, request_id, refused)
+            return OutgoingMessage(result.worker, request_id, m.Refused(result.problem, result.uneven))
         return OutgoingMessage(result.worker, request_id, body, result.result)
-
-
-def _is_small(result: Sequence[Tensor]) -> bool:
-    return sum(tensor.nbytes for tensor in result) <= SMALL_BYTES
 
 
 def listed(tensors: Sequence[tuple[str, int]]) -> str:

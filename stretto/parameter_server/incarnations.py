@@ -15,9 +15,21 @@ class Incarnations:
         self._has_message: set[int] = set()
         """Workers that this process has a message of: a restarted process does not know their incarnation."""
 
+    def state(self) -> tuple[dict[int, int], list[int], list[int]]:
+        """Return the state as plain values."""
+        return self._current, sorted(self._ended), sorted(self._has_message)
+
+    def load_state(self, state: tuple[dict[int, int], list[int], list[int]]) -> None:
+        """Load a state."""
+        self._current, self._ended, self._has_message = state[0], set(state[1]), set(state[2])
+
     def current(self, worker: int) -> int:
         """Return the incarnation whose messages are accepted."""
         return self._current.get(worker, 0)
+
+    def is_member(self, worker: int) -> bool:
+        """Return True unless the worker's last incarnation has ended."""
+        return worker not in self._ended
 
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return True if messages of the incarnation are not accepted any more."""

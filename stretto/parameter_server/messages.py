@@ -3,8 +3,8 @@
 Only these structs are decoded. A message is a header and tensors: the header is one of these structs in MessagePack
 with the dtypes and lengths of the tensors, so that a receiver knows the size of a message before its tensors arrive.
 
-Services: the dispatcher (the "coordinator" in error texts) and the shards. A worker sends requests; each has an id that
-its reply carries, and an unanswered request is sent again, with the same id, to a service that was restarted.
+Services: the dispatcher, in the coordinator's process (the "coordinator" in error texts), and the shards. A worker
+sends requests; each has a number that its reply carries (see `sessions`).
 
     worker                            shard                  dispatcher
       | -- Push(seq, version) -------> |                         |   an update
@@ -18,7 +18,7 @@ its reply carries, and an unanswered request is sent again, with the same id, to
       | -- Snapshot(op, stored) -------------------------------> |   last: a snapshot of the dispatcher is complete
       | -- LeaveBarrier(op) -----------------------------------> |   joining workers are admitted between barriers
 
-Rollback: a service that lost its state replies `StaleRequest`. A worker that receives it asks all services for their
+Rollback: a shard that lost its state replies `StaleRequest`. A worker that receives it asks all services for their
 snapshots (`ListSnapshots`), sends `Rollback` with the snapshots that all shards have to the dispatcher, and
 `RequestRollback` with the dispatcher's choice to the shards. Each rollback begins a new *recovery epoch*; requests of
 an older one are stale.
@@ -96,20 +96,22 @@ class Rollback(_Message):
     highest_epoch: int
     snapshots: list[int]
     boot_ids: list[int]
-    barriers_announced: list[bool]
-    """Barriers that this worker was called to so far: True where only for a snapshot."""
-    barriers_passed: int
-    """Number of these barriers that the worker has passed."""
+    barriers_announced: int
+    """Number of barriers that this worker was called to so far."""
     newest_snapshot: int
     """Newest snapshot of the dispatcher, read before the shards were asked for theirs."""
 
 
 class RequestRollback(_Message):
-    """Order to begin a new recovery epoch at this snapshot, if the shard's process still has this `boot_id`."""
+    """Order to begin a new recovery epoch at this snapshot, if the shard's process still has this `boot_id`.
+
+    `members` are the present workers: a restarted shard does not know who has joined or left since.
+    """
 
     recovery_epoch: int
     snapshot: int
     boot_id: int
+    members: list[int] = []
 
 
 class Join(_Message):
@@ -183,19 +185,6 @@ class Barrier(_Message):
 
     op: int
     index: int
-    snapshot_only: bool = False
-
-
-class ReplayResult(_Message):
-    """Result of collective operation `op` of these `members`, for a dispatcher that may have lost it.
-
-    Other members may lack the result, and contributions of failed workers cannot be repeated. `index` as in `Barrier`.
-    """
-
-    op: int
-    members: list[int]
-    index: int = 0
-    snapshot_only: bool = False
 
 
 class LeaveBarrier(_Message):
@@ -205,8 +194,8 @@ class LeaveBarrier(_Message):
     barriers_passed: int = 0
 
 
-class ReplayOrder(_Message):
-    """Order of an epoch, for a dispatcher that may have lost it, and the zero of the run's clock on this boot."""
+class StoreOrder(_Message):
+    """Order of an epoch, for joining workers, and the zero of the run's clock on this boot."""
 
     epoch_number: int
     boot: bytes = b""
@@ -271,7 +260,7 @@ class Leave(_Message):
 
 
 class Finish(_Message):
-    """Notice that a worker is about to finish; replied to once a restarted dispatcher would know it."""
+    """Notice that a worker is about to finish."""
 
 
 class Quit(_Message):
@@ -347,7 +336,6 @@ class Joined(_Message):
     op: int = 0
     barriers_passed: int = 0
     members: list[int] = []
-    barriers_announced: list[bool] = []
     clock_zeros: dict[bytes, float] = {}
     parameter_set: int = 0
     clock: int = 0
@@ -375,11 +363,12 @@ class StaleRequest(_Message):
 
 
 class RolledBack(_Message):
-    """Snapshot at which the current recovery epoch began, with the shards' processes then."""
+    """Snapshot at which the current recovery epoch began, with the shards' processes then, and the present members."""
 
     recovery_epoch: int
     snapshot: int
     boot_ids: list[int]
+    members: list[int] = []
 
 
 class CountedWork(_Message):
@@ -417,9 +406,8 @@ Request: TypeAlias = (
     | Contribute
     | Gather
     | BroadcastOrder
-    | ReplayOrder
+    | StoreOrder
     | Barrier
-    | ReplayResult
     | LeaveBarrier
     | Group
     | BeginEpoch
@@ -453,7 +441,7 @@ Reply: TypeAlias = (
     | Refused
     | RunOver
 )
-WITHOUT_REPLY = (Settle, Leave, ReplayResult, LeaveBarrier, ReplayOrder, Group)
+WITHOUT_REPLY = (Settle, Leave, LeaveBarrier, StoreOrder, Group)
 """Messages without a reply."""
 Body: TypeAlias = Request | Reply
 
@@ -465,3 +453,5 @@ class Header(msgspec.Struct, array_like=True):
     body: Body
     tensors: list[tuple[str, int]] = []
     """Dtype and number of elements of each tensor that follows."""
+    answered_below: int = 0
+    """Number below which the sender of a request has the replies to all of its requests; 0 in a reply."""

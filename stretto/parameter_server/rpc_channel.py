@@ -1,7 +1,7 @@
 """One worker's ZeroMQ connection to one service: requests and their replies, with a limit on every wait.
 
 A service that is restarted is awaited up to the failure timeout. Requests without a reply are then sent again, in
-order, with the same ids; before them the client replays the state that the service may have lost.
+order, with the same numbers; before them the client replays the state that a shard may have lost.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import Replaying, Sink, raise_refusals
 from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_header, encode, with_offsets
 from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
+from stretto.parameter_server.sessions import ClientSession
 from stretto.security import SMALL_BYTES, WorkerKeys
 from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.tcp_info import tcp_arrived, tcp_bytes
@@ -60,13 +61,11 @@ class RpcChannel:
         self.peer, self.address = peer, address
         self._timeout_s, self._failure_timeout_s = timeout_s, failure_timeout_s
         self._name, self._keys, self._context = name, keys, context
-        self._unanswered: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
-        """Requests without a reply, in order."""
+        self._session: ClientSession[tuple[m.Request, Sequence[Tensor]]] = ClientSession()
         self._lost_at: float | None = None
         self._aborted = threading.Event()
         self._client: Replaying | None = None
         self._assembly = Assembly()
-        self._last_id = 0
         self._replies: dict[int, tuple[m.Body, list[Chunks]]] = {}
         self._sink: tuple[int, Sink] | None = None
         """Receiver of the chunks of the reply that is waited for, with its request id."""
@@ -93,16 +92,15 @@ class RpcChannel:
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a request; return its id."""
-        self._last_id += 1
-        if not isinstance(body, m.WITHOUT_REPLY):
-            self._unanswered[self._last_id] = body, tensors if self._failure_timeout_s is not None else ()
-        self._send(self._last_id, body, tensors)
-        return self._last_id
+        stored = tensors if self._failure_timeout_s is not None else ()
+        request_id = self._session.number((body, stored), not isinstance(body, m.WITHOUT_REPLY))
+        self._send(request_id, body, tensors)
+        return request_id
 
     def _send(self, request_id: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
         small = sum(tensor.nbytes for tensor in tensors) < SMALL_BYTES
         try:
-            for message in encode(request_id, body, tensors):
+            for message in encode(request_id, body, tensors, self._session.answered_below):
                 self._socket.send_multipart(message, zmq.NOBLOCK, copy=small)
         except zmq.Again:  # not connected; requests that matter are sent again
             self._problem = self._problem or DISCONNECTED
@@ -131,11 +129,11 @@ class RpcChannel:
 
     def is_pending(self, request_id: int) -> bool:
         """Return True if a request has no reply yet."""
-        return request_id in self._unanswered
+        return self._session.is_pending(request_id)
 
     def discard(self, request_id: int) -> None:
         """Stop waiting for the reply to a request."""
-        self._unanswered.pop(request_id, None)
+        self._session.discard(request_id)
         self._replies.pop(request_id, None)
 
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
@@ -149,7 +147,7 @@ class RpcChannel:
     def reset(self) -> None:
         """Drop all requests and replies, and clear the abort."""
         self._aborted.clear()
-        self._unanswered.clear()
+        self._session.reset()
         self._replies.clear()
         self._sink = None
 
@@ -216,7 +214,7 @@ class RpcChannel:
         self._connect()
         if self._client is not None:
             self._client.replay(self)
-        for request_id, (body, tensors) in self._unanswered.items():
+        for request_id, (body, tensors) in self._session.unanswered():
             self._send(request_id, body, tensors)
 
     @staticmethod
@@ -238,7 +236,7 @@ class RpcChannel:
                 self._sink[1](index, offset, chunk)
         if is_whole:
             header, tensors = self._assembly.take()
-            if self._unanswered.pop(header.request_id, None) is not None:
+            if self._session.answer(header.request_id):
                 self._replies[header.request_id] = header.body, tensors
         return True
 

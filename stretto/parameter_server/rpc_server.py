@@ -24,37 +24,48 @@ from stretto.errors import LaunchError, explain
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_header, encode
-from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
-from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import DiskStore
-from stretto.process_config import ShardConfig
+from stretto.parameter_server.state_log import RecordedClock, StateLog
+from stretto.process_config import CoordinatorConfig, ShardConfig
 from stretto.recipe.parser import parse
 from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router, server_keys
 from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
+DISPATCHER_LOG = "dispatcher.wal"
+"""File name of the dispatcher's log in the run directory."""
 DEATH_NOTIFIER = b"herald"
 """Socket identity of the process that reports failed workers to the services."""
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
 
 def serve(config: ShardConfig) -> None:
-    """Serve a shard, and the batch dispatcher in the process of shard 0, until the process ends."""
+    """Serve a shard until the process ends; without a coordinator the process of shard 0 serves the dispatcher, too."""
     torch.set_num_threads(1)
     options = config.options
     if options.recipe is not None:
         parse(options.recipe)  # imports its codecs
-    names = (f"shard{config.shard}", "coordinator", "ends")
-    snapshots = Path(config.snapshots) if config.snapshots else None
-    own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)
+    store = DiskStore(Path(config.snapshots), f"shard{config.shard}") if config.snapshots else None
     server = ServerThreads(server_keys(config.keys), config.max_rank)
     if config.dispatcher_fd is not None:
-        handler = DispatcherHandler(options.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
-        server.open(socket.socket(fileno=config.dispatcher_fd), handler)
-    shard = ShardHandler(options.workers, time.monotonic, options.on_nan, own, time.monotonic_ns())
-    server.open(socket.socket(fileno=config.listen_fd), shard)
+        dispatcher = DispatcherHandler(options.workers, time.monotonic)
+        server.open(socket.socket(fileno=config.dispatcher_fd), Service(dispatcher))
+    shard = ShardHandler(options.workers, time.monotonic, options.on_nan, store, time.monotonic_ns())
+    server.open(socket.socket(fileno=config.listen_fd), Service(shard))
     server.wait()
+
+
+def serve_dispatcher(config: CoordinatorConfig, folder: Path, restarted: bool) -> ServerThreads:
+    """Start to serve the batch dispatcher in the coordinator's process; a `restarted` one continues from its log."""
+    clock = RecordedClock(time.monotonic)
+    handler = DispatcherHandler(config.options.workers, clock, True, config.snapshot_interval_s)
+    service = Service(handler, StateLog(folder / DISPATCHER_LOG, handler, clock, restarted))
+    server = ServerThreads(server_keys(config.keys), config.max_rank)
+    server.open(socket.socket(fileno=config.dispatcher_fd), service)
+    return server
 
 
 class ServerThreads:
@@ -69,14 +80,14 @@ class ServerThreads:
         self.services: list[RpcServer] = []
         self._doorman = doorman(self._context, keys) if keys else None
 
-    def open(self, listener: socket.socket, handler: RequestHandler) -> str:
-        """Serve a handler at a listening socket; return its address."""
-        service = RpcServer(self._context, listener, handler, self._max_rank, self._keys)
-        thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
-        self.services.append(service)
+    def open(self, listener: socket.socket, service: Service) -> str:
+        """Serve a service at a listening socket; return its address."""
+        server = RpcServer(self._context, listener, service, self._max_rank, self._keys)
+        thread = threading.Thread(target=server.run, args=(self._stop,), name=server.address, daemon=True)
+        self.services.append(server)
         self._threads.append(thread)
         thread.start()
-        return service.address
+        return server.address
 
     def wait(self) -> None:
         """Wait until all services have ended. Raises the first failure."""
@@ -104,22 +115,20 @@ class ServerThreads:
 
 
 class RpcServer:
-    """Passes messages between one socket and one request handler."""
+    """Passes messages between one socket and one service."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
         listener: socket.socket,
-        handler: RequestHandler,
+        service: Service,
         max_rank: int,
         keys: ServerKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._handler, self._max_rank = handler, max_rank
+        self._service, self._max_rank = service, max_rank
         self._socket = router(context, keys, LARGEST_FRAME)
-        self._incarnations = Incarnations()
-        """Messages of ended incarnations are refused."""
         self._assemblies: defaultdict[int, Assembly] = defaultdict(Assembly)
         self._request_ids: dict[int, int] = {}
         """Id of each worker's last request."""
@@ -146,6 +155,7 @@ class RpcServer:
             stop.set()
         finally:
             self._socket.close(linger=0)
+            self._service.close()
 
     def _take_all(self) -> None:
         """Wait for a message, and process all that have arrived."""
@@ -164,79 +174,66 @@ class RpcServer:
             return
         worker, incarnation = worker_of(name, self._max_rank)
         if worker is None or not frames:
-            self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
+            self._refuse(f"a message of {name!r:.40}, which is no worker's name")
             return
-        if self._incarnations.is_over(worker, incarnation):
-            self._refuse(None, f"a message of worker {worker}, which is not its process {incarnation} any more")
+        messages = self._service.admit(worker, incarnation)
+        if messages is None:
+            self._refuse(f"a message of worker {worker}, which is not its process {incarnation} any more")
             return
+        if len(frames[0]):
+            self._left_workers.discard(worker)
         try:
-            if (ended := self._incarnations.implied_end(worker, incarnation)) is not None:
-                self._end_incarnation(ended)
-            self._incarnations.note(worker, incarnation)
-            for outgoing in self._read(worker, frames):
-                self._send(outgoing)
+            self._send_all([*messages, *self._read(worker, incarnation, frames)])
         except Exception as error:
             why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            self._refuse(
-                OutgoingMessage(worker, self._request_ids.get(worker, 0), m.Refused(why)), f"worker {worker}: {why}"
-            )
+            self._assemblies[worker].reset()
+            self._send_all([OutgoingMessage(worker, self._request_ids.get(worker, 0), m.Refused(why))])
+            self._refuse(f"worker {worker}: {why}")
 
-    def _read(self, worker: int, frames: Sequence[Any]) -> list[OutgoingMessage]:
-        assembly = self._assemblies[worker]
+    def _read(self, worker: int, incarnation: int, frames: Sequence[Any]) -> list[OutgoingMessage]:
+        assembly, handler = self._assemblies[worker], self._service.handler
         if len(frames[0]):
             self._streaming.discard(worker)
             self._request_ids[worker] = 0
             header = assembly.begin(frames[0])
             self._request_ids[worker] = header.request_id
-            self._handler.expects(worker, header)
+            handler.expects(worker, header)
         is_whole = assembly.add(frames[1:])
-        if len(frames[0]) and not is_whole and self._handler.streams(worker, assembly.header):
+        if len(frames[0]) and not is_whole and handler.streams(worker, assembly.header):
             self._streaming.add(worker)
         if worker in self._streaming:
             for index, offset, chunk in assembly.drain():
-                self._handler.write(worker, index, offset, chunk)
+                handler.write(worker, index, offset, chunk)
         if not is_whole:
             return []
         header, tensors = assembly.take()
-        if isinstance(header.body, m.Leave):
-            return self._leave(worker)
-        if isinstance(header.body, m.Quit):
+        if isinstance(header.body, m.Leave | m.Quit):
             self._note_left(worker)
-        return self._handler.take(worker, header, tensors)
+        messages = self._service.take(worker, incarnation, header, tensors)
+        if self._service.problem:
+            self._refuse(f"worker {worker}: {self._service.problem}")
+        return messages
 
     def _process_notice(self, frames: Sequence[Any]) -> None:
         """Process the notice that an incarnation has ended; reply with its work at this service."""
         try:
             header = decode_header(frames[0])
         except FramingError as error:
-            self._refuse(None, f"a malformed notice: {error}")
+            self._refuse(f"a malformed notice: {error}")
             return
         ended = header.body
         if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker <= self._max_rank:
-            self._refuse(None, f"a notice of type {type(ended).__name__}")
+            self._refuse(f"a notice of type {type(ended).__name__}")
             return
         try:
-            is_last = self._incarnations.is_last(ended.worker, ended.incarnation)
-            work = self._handler.work_of(ended.worker) if is_last else m.CountedWork(0, [])
-            if not self._incarnations.is_over(ended.worker, ended.incarnation):
-                self._end_incarnation(ended)
+            work, messages = self._service.end(ended)
+            if self._service.is_ended(ended.worker):
+                self._assemblies[ended.worker].reset()
                 self._note_left(ended.worker)
+            self._send_all(messages)
             self._socket.send_multipart([DEATH_NOTIFIER, *next(encode(header.request_id, work))])
         except Exception as error:
-            self._refuse(None, f"the notice that worker {ended.worker} failed: {type(error).__name__}: {error}")
-
-    def _end_incarnation(self, ended: m.IncarnationEnded) -> None:
-        """End a worker's incarnation, if it was a member."""
-        worker = ended.worker
-        self._assemblies[worker].reset()
-        self._left_workers.discard(worker)
-        if self._incarnations.end(worker, ended.incarnation):
-            for outgoing in self._handler.remove(worker, ended.epoch_number, ended.batches, ended.is_partial):
-                self._send(outgoing)
-
-    def _leave(self, worker: int) -> list[OutgoingMessage]:
-        self._note_left(worker)
-        return self._handler.leave(worker)
+            self._refuse(f"the notice that worker {ended.worker} failed: {type(error).__name__}: {error}")
 
     def _note_left(self, worker: int) -> None:
         with self._left:
@@ -248,15 +245,16 @@ class RpcServer:
         with self._left:
             self._left.wait_for(lambda: len(self._left_workers) >= workers, limit_s)
 
-    def _refuse(self, outgoing: OutgoingMessage | None, why: str) -> None:
+    def _refuse(self, why: str) -> None:
         self.refused += 1
         log(f"refused {why}")
-        if outgoing is not None:
-            self._assemblies[outgoing.worker].reset()
+
+    def _send_all(self, messages: Sequence[OutgoingMessage]) -> None:
+        for outgoing in messages:
             self._send(outgoing)
 
     def _send(self, outgoing: OutgoingMessage) -> None:
-        name, tracker = name_of(outgoing.worker, self._incarnations.current(outgoing.worker)), None
+        name, tracker = name_of(outgoing.worker, self._service.incarnation(outgoing.worker)), None
         small = sum(tensor.nbytes for tensor in outgoing.tensors) < SMALL_BYTES
         try:
             for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors):

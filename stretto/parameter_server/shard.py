@@ -220,12 +220,6 @@ class Shard:
         for member in self.members.values():
             member.at_barrier = member.exempt = True
 
-    def has_update(self, worker: int, seq: int) -> bool:
-        """Return True if this update has arrived, even if it is not applied yet."""
-        member = self.members.get(worker)
-        is_held_back = any((held_back.worker, held_back.seq) == (worker, seq) for held_back in self._held_back)
-        return is_held_back or (member is not None and member.has_received(seq))
-
     def slowest_rounds(self) -> int:
         """Return the rounds of the slowest worker, from which a joining worker counts."""
         return int(rounds) if (rounds := self._slowest_rounds()) < math.inf else 0

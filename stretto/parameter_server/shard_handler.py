@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -55,19 +55,6 @@ class WorkerCopy:
         return message
 
 
-@dataclass(frozen=True, slots=True)
-class _LastReply:
-    """Last reply to a worker's update, which may have to be sent again, since no other message carries its content.
-
-    If it is not encoded, the newest version serves as well, unless exactly this version had to be kept.
-    """
-
-    request_id: int
-    body: m.Body
-    messages: Sequence[Tensor] | None = None
-    version: Version | None = None
-
-
 class _UpdateBatches:
     """Batches in a worker's updates of the current epoch."""
 
@@ -112,13 +99,14 @@ class ShardHandler:
     ) -> None:
         self._workers, self._on_nan = workers, on_nan
         self._store, self._boot_id = store, boot_id
-        self._recovery_epoch = -1 if store is not None and store.snapshots() else 0
+        newest = store.get(max(store.snapshots(), default=-1)) if store is not None else None
+        self._recovery_epoch = 0 if newest is None else -1
         """Number of rollbacks so far; -1 for a restarted process that does not know it yet."""
         self._members = set(range(workers))
         self._batches_by_worker: dict[int, _UpdateBatches] = {}
         self._pending = PendingRequests(clock)
         self._collectives = CollectiveHandler(workers, _combine, self._pending)
-        if self._recovery_epoch < 0:
+        if newest is not None:
             self._collectives.name_contributors()
         self._shard: Shard | None = None
         self._recipe = Recipe()
@@ -131,7 +119,12 @@ class ShardHandler:
         """True if there was space for it."""
         self._copies: dict[int, WorkerCopy] = {}
         """By worker: its copy of the parameters, if replies are encoded."""
-        self._last_replies: dict[int, _LastReply] = {}
+        self._kept: dict[int, Version] = {}
+        """By worker: the version in its last reply, if the worker and the shard move by the same difference."""
+        self._joined: set[int] = set()
+        """Workers that have joined since this process started."""
+        if newest is not None:
+            self._set_members(newest[0]["members"])
 
     def expects(self, worker: int, header: m.Header) -> None:
         """Check that an update has the lengths of this shard's ranges in the recipe's encoding."""
@@ -230,11 +223,12 @@ class ShardHandler:
             ]
         if isinstance(body, m.RequestRollback):
             recovery_epoch = self._recovery_epoch
-            reply = self._roll_back(body)
-            return [
-                OutgoingMessage(worker, request_id, reply),
-                *(self._reject_held_back() if self._recovery_epoch != recovery_epoch else []),
-            ]
+            reply, messages = self._roll_back(body), []
+            if recovery_epoch < 0 <= self._recovery_epoch:
+                messages = self._set_members(body.members)
+            if self._recovery_epoch != recovery_epoch:
+                messages = [*self._reject_held_back(), *messages]
+            return [OutgoingMessage(worker, request_id, reply), *messages]
         raise FramingError(f"unexpected message {type(body).__name__} for a shard")
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
@@ -247,7 +241,7 @@ class ShardHandler:
     ) -> list[OutgoingMessage]:
         """Remove a worker whose incarnation ended."""
         self._batches_of(worker).end(self._shard)
-        self._drop_last_reply(worker)
+        self._drop_kept(worker)
         self._members.discard(worker)
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._collectives.remove(worker), *self._delayed_replies(replies)]
@@ -265,6 +259,7 @@ class ShardHandler:
         """Add a joining worker; the records of its previous incarnation are dropped."""
         self._pending.forget(worker)
         self._members.add(worker)
+        self._joined.add(worker)
         self._batches_by_worker[worker] = _UpdateBatches(worker)
         self._collectives.join(worker)
         if self._shard is None:
@@ -274,9 +269,22 @@ class ShardHandler:
         body = m.Joined(self._recovery_epoch, parameter_set=self._parameter_set, clock=self._shard.slowest_rounds())
         return [OutgoingMessage(worker, request_id, body), *self._delayed_replies(replies)]
 
+    def _set_members(self, members: Sequence[int]) -> list[OutgoingMessage]:
+        """Take over the present members, of which a restarted process may not know all; return the messages due."""
+        messages = []
+        for worker in sorted(self._members - set(members) - self._joined):
+            messages += self.remove(worker)
+        for worker in sorted(set(members) - self._members):
+            self._members.add(worker)
+            self._collectives.join(worker)
+            if self._shard is not None:
+                messages += self._delayed_replies(self._shard.join(worker))
+                self._reset_copy(worker, self._shard.current.ranges)
+        return messages
+
     def _reset_copy(self, worker: int, theta: Sequence[Tensor]) -> None:
         reply = self._recipe.how.reply
-        self._drop_last_reply(worker)
+        self._drop_kept(worker)
         if reply is not None:
             self._copies[worker] = WorkerCopy(reply, theta, CodecContext(worker, self._workers))
 
@@ -287,7 +295,8 @@ class ShardHandler:
         if self._store is None or self._shard is None or number <= self._last_snapshot:
             return
         facts, tensors = self._shard.state()
-        summary = {"arena": self._parameter_set, "recipe": self._recipe.spelled(), **facts}
+        members = {"members": sorted(self._members)}
+        summary = {"arena": self._parameter_set, "recipe": self._recipe.spelled(), **members, **facts}
         self._last_snapshot, self._is_stored = number, self._store.put(number, summary, tensors)
 
     def _roll_back(self, body: m.RequestRollback) -> m.Body:
@@ -367,12 +376,7 @@ class ShardHandler:
 
     def _push(self, worker: int, request_id: int, body: m.Push, tensors: list[Chunks]) -> list[OutgoingMessage]:
         shard = self._opened_shard(body.parameter_set)
-        if (last := self._last_replies.get(worker)) is not None and last.request_id == request_id:
-            return [self._repeat_reply(worker, last)]
         numbers = [self._decoded(chunks, like) for chunks, like in zip(tensors, shard.current.ranges, strict=True)]
-        if self._pending.is_pending(worker, UPDATE_REPLY) and shard.has_update(worker, body.seq):
-            self._pending.note(worker, UPDATE_REPLY, request_id)
-            return []
         if self._pending.is_pending(worker, UPDATE_REPLY):
             raise FramingError(f"an update of worker {worker} while its last is held back")
         released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
@@ -405,38 +409,33 @@ class ShardHandler:
         return [self._push_reply(reply, *self._pending.pop(reply.worker, UPDATE_REPLY)) for reply in replies]
 
     def _push_reply(self, reply: Reply, request_id: int, blocked_s: float) -> OutgoingMessage:
-        self._drop_last_reply(reply.worker)
+        worker, version = reply.worker, reply.version
+        self._drop_kept(worker)
         if reply.refused and self._on_nan == "stop":
-            reply.version.release()
-            refused = m.Refused("the update holds NaN or infinity")
-            self._last_replies[reply.worker] = _LastReply(request_id, refused, ())
-            return OutgoingMessage(reply.worker, request_id, refused)
+            version.release()
+            return OutgoingMessage(worker, request_id, m.Refused("the update holds NaN or infinity"))
         applied = [(update.seq, update.version, update.staleness, update.samples) for update in reply.applied]
-        body = m.PushReply(reply.version.number, applied, list(reply.refused), blocked_s)
-        if reply.worker in self._copies:
-            messages = self._copies[reply.worker].encode(reply.version.ranges)
-            reply.version.release()
-            self._last_replies[reply.worker] = _LastReply(request_id, body, messages)
-            return OutgoingMessage(reply.worker, request_id, body, messages)
+        body = m.PushReply(version.number, applied, list(reply.refused), blocked_s)
+        if worker in self._copies:
+            messages = self._copies[worker].encode(version.ranges)
+            version.release()
+            return OutgoingMessage(worker, request_id, body, messages)
         assert self._shard is not None
-        stored = reply.version.acquire() if self._shard.moves_both else None
-        self._last_replies[reply.worker] = _LastReply(request_id, body, version=stored)
-        return OutgoingMessage(reply.worker, request_id, body, reply.version.ranges, reply.version.release)
+        if self._shard.moves_both:
+            self._kept[worker] = version.acquire()
+        again = functools.partial(self._push_reply_again, worker, request_id, body)
+        return OutgoingMessage(worker, request_id, body, version.ranges, version.release, again)
 
-    def _repeat_reply(self, worker: int, last: _LastReply) -> OutgoingMessage:
-        """Return the same reply once more."""
-        if last.messages is not None:
-            return OutgoingMessage(worker, last.request_id, last.body, last.messages)
+    def _push_reply_again(self, worker: int, request_id: int, body: m.PushReply) -> OutgoingMessage:
+        """Return the same reply once more: with the newest version, unless exactly this one had to be kept."""
         assert self._shard is not None
-        assert isinstance(last.body, m.PushReply)
-        version = last.version.acquire() if last.version is not None else self._shard.read(worker)
-        body = msgspec.structs.replace(last.body, version=version.number)
-        return OutgoingMessage(worker, last.request_id, body, version.ranges, version.release)
+        version = self._kept[worker].acquire() if worker in self._kept else self._shard.read(worker)
+        body = msgspec.structs.replace(body, version=version.number)
+        return OutgoingMessage(worker, request_id, body, version.ranges, version.release)
 
-    def _drop_last_reply(self, worker: int) -> None:
-        last = self._last_replies.pop(worker, None)
-        if last is not None and last.version is not None:
-            last.version.release()
+    def _drop_kept(self, worker: int) -> None:
+        if (version := self._kept.pop(worker, None)) is not None:
+            version.release()
 
     def _read(self, worker: int, request_id: int, flush: bool) -> list[OutgoingMessage]:
         if self._shard is None:

@@ -295,9 +295,9 @@ class Simulator:
         if servers is None or number >= servers.shards:
             refuse(time, event, "the recipe of this run has no such server")
         elif event.verb == "pause":
-            servers.pause_shard(number)
+            servers.shard(number).pause()
         elif event.verb == "resume":
-            servers.resume_shard(number)
+            servers.shard(number).resume()
         elif event.verb == "kill" and self._coordinator is None:
             refuse(time, event)
         elif event.verb == "kill" and (incarnation := servers.fail_shard(number)) is not None:
@@ -397,6 +397,8 @@ class Simulator:
             self._servers = SimServers(
                 self.engine, recipe.shards, config.on_nan, not config.plain, config.timeout_s, can_fail
             )
+            if self._coordinator is not None:
+                self._coordinator.add_service(self._servers.dispatcher)
             for worker, incarnation in self._failed_workers:
                 self._servers.worker_failed(worker, incarnation)
             self._catch_up()

@@ -199,7 +199,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         if not recipe.asynchronous:
             from stretto.transport.rendezvous import ServerRendezvous
 
-            return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(0, away_s)))
+            return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(config.incarnation, away_s)))
         membership.await_generation(ReadyReport(0))
         try:
             client = open_client(config.incarnation, away_s, config.joins)

@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from run_place import Place
+from run_place import Place, config_of
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
@@ -146,6 +147,17 @@ def local(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+def kill_service(launcher: subprocess.Popen[str], kind: str) -> None:
+    children = psutil.Process(launcher.pid).children()
+    next(child for child in children if config_of(child).get("type") == kind).kill()
+
+
+def trained_by_guests(run: Path, count: int) -> bool:
+    """Return True if guests have trained in an epoch after the first `count`, or if epochs do not name workers."""
+    later = epochs(run)[count + 1 :]
+    return any("trained" not in epoch or {"2", "3"} <= epoch["trained"].keys() for epoch in later)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -167,8 +179,10 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
     killed = starts(run)[3]["pid"]
     os.kill(killed, signal.SIGKILL)
     until(lambda: starts(run)[3]["pid"] != killed, here, guests)
-    if not over_server:  # there each epoch names who trained
-        until(lambda: any({"2", "3"} <= epoch["trained"].keys() for epoch in epochs(run)), here, guests)
+    for kind in ("shard", "coordinator"):
+        count = len(epochs(run))
+        kill_service(here, kind)
+        until(lambda count=count: trained_by_guests(run, count), here, guests)  # type: ignore[misc]
     guests.terminate()
     said, _ = guests.communicate(timeout=60)
     assert guests.returncode == 128 + signal.SIGTERM, said

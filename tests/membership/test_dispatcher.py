@@ -183,7 +183,7 @@ def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], worke
     done = sorted(batch for batch in some if batch < len(sizes))
     before = sum(sizes[batch] for batch in done)
     dispatcher = BatchDispatcher(workers)
-    earlier = dispatcher.state()
+    earlier = dispatcher.settled_batches()
     dispatcher.begin(4, sizes, None, dealt, done)
     for _ in range(2):
         found = []
@@ -193,7 +193,7 @@ def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], worke
             dispatcher.settle(handed.lease.worker, 4, [handed.lease.batch])
         assert sorted([*found, *done]) == list(range(len(sizes)))
         assert audit([dispatcher.ledger.counts()]) == Audit(sum(sizes), 0, 0)
-        dispatcher.roll_back(earlier)
+        dispatcher.roll_back(*earlier)
 
 
 @given(SIZES, st.integers(1, 4), st.randoms())
@@ -232,14 +232,14 @@ def test_a_worker_that_joins_a_finished_epoch_gets_the_returned_batches() -> Non
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 2])
     dispatcher.remove(1)
-    before = dispatcher.state()
+    before = dispatcher.settled_batches()
     for batch in range(2):
         assert dispatcher.lease(0, 1).lease is not None
         dispatcher.settle(0, 1, [batch])
     dispatcher.await_end(0, 1)
     assert dispatcher.pop_released() == {0: True}
     dispatcher.join(1, 0)
-    dispatcher.roll_back(before)
+    dispatcher.roll_back(*before)
     dispatcher.remove(0)
     assert dispatcher.lease(1, 1).lease is not None
 

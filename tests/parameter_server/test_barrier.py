@@ -158,17 +158,3 @@ def test_finished_operations_take_no_memory() -> None:
     assert meeting.contribute(0, 4200, 0) == []
     kept = [value for value in vars(meeting).values() if isinstance(value, set | dict)]
     assert sum(map(len, kept)) < 1100
-
-
-def test_an_operation_that_one_worker_has_completed_is_over() -> None:
-    """The waiting workers are named once, without workers that were already notified of the failure."""
-    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), lambda laid: sum(laid.values()))
-    assert [meeting.contribute(worker, 1, 10) for worker in (0, 2)] == [[], []]
-    assert meeting.note_result(1) == [0, 2]
-    assert meeting.note_result(1) is None
-    assert meeting.contribute(3, 1, 20) == []
-    meeting.contribute(0, 2, 10)
-    meeting.leave(3)
-    meeting.contribute(1, 2, 10)
-    assert meeting.note_result(2) == []
-    assert meeting.note_result(3) == []

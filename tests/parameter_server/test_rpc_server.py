@@ -208,6 +208,9 @@ def test_the_largest_frame_that_a_client_sends_is_accepted(servers: Servers) -> 
 
 
 NUMBER = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**64 - 1))
+REQUEST = st.one_of(st.integers(-3, 300), st.integers(-(2**63), 2**63))
+LAST_REQUEST = 2**64 - 1
+"""A service ignores smaller numbers after this one, as requests that come again."""
 LENGTH = st.one_of(st.integers(-2, 200), st.sampled_from([2**31, 2**40, 2**62, 2**63 - 1, 2**64 - 1]))
 KIND = st.sampled_from(["float32", "float64", "uint8", "int64", "bool", "float16", "object", ""])
 REAL = st.one_of(st.floats(), st.just(0.1))
@@ -243,7 +246,7 @@ def parcels(draw: Any) -> list[list[bytes]]:
     lengths = draw(st.lists(LENGTH, max_size=3))
     if draw(st.booleans()):  # as a shard of 100 numbers expects
         lengths, kind = [100], draw(st.sampled_from(["float32", "float32", "int64", "uint8"]))
-    head = msgspec.msgpack.encode(m.Header(draw(NUMBER), body, [(kind, one) for one in lengths]))
+    head = msgspec.msgpack.encode(m.Header(draw(REQUEST), body, [(kind, one) for one in lengths]))
     size = {"float32": 4, "float64": 8, "int64": 8, "float16": 2}.get(kind, 1)
     fill = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\x01"]))
     chunks = [fill * (one * size) for one in lengths if 0 < one <= 200]
@@ -279,10 +282,10 @@ def bombard(one: Any, sendings: list[list[list[bytes]]]) -> None:
     """Send all messages, then a valid request, and wait until it is refused: the server has read all before it."""
     for message in (message for parcel in sendings for message in parcel):
         one.send_multipart(message)
-    one.send_multipart(next(encode(4711, m.PushReply(0))))
+    one.send_multipart(next(encode(LAST_REQUEST, m.PushReply(0))))
     while one.poll(5000):
         with suppress(msgspec.MsgspecError, TypeError):  # chunks of a requested tensor
-            if msgspec.msgpack.decode(one.recv_multipart()[0])[0] == 4711:
+            if msgspec.msgpack.decode(one.recv_multipart()[0])[0] == LAST_REQUEST:
                 return
     raise AssertionError("the service does not answer any more")
 
@@ -623,7 +626,7 @@ def test_buffers_of_versions_that_were_sent_are_reused(servers: Servers, length:
                 gone.send_multipart(next(encode(1, m.Read(False))))
         for seq in range(20 * turn + 1, 20 * turn + 21):
             receive(push(wire, seq, [torch.ones(length)], seq - 1), theta)
-    retired = service._handler._shard._versions._retired  # type: ignore[attr-defined]
+    retired = service._service.handler._shard._versions._retired  # type: ignore[attr-defined]
     limit = time.monotonic() + 20.0
     while any(one.readers for one in retired):
         assert time.monotonic() < limit, "replies that were sent, or can't be, hold their numbers"

@@ -125,26 +125,29 @@ def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
 
 
 def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
-    """Return a server class that processes messages in a recorded order, and holds back early ones."""
+    """Return a server class that processes messages in a recorded order, and holds back a worker's early ones."""
 
     class InTurn(rpc_server.SimServer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            self._held: dict[Kind, list[Any]] = defaultdict(list)
+            self._held: dict[int, deque[Any]] = defaultdict(deque)
 
         def _process(self, link: rpc_server.SimChannel, head: m.Header, tensors: Any) -> None:
-            body = head.body
-            if not isinstance(body, m.Push | m.Lease):
-                super()._process(link, head, tensors)
-                return
-            kind = ("update", 0) if isinstance(body, m.Push) else ("batch", body.epoch_number)
-            left, held = turns[kind], self._held[kind]
-            held.append((link, head, tensors))
-            while found := [one for one in held if not left or one[0].worker.number == left[0]]:
-                held.remove(found[0])
-                if left:
+            self._held[link.worker.number].append((link, head, tensors))
+            while found := [worker for worker, held in self._held.items() if held and self._is_due(held[0])]:
+                link, head, tensors = self._held[found[0]].popleft()
+                if left := turns.get(self._kind(head.body)):
                     left.popleft()
-                super()._process(*found[0])
+                super()._process(link, head, tensors)
+
+        def _kind(self, body: m.Body) -> Kind:
+            if isinstance(body, m.Push):
+                return "update", 0
+            return ("batch", body.epoch_number) if isinstance(body, m.Lease) else ("", 0)
+
+        def _is_due(self, held: Any) -> bool:
+            left = turns.get(self._kind(held[1].body))
+            return not left or held[0].worker.number == left[0]
 
     return InTurn
 

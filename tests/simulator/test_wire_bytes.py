@@ -149,19 +149,19 @@ def test_bytes_equal_recorded_kernel_counts() -> None:
 @pytest.mark.parametrize(
     ("length", "plain", "sealed"),
     [
-        (0, 24, 57),
-        (1, 27, 93),
-        (240, 267, 340),
-        (256, 291, 357),
-        (CHUNK_BYTES, 1048613, 1048679),
-        (CHUNK_BYTES + 1, 1048618, 1048750),
-        (4 * CHUNK_BYTES, 4194374, 4194638),
+        (0, 25, 58),
+        (1, 28, 94),
+        (240, 268, 341),
+        (256, 292, 358),
+        (CHUNK_BYTES, 1048614, 1048680),
+        (CHUNK_BYTES + 1, 1048619, 1048751),
+        (4 * CHUNK_BYTES, 4194375, 4194639),
     ],
 )
 def test_rpc_message_bytes_equal_recorded_kernel_counts(length: int, plain: int, sealed: int) -> None:
     tensors = [("uint8", length)]
-    assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, False) == plain
-    assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, True) == sealed
+    assert wire_bytes.message_bytes(m.Header(1, m.Gather(1, None), tensors), False) == plain
+    assert wire_bytes.message_bytes(m.Header(1, m.Gather(1, None), tensors), True) == sealed
 
 
 edges = st.sampled_from([-1, 0, 1]).flatmap(
@@ -180,11 +180,11 @@ def test_rpc_message_costs_its_frames(tensors, body, encrypted) -> None:
     frames = [memoryview(frame).nbytes for message in encode(5, body, parts) for frame in message]
     on_wire = [one + 33 for one in frames] if encrypted else frames
     expected = sum(one + (2 if one < 256 else 9) for one in on_wire)
-    assert wire_bytes.message_bytes(5, body, tensors, encrypted) == expected
+    assert wire_bytes.message_bytes(m.Header(5, body, tensors), encrypted) == expected
 
 
 @given(st.integers(0, 1 << 40))
 def test_larger_request_number_takes_its_msgpack_size(number) -> None:
     more = len(msgspec.msgpack.encode(number)) - 1
-    at_zero = wire_bytes.message_bytes(0, m.Result(), [], False)
-    assert wire_bytes.message_bytes(number, m.Result(), [], False) == at_zero + more
+    at_zero = wire_bytes.message_bytes(m.Header(0, m.Result(), []), False)
+    assert wire_bytes.message_bytes(m.Header(number, m.Result(), []), False) == at_zero + more

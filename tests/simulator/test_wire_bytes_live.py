@@ -27,8 +27,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from stretto.collective_ops import AllGather, AllReduceMean, Exchange
+from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.framing import dtype_name
+from stretto.parameter_server.framing import layout_of
 from stretto.parameter_server.messages import Gather, Result
 from stretto.parameter_server.rpc_server import RpcServer
 from stretto.simulator.network import wire_bytes
@@ -197,7 +198,7 @@ class Overheard:
         self.received: Counter[tuple[str, int]] = Counter()
         for worker, wire in enumerate(wires):
             for link in _links(wire):
-                monkeypatch.setattr(link, "send", self._sending(link.send, (link.address, worker)))
+                monkeypatch.setattr(link, "send", self._sending(link, (link.address, worker)))
         reply = RpcServer._send
 
         def replying(service: RpcServer, post: Any) -> None:
@@ -206,17 +207,18 @@ class Overheard:
 
         monkeypatch.setattr(RpcServer, "_send", replying)
 
-    def _sending(self, send: Callable[..., int], whose: tuple[str, int]) -> Callable[..., int]:
+    def _sending(self, link: Any, whose: tuple[str, int]) -> Callable[..., int]:
+        send = link.send
+
         def sending(body: Any, tensors: Any = ()) -> int:
-            number = send(body, tensors)
-            self.sent[whose] += self._cost(number, body, tensors)
+            number: int = send(body, tensors)
+            self.sent[whose] += self._cost(number, body, tensors, link._session.answered_below)
             return number
 
         return sending
 
-    def _cost(self, number: int, body: Any, tensors: Any) -> int:
-        kinds = [(dtype_name(one), one.numel()) for one in tensors]
-        return wire_bytes.message_bytes(number, body, kinds, self._encrypted)
+    def _cost(self, number: int, body: Any, tensors: Any, answered_below: int = 0) -> int:
+        return wire_bytes.message_bytes(m.Header(number, body, layout_of(tensors), answered_below), self._encrypted)
 
 
 def _links(wire: ParameterServerClient) -> list[Any]:
@@ -283,8 +285,8 @@ def test_worker_counts_all_but_its_leave_message(ends: Any) -> None:
     [wire] = ends(1, plain=True)
     wire.all_gather_bytes(b"")
     wire.close()
-    gathered = wire_bytes.message_bytes(1, Gather(1, None), [("uint8", 0)], False)
-    answered = wire_bytes.message_bytes(1, Result(), [("uint8", 0)], False)
+    gathered = wire_bytes.message_bytes(m.Header(1, Gather(1, None), [("uint8", 0)]), False)
+    answered = wire_bytes.message_bytes(m.Header(1, Result(), [("uint8", 0)]), False)
     hello = wire_bytes.handshake_bytes(0, False)
     traffic = wire.traffic()
     assert (traffic.bytes_sent, traffic.bytes_received) == (2 * hello[0] + gathered, 2 * hello[1] + answered)

@@ -167,7 +167,7 @@ def run_with_faults(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) 
         if at % 40 == 0:
             cluster.report_failure() if at % 80 else cluster.restart_worker()
     waiting = {
-        f"{one.number}.{one.incarnation}": [list(channel.pending.values()) for channel in one.channels]
+        f"{one.number}.{one.incarnation}": [list(channel.session.unanswered()) for channel in one.channels]
         for one in cluster.workers_now
     }
     raise AssertionError(f"no end: {cluster.history}; {waiting}")
@@ -180,7 +180,9 @@ def inject(cluster: FaultyCluster, what: str, number: int) -> None:
     if what == "worker":
         cluster.kill_worker(number % cluster.workers)
     elif what == "server":
-        cluster.kill_server(number % (len(cluster.services) - 1))
+        cluster.kill_server(number % (len(cluster.processes) - 1))
+    elif what == "coordinator":
+        cluster.kill_coordinator()
     elif what == "quit":
         cluster.ask_to_quit(number % cluster.workers)
     else:
@@ -200,6 +202,7 @@ def run(
     try:
         run_with_faults(cluster, planned)
     finally:
+        cluster.close()
         torch.set_grad_enabled(grads)  # a worker killed while gradients were off leaves them off for all greenlets
     return results
 
@@ -235,7 +238,7 @@ def test_snapshots_are_taken_in_the_middle_of_an_epoch(recipe: str) -> None:
     assert run(0, 3, 2, recipe, None, []).snapshots >= EPOCHS
 
 
-@given(**CONFIGURATION, planned=faults("server", "link"))
+@given(**CONFIGURATION, planned=faults("server", "coordinator", "link"))
 @SETTINGS
 def test_updates_after_the_last_snapshot_are_repeated_when_servers_fail(
     seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
@@ -284,7 +287,7 @@ SERVER_AND_WORKER_TWICE = [
 ]
 
 
-@given(**CONFIGURATION, planned=faults("worker", "server", "link"))
+@given(**CONFIGURATION, planned=faults("worker", "server", "coordinator", "link"))
 @example(seed=34, workers=3, shards=1, recipe="async_sgd", barrier_every=None, planned=LATE)
 @example(
     seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", barrier_every=None, planned=WORKER_THEN_SERVER
@@ -320,7 +323,11 @@ def test_every_batch_counts_once_when_workers_servers_and_connections_fail(
 
 LAST = [(6, "at the end, server", 0), (8, "at the end, worker", 1)]
 AT_THE_END = st.lists(
-    st.tuples(st.integers(0, 12), st.sampled_from([AT_END + "server", AT_END + "worker"]), st.integers(0, 3)),
+    st.tuples(
+        st.integers(0, 12),
+        st.sampled_from([AT_END + "server", AT_END + "coordinator", AT_END + "worker"]),
+        st.integers(0, 3),
+    ),
     min_size=1,
     max_size=2,
 )
@@ -339,7 +346,7 @@ def test_failures_at_the_end_leave_no_process_waiting(
 QUIT_AND_BACK = [(311, "quit", 3), (351, "worker", 1), (430, "server", 0)]
 
 
-@given(**CONFIGURATION, planned=faults("quit", "server", "worker"))
+@given(**CONFIGURATION, planned=faults("quit", "server", "coordinator", "worker"))
 @example(
     seed=34, workers=4, shards=2, recipe="async_sgd", barrier_every=None, planned=[(334, "quit", 1), (498, "server", 0)]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,10 +63,11 @@ def run_with_plan(cluster: FaultyCluster, planned: Mapping[int, Callable[[], obj
                     return
         raise AssertionError(f"no end: {cluster.history}")
     finally:
+        cluster.close()
         torch.set_grad_enabled(grads)
 
 
-@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize("failed", [-1, 0, 1])
 def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(failed: int) -> None:
     found: dict[int, float] = {}
 
@@ -85,7 +87,8 @@ def test_workers_receive_the_checkpoint_though_a_server_fails_during_the_resume(
         for at in range(0, 120, 5):
             found.clear()
             cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
-            run_with_plan(cluster, {at: lambda cluster=cluster: cluster.kill_server(failed)})  # type: ignore[misc]
+            kill = cluster.kill_coordinator if failed < 0 else functools.partial(cluster.kill_server, failed)
+            run_with_plan(cluster, {at: kill})
             assert set(found.values()) == {5.0}, (seed, at)
 
 
@@ -140,7 +143,7 @@ def test_finished_batches_are_not_repeated_when_a_worker_and_then_the_coordinato
                 at[0]: lambda cluster=cluster: cluster.kill_worker(1),  # type: ignore[misc]
                 at[0] + 2: cluster.report_failure,
                 at[0] + 4: cluster.restart_worker,
-                at[1]: lambda cluster=cluster: cluster.kill_server(0),  # type: ignore[misc]
+                at[1]: cluster.kill_coordinator,
             },
         )
         assert all(one == [0.0] * DONE + [1.0] * (BATCHES - DONE) for one in found.values()), seed

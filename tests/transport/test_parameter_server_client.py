@@ -109,7 +109,7 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(servers
     one.close()
     one.close()
     began = time.monotonic()
-    hosted.server.await_leave(0.3)
+    hosted.server.await_leave(2, 0.3)
     assert time.monotonic() - began >= 0.3
     other.close()
     hosted.close_when_left(limit_s=10.0)
@@ -205,4 +205,4 @@ def test_requests_before_a_rollback_are_void(servers: Servers) -> None:
     wire.recovery_epoch += 1
     with pytest.raises(RollbackRequiredError):
         wire.lease(asked)
-    assert wire.barriers_announced == []
+    assert wire.barriers_announced == 0

@@ -7,6 +7,7 @@ messages are sent again with the next heartbeat, as live.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
 from stretto.events import COORDINATOR, Event, of_process
@@ -114,6 +115,15 @@ class SimMembershipClient(CoordinatorConnection):
         return state.reply
 
 
+class ServiceProcess(Protocol):
+    """A service that runs in the coordinator's process."""
+
+    def fail(self) -> None: ...
+    def restart(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
 class SimCoordinator:
     """The coordinator of a simulation, with the launcher's part: it notices failed workers and restarts them.
 
@@ -154,6 +164,8 @@ class SimCoordinator:
         """Incarnation of the coordinator's process."""
         self._tick_s, self._heartbeat_s = min(config.failure_timeout_s / 10, 0.2), heartbeat_s(config.failure_timeout_s)
         self._next_heartbeat = 0.0
+        self._services: list[ServiceProcess] = []
+        """Services that run in the coordinator's process."""
         self._run_finished = False
         """True if a worker has finished the run, after which no worker is restarted."""
         engine.attach(self)
@@ -168,6 +180,14 @@ class SimCoordinator:
     def returning(self) -> set[int]:
         """The workers that will be restarted."""
         return self._restarting
+
+    def add_service(self, service: ServiceProcess) -> None:
+        """Run a service in the coordinator's process: it fails, pauses and restarts with it."""
+        self._services.append(service)
+        if self.is_down:
+            service.fail()
+        elif self._paused_at is not None:
+            service.pause()
 
     def client(self, worker: Worker) -> SimMembershipClient:
         """Return a new membership client of a worker."""
@@ -214,18 +234,24 @@ class SimCoordinator:
             return
         self.is_down, self._paused_at = True, None
         self._inbox.clear()
+        for service in self._services:
+            service.fail()
         self.restart_service(COORDINATOR, self._incarnation, back_after_s, self._restore)
 
     def coordinator_paused(self) -> None:
         """Pause the coordinator: messages to it wait."""
         if not self.is_down and self._paused_at is None:
             self._paused_at = self.now
+            for service in self._services:
+                service.pause()
 
     def coordinator_resumed(self) -> None:
         """Resume the coordinator: it processes the waiting messages; its pause does not count as silence of workers."""
         if self._paused_at is None:
             return
         paused_s, self._paused_at = self.now - self._paused_at, None
+        for service in self._services:
+            service.resume()
         if self._membership is not None:
             self._membership.extend_timeouts(paused_s)
         self._process_inbox()
@@ -257,6 +283,8 @@ class SimCoordinator:
 
     def _restore(self) -> None:
         self.is_down, self._incarnation = False, self._incarnation + 1
+        for service in self._services:
+            service.restart()
         if self._records:
             self._membership = MembershipCoordinator.restored(self._records, self.now)
         for number in self._exits:

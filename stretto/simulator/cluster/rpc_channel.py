@@ -12,8 +12,9 @@ from torch import Tensor
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import Replaying, Sink, raise_refusals
-from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, dtype_name
+from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, layout_of
 from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.sessions import ClientSession
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.wire_bytes import handshake_bytes, message_bytes
 
@@ -26,7 +27,7 @@ class ReplyTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.kinds = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
+        self.kinds = layout_of(tensors)
         self.pieces: list[Chunks] = [[tensor] for tensor in tensors]
         self._messages: list[bytes] | None = None
         self._nbytes: dict[int, int] = {}
@@ -35,7 +36,7 @@ class ReplyTensors:
         """Return the bytes of the message, which depend on its number only by the number's length."""
         length = reply.request_id.bit_length()
         if length not in self._nbytes:
-            self._nbytes[length] = message_bytes(reply.request_id, reply.body, self.kinds, encrypted)
+            self._nbytes[length] = message_bytes(m.Header(reply.request_id, reply.body, self.kinds), encrypted)
         return self._nbytes[length]
 
     def messages(self) -> list[bytes]:
@@ -47,12 +48,17 @@ class ReplyTensors:
 
 @dataclass(slots=True)
 class _Request:
-    """A request of a worker; `was_sent` is true once it has left the worker."""
+    """A request of a worker, with a copy of its tensors; `was_sent` is true once it has left the worker."""
 
-    header: m.Header
+    body: m.Request
+    layout: list[tuple[str, int]]
     pieces: list[Chunks]
-    nbytes: int
     was_sent: bool = False
+
+
+def _request(body: m.Request, tensors: Sequence[Tensor]) -> _Request:
+    chunks: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
+    return _Request(body, layout_of(tensors), chunks)
 
 
 class ChannelSettings(NamedTuple):
@@ -65,7 +71,7 @@ class ChannelSettings(NamedTuple):
 
 
 class SimChannel:
-    """A connection of a worker's `incarnation` to a server. `channels` are those of all workers to the same server.
+    """A connection of a worker's `incarnation` to a server.
 
     The numbers of its requests continue those of the previous incarnation's channel, `before`, whose replies are
     dropped.
@@ -76,19 +82,15 @@ class SimChannel:
         engine: Engine,
         worker: Worker,
         server: SimServer,
-        channels: list[SimChannel],
         settings: ChannelSettings,
         before: SimChannel | None = None,
         incarnation: int = 0,
     ) -> None:
         self._engine, self.worker, self._server, self.incarnation = engine, worker, server, incarnation
-        self.channels = channels
         self._encrypted, self._limit_s, self._servers_can_fail = settings
         self._client: Replaying | None = None
-        self._unanswered: dict[int, _Request] = {}
-        """Requests without a reply, in order, if servers can fail and requests may have to be sent again."""
-        self._last_number: int = before._last_number if before is not None else 0
-        self._dropped_up_to = self._last_number
+        self._session: ClientSession[_Request] = ClientSession(before._session.last if before is not None else 0)
+        self._dropped_up_to = self._session.last
         """Number up to which replies are dropped."""
         self._replies: dict[int, tuple[OutgoingMessage, ReplyTensors]] = {}
         self._on_read: dict[int, Callable[[], None]] = {}
@@ -105,34 +107,29 @@ class SimChannel:
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a request at this worker's virtual time, with a copy of its tensors, and return its number."""
-        self._last_number += 1
-        request = self._make_request(self._last_number, body, tensors)
-        if self._servers_can_fail and not isinstance(body, m.WITHOUT_REPLY):
-            self._unanswered[self._last_number] = request
+        request = _request(body, tensors)
+        number = self._session.number(request, not isinstance(body, m.WITHOUT_REPLY))
         if isinstance(body, m.Push | m.Contribute):
             self._spend_codec_time()
-        self._send_request(request)
-        return self._last_number
+        self._send_request(number, request)
+        return number
 
     def discard(self, number: int) -> None:
         """Drop the reply to this request."""
-        self._unanswered.pop(number, None)
+        self._session.discard(number)
         self._replies.pop(number, None)
         self._mark_read(number)
 
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message that has no reply."""
-        self._send_request(self._make_request(0, body, tensors))
+        self._send_request(0, _request(body, tensors))
 
-    def _make_request(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Request:
-        kinds = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
-        chunks: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
-        return _Request(m.Header(number, body, kinds), chunks, message_bytes(number, body, kinds, self._encrypted))
-
-    def _send_request(self, request: _Request) -> None:
-        self._sent += request.nbytes
+    def _send_request(self, number: int, request: _Request) -> None:
+        header = m.Header(number, request.body, request.layout, self._session.answered_below)
+        nbytes = message_bytes(header, self._encrypted)
+        self._sent += nbytes
         request.was_sent = False
-        self.worker.schedule(lambda: self._transmit(request))
+        self.worker.schedule(lambda: self._transmit(header, request, nbytes))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
         """Wait for a reply, and return its body and tensors (none with a `sink`, which receives them)."""
@@ -170,7 +167,7 @@ class SimChannel:
         if is_same_for_all:
             nbytes = reply_tensors.nbytes(reply, encrypted)
         else:
-            nbytes = message_bytes(reply.request_id, reply.body, reply_tensors.kinds, encrypted)
+            nbytes = message_bytes(m.Header(reply.request_id, reply.body, reply_tensors.kinds), encrypted)
         self._received += nbytes
         receive = server.unless_restarted(lambda: self._receive(reply, reply_tensors))
         self._transfer(server.endpoint, self.worker.number, nbytes, receive)
@@ -181,17 +178,17 @@ class SimChannel:
 
     def is_pending(self, number: int) -> bool:
         """True if a request has no reply yet."""
-        return number in self._unanswered
+        return self._session.is_pending(number)
 
     def resend(self) -> None:
         """Send the unanswered requests again, in order, to a restarted server."""
         if self.worker.has_ended or not self._is_open:
             return
-        sent_requests = [request for request in self._unanswered.values() if request.was_sent]
+        sent_requests = [(number, request) for number, request in self._session.unanswered() if request.was_sent]
         if self._client is not None:
             self._client.replay(self)
-        for request in sent_requests:
-            self._send_request(request)
+        for number, request in sent_requests:
+            self._send_request(number, request)
 
     def abort(self) -> None:
         """Abort the request that the worker waits for."""
@@ -200,9 +197,9 @@ class SimChannel:
 
     def reset(self) -> None:
         """Drop all requests so far and their replies, and end an abort."""
-        self._is_aborted, self._dropped_up_to = False, self._last_number
+        self._is_aborted, self._dropped_up_to = False, self._session.last
         self._replies.clear()
-        self._unanswered.clear()
+        self._session.reset()
         for on_read in self._on_read.values():
             on_read()
         self._on_read.clear()
@@ -223,12 +220,12 @@ class SimChannel:
         self.worker.codec_calls += 1
         self.worker.compute(self._engine.cost_model.codec_s)
 
-    def _transmit(self, request: _Request) -> None:
+    def _transmit(self, header: m.Header, request: _Request, nbytes: int) -> None:
         request.was_sent = True
         server = self._server
         if not server.is_down:
-            receive = server.unless_restarted(lambda: server.receive(self, request.header, request.pieces))
-            self._transfer(self.worker.number, server.endpoint, request.nbytes, receive)
+            receive = server.unless_restarted(lambda: server.receive(self, header, request.pieces))
+            self._transfer(self.worker.number, server.endpoint, nbytes, receive)
 
     def _transfer(self, source: int, target: int, nbytes: int, callback: Callable[[], None]) -> None:
         """Transfer a message: processor work at the source, the links, processor work at the target.
@@ -263,8 +260,7 @@ class SimChannel:
         engine.process_message(source, resource(source), rest_s, finish_part)
 
     def _receive(self, reply: OutgoingMessage, reply_tensors: ReplyTensors) -> None:
-        request = self._unanswered.pop(reply.request_id, None)
-        if reply.request_id > self._dropped_up_to and (request is not None or not self._servers_can_fail):
+        if self._session.answer(reply.request_id) and reply.request_id > self._dropped_up_to:
             self._replies[reply.request_id] = reply, reply_tensors
             self.worker.wake()
         elif reply.request_id not in self._replies:

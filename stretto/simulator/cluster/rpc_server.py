@@ -15,8 +15,8 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.framing import Chunks, FramingError
-from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
-from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import InMemoryStore
 from stretto.simulator.cluster.rpc_channel import ChannelSettings, ReplyTensors, SimChannel
@@ -24,17 +24,26 @@ from stretto.simulator.engine import Engine, Worker
 from stretto.transport.interface import Message, made
 
 COORDINATOR = -1
-"""Endpoint of the batch dispatcher, which runs beside the first shard."""
+"""Endpoint of the coordinator's process, which is on the machine of the first shard."""
 
 
 class SimServer:
-    """A server process, whose handler processes one message at a time. A restart creates a new handler."""
+    """A server process, whose service processes one message at a time. `channels` are the workers' to it.
+
+    A restart makes the service of its next incarnation: a new one, or with a log the same.
+    """
 
     def __init__(
-        self, engine: Engine, make_handler: Callable[[int], RequestHandler], endpoint: int, resource: int, name: str
+        self,
+        engine: Engine,
+        make_service: Callable[[int], Service],
+        endpoint: int,
+        resource: int,
+        name: str,
+        channels: list[SimChannel],
     ) -> None:
-        self._engine, self._make_handler, self.resource = engine, make_handler, resource
-        self.endpoint, self.name = endpoint, name
+        self._engine, self._make_service, self.resource = engine, make_service, resource
+        self.endpoint, self.name, self.channels = endpoint, name, channels
         self.is_down = False
         self._incarnation = self._pauses = 0
         """Incarnation of the process, and number of its pauses that are not ended."""
@@ -43,24 +52,33 @@ class SimServer:
         self._start_process()
 
     def _start_process(self) -> None:
-        self._handler = self._make_handler(self._incarnation)
+        self._service = self._make_service(self._incarnation)
         self._idle_at = 0.0
         self._last_reply = ReplyTensors(())
-        self._incarnations = Incarnations()
-        """Filter for messages of worker incarnations that have ended."""
 
     # --- process --------------------------------------------------------------------------------------------------
 
+    @property
+    def incarnation(self) -> int:
+        """Number of earlier starts of the process."""
+        return self._incarnation
+
     def fail(self) -> None:
-        """Fail the process: its state and all messages to and from it are lost."""
+        """Fail the process: its memory and all messages to and from it are lost."""
         self.is_down, self._pauses = True, 0
         self._waiting.clear()
         self._incarnation += 1
 
     def restart(self) -> None:
-        """Start another process, which loads the snapshots of the previous one."""
+        """Start another process, with the snapshots or the log of the previous one; workers send requests again."""
         self.is_down = False
         self._start_process()
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Let the workers connect again, and send the requests without a reply."""
+        for channel in self.channels:
+            channel.resend()
 
     def pause(self) -> None:
         """Pause the process: messages to it wait."""
@@ -81,20 +99,11 @@ class SimServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def work_of(self, worker: int, incarnation: int) -> m.CountedWork:
-        """Return the handler's record of the work of a worker incarnation that has ended."""
-        return (
-            self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.CountedWork(0, [])
-        )
-
-    def worker_ended(self, channel: SimChannel, notice: m.IncarnationEnded) -> None:
-        """Process the end of a worker incarnation, and of all earlier ones."""
-        if self.is_down or self._incarnations.is_over(notice.worker, notice.incarnation):
-            return
-        if self._incarnations.end(notice.worker, notice.incarnation):
-            self._send(
-                channel, self._handler.remove(notice.worker, notice.epoch_number, notice.batches, notice.is_partial)
-            )
+    def worker_ended(self, notice: m.IncarnationEnded) -> m.CountedWork:
+        """Process the end of a worker incarnation, and of all earlier ones; return its work at this server."""
+        work, messages = self._service.end(notice)
+        self._send(messages)
+        return work
 
     def reply_tensors(self, tensors: Sequence[Tensor]) -> ReplyTensors:
         """Return the wrapped tensors of a reply; those of the last reply are cached."""
@@ -117,31 +126,28 @@ class SimServer:
             self._waiting.append(self.unless_restarted(lambda: self._process(channel, header, tensors)))
             return
         worker, incarnation = channel.worker.number, channel.incarnation
-        if self._incarnations.is_over(worker, incarnation):
+        messages = self._service.admit(worker, incarnation)
+        if messages is None:
             return
-        if (notice := self._incarnations.implied_end(worker, incarnation)) is not None:
-            self.worker_ended(channel, notice)
-        self._incarnations.note(worker, incarnation)
         wall_clock = self._engine.wall_clock
         began = wall_clock() if wall_clock is not None else 0.0
-        replies = self._replies_to(worker, header, tensors)
+        replies = self._replies_to(worker, incarnation, header, tensors)
         if wall_clock is not None and isinstance(header.body, m.Push):
             self._engine.update_seconds.append(wall_clock() - began)
-        self._send(channel, replies)
+        self._send([*messages, *replies])
 
-    def _send(self, channel: SimChannel, replies: Sequence[OutgoingMessage]) -> None:
+    def _send(self, replies: Sequence[OutgoingMessage]) -> None:
         for reply in replies:
-            channel.channels[reply.worker].reply(self, reply)
+            self.channels[reply.worker].reply(self, reply)
 
-    def _replies_to(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        if isinstance(header.body, m.Leave):
-            return self._handler.leave(worker)
+    def _replies_to(
+        self, worker: int, incarnation: int, header: m.Header, tensors: list[Chunks]
+    ) -> list[OutgoingMessage]:
         try:
-            self._handler.expects(worker, header)
-            return self._handler.take(worker, header, tensors)
-        except Exception as error:
-            why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            return [OutgoingMessage(worker, header.request_id, m.Refused(why))]
+            self._service.handler.expects(worker, header)
+        except FramingError as error:
+            return [OutgoingMessage(worker, header.request_id, m.Refused(str(error)))]
+        return self._service.take(worker, incarnation, header, tensors)
 
 
 class SimServers:
@@ -157,38 +163,31 @@ class SimServers:
         self._engine, self._can_fail = engine, can_fail
         self._settings = ChannelSettings(encrypted, limit_s, can_fail)
         self._servers: list[SimServer] = []
-        self._channels: list[list[SimChannel]] = []
-        self._incarnations = [0] * shards
         self._failed_workers: dict[int, int] = {}
         """Last incarnation of each worker that has failed."""
         self._add_server("the coordinator", COORDINATOR, self._make_dispatcher())
         for shard in range(shards):
             self._add_server(f"server {shard}", -1 - shard, self._make_shard(on_nan))
 
-    def _add_server(self, name: str, endpoint: int, make_handler: Callable[[int], RequestHandler]) -> None:
-        server = SimServer(
-            self._engine, make_handler, endpoint, self._engine.resource_of_service(len(self._servers)), name
-        )
-        channels: list[SimChannel] = []
-        channels += [self._make_channel(worker, server, channels) for worker in self._engine.workers]
+    def _add_server(self, name: str, endpoint: int, make_service: Callable[[int], Service]) -> None:
+        resource, channels = self._engine.resource_of_service(len(self._servers)), list[SimChannel]()
+        server = SimServer(self._engine, make_service, endpoint, resource, name, channels)
+        channels += [self._make_channel(worker, server) for worker in self._engine.workers]
         self._servers.append(server)
-        self._channels.append(channels)
 
-    def _make_channel(
-        self, worker: Worker, server: SimServer, channels: list[SimChannel], *previous: Any
-    ) -> SimChannel:
-        return SimChannel(self._engine, worker, server, channels, self._settings, *previous)
+    def _make_channel(self, worker: Worker, server: SimServer, *previous: Any) -> SimChannel:
+        return SimChannel(self._engine, worker, server, self._settings, *previous)
 
-    def _make_dispatcher(self) -> Callable[[int], RequestHandler]:
-        """Return a constructor of dispatcher handlers that share their snapshots."""
-        workers = len(self._engine.workers)
-        snapshots, final = (InMemoryStore(), InMemoryStore()) if self._can_fail else (None, None)
-        every_s = SNAPSHOT_INTERVAL_S if self._can_fail else None
-        return lambda _: DispatcherHandler(workers, self._now, snapshots, every_s, final)
+    def _make_dispatcher(self) -> Callable[[int], Service]:
+        """Return a function that returns the same dispatcher for each process: its log restores the state."""
+        interval_s = SNAPSHOT_INTERVAL_S if self._can_fail else None
+        handler = DispatcherHandler(len(self._engine.workers), self._now, self._can_fail, interval_s)
+        service = Service(handler)
+        return lambda _: service
 
-    def _make_shard(self, on_nan: str) -> Callable[[int], RequestHandler]:
+    def _make_shard(self, on_nan: str) -> Callable[[int], Service]:
         workers, snapshots = len(self._engine.workers), InMemoryStore() if self._can_fail else None
-        return lambda incarnation: ShardHandler(workers, self._now, on_nan, snapshots, incarnation)
+        return lambda incarnation: Service(ShardHandler(workers, self._now, on_nan, snapshots, incarnation))
 
     def _now(self) -> float:
         return self._engine.queue.now
@@ -196,72 +195,64 @@ class SimServers:
     def client(self, worker: Worker, incarnation: int = 0) -> ParameterServerClient:
         """Return a live client of one worker over simulated channels; the servers identify it by this `incarnation`."""
         self._failed_workers.pop(worker.number, None)
-        for server, channels in zip(self._servers, self._channels, strict=True):
-            previous = channels[worker.number]
+        for server in self._servers:
+            previous = server.channels[worker.number]
             if previous.worker is not worker or previous.incarnation != incarnation:
-                channels[worker.number] = self._make_channel(worker, server, channels, previous, incarnation)
-        channels = [channels[worker.number] for channels in self._channels]
-        return _SimServerClient(worker.number, len(self._channels[0]), channels[0], channels[1:], self._can_fail)
+                server.channels[worker.number] = self._make_channel(worker, server, previous, incarnation)
+        channels = [server.channels[worker.number] for server in self._servers]
+        workers = len(self._engine.workers)
+        return _SimServerClient(worker.number, workers, channels[0], channels[1:], self._can_fail)
 
     def drop_replies(self, worker: int) -> None:
         """Drop the replies to a worker that was killed."""
-        for channels in self._channels:
-            channels[worker].reset()
+        for server in self._servers:
+            server.channels[worker].reset()
 
     def worker_failed(self, worker: int, incarnation: int) -> None:
         """Notify the servers of the end of a worker incarnation: the shards first, which know what it contributed."""
         self._failed_workers[worker] = incarnation
-        worker_channels = [worker_channels[worker] for worker_channels in self._channels]
-        coordinator, *shards = zip(self._servers, worker_channels, strict=True)
-        work = [server.work_of(worker, incarnation) for server, _ in shards if not server.is_down]
-        for server, channel in shards:
-            server.worker_ended(channel, m.IncarnationEnded(worker, incarnation))
-        coordinator[0].worker_ended(coordinator[1], m.incarnation_ended(worker, incarnation, work, len(shards)))
+        ended = m.IncarnationEnded(worker, incarnation)
+        work = [shard.worker_ended(ended) for shard in self._servers[1:] if not shard.is_down]
+        if not self.dispatcher.is_down:
+            self.dispatcher.worker_ended(m.incarnation_ended(worker, incarnation, work, self.shards))
 
     @property
     def shards(self) -> int:
         """Number of shards."""
-        return len(self._incarnations)
+        return len(self._servers) - 1
 
     # --- processes of servers -------------------------------------------------------------------------------------
 
     def is_running(self, shard: int) -> bool:
         """True if the process of a shard runs."""
-        return not self._servers[1 + shard].is_down
+        return not self.shard(shard).is_down
 
-    def fail_shard(self, shard: int) -> int | None:
+    @property
+    def dispatcher(self) -> SimServer:
+        """The batch dispatcher, which runs in the coordinator's process."""
+        return self._servers[0]
+
+    def shard(self, number: int) -> SimServer:
+        """Return the server of a shard."""
+        return self._servers[1 + number]
+
+    def fail_shard(self, number: int) -> int | None:
         """Fail the process of a shard, and return its incarnation; None if it does not run."""
-        if not self.is_running(shard):
+        shard = self.shard(number)
+        if shard.is_down:
             return None
-        for number in self._servers_of(shard):
-            self._servers[number].fail()
-        self._engine.network.disconnect(-1 - shard)
-        return self._incarnations[shard]
+        incarnation = shard.incarnation
+        shard.fail()
+        self._engine.network.disconnect(shard.endpoint)
+        if shard.endpoint == self.dispatcher.endpoint and not self.dispatcher.is_down:
+            self.dispatcher.reconnect()  # its messages under way were dropped, too
+        return incarnation
 
-    def restart_shard(self, shard: int) -> int:
-        """Restart the process of a shard, notify it of failed workers, and return its incarnation."""
-        self._incarnations[shard] += 1
-        for number in self._servers_of(shard):
-            self._servers[number].restart()
-            for channel in self._channels[number]:
-                channel.resend()
+    def restart_shard(self, number: int) -> None:
+        """Restart the process of a shard, and notify it of failed workers."""
+        self.shard(number).restart()
         for worker, incarnation in sorted(self._failed_workers.items()):
             self.worker_failed(worker, incarnation)
-        return self._incarnations[shard]
-
-    def pause_shard(self, shard: int) -> None:
-        """Pause the process of a shard."""
-        for number in self._servers_of(shard):
-            self._servers[number].pause()
-
-    def resume_shard(self, shard: int) -> None:
-        """Resume the process of a shard."""
-        for number in self._servers_of(shard):
-            self._servers[number].resume()
-
-    def _servers_of(self, shard: int) -> list[int]:
-        """Return the indices of the servers in a shard's process; the first process also runs the batch dispatcher."""
-        return [1 + shard] if shard else [0, 1]
 
 
 class _SimServerClient(ParameterServerClient):

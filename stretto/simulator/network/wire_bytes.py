@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
-from stretto.parameter_server.messages import Body, Header
+from stretto.parameter_server.messages import Header
 from stretto.transport.gloo_ring import with_headers
 
 # --- collective operations: gloo over TCP -------------------------------------------------------------------------
@@ -126,15 +126,15 @@ def handshake_bytes(worker: int, encrypted: bool) -> tuple[int, int]:
     return (567 + name, 301) if encrypted else (107 + name, 107)
 
 
-def message_bytes(number: int, body: Body, tensors: Sequence[tuple[str, int]], encrypted: bool) -> int:
-    """Return the bytes of a message with tensors of these (dtype, length), framed by `parameter_server.framing.encode`.
+def message_bytes(header: Header, encrypted: bool) -> int:
+    """Return the bytes of a message with this header and its tensors, framed by `parameter_server.framing.encode`.
 
     Requests of a worker and replies of a server have the same size. Names and heartbeats of workers add nothing: names
     are sent in the handshake, and there are no heartbeats. The counters of a live worker end before its Leave message.
     """
-    total = _frame(len(_encoder.encode(Header(number, body, list(tensors)))), encrypted)
+    total = _frame(len(_encoder.encode(header)), encrypted)
     room = CHUNK_BYTES
-    for dtype, length in tensors:
+    for dtype, length in header.tensors:
         remaining = length * _ITEM_BYTES[dtype]
         while remaining:
             chunk = min(remaining, CHUNK_BYTES)
