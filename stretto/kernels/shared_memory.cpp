@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <system_error>
+#include <type_traits>
 #include <unistd.h>
 
 namespace stretto {
@@ -50,8 +51,6 @@ INLINE float sum_of(Half x) {
 }
 
 // Rounds to the nearest, of two to the even one.
-INLINE void round_to(float &into, float x) { into = x; }
-INLINE void round_to(double &into, double x) { into = x; }
 INLINE void round_to(BFloat &into, float x) {
     uint32_t bits = bits_of(x), rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
     into.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
@@ -66,8 +65,11 @@ INLINE void round_to(Half &into, float x) {
 }
 
 template <class T> INLINE void add_all(T *into, T *also, const std::vector<const char *> &from, size_t at, size_t to) {
-    decltype(sum_of(T{})) total[STEP];
-    T rounded[STEP];
+    using Sum = decltype(sum_of(T{}));
+    constexpr bool is_rounded = !std::is_same_v<T, Sum>;
+    Sum total[STEP];
+    T rounded[is_rounded ? STEP : 1];
+    const void *result = total;
     auto of = [&](size_t worker) { return reinterpret_cast<const T *>(from[worker]); };
     for (; at < to; at += STEP) {
         size_t n = std::min(STEP, to - at);
@@ -77,9 +79,12 @@ template <class T> INLINE void add_all(T *into, T *also, const std::vector<const
             const T *next = of(worker) + at;
             for (size_t i = 0; i < n; ++i) total[i] += sum_of(next[i]);
         }
-        for (size_t i = 0; i < n; ++i) round_to(rounded[i], total[i]);
-        std::memcpy(into + at, rounded, n * sizeof(T));
-        if (also) std::memcpy(also + at, rounded, n * sizeof(T));
+        if constexpr (is_rounded) {
+            for (size_t i = 0; i < n; ++i) round_to(rounded[i], total[i]);
+            result = rounded;
+        }
+        std::memcpy(into + at, result, n * sizeof(T));
+        if (also) std::memcpy(also + at, result, n * sizeof(T));
     }
 }
 

@@ -243,6 +243,26 @@ def test_a_late_host_ends_the_waits_of_all_workers_after_the_timeout() -> None:
     closed(ends)
 
 
+def test_an_aborted_mean_of_hosts_is_not_written_later() -> None:
+    ends = on_hosts([0, 0, 1, 1], elastic=True)
+    tensors = [torch.ones(300_000) for _ in ends]
+
+    def wait(end: Transport, tensor: Tensor) -> None:
+        handle = end.submit(AllReduceMean(tensor))
+        with pytest.raises(BrokenTransportError):
+            handle.wait()
+        tensor.fill_(-7.0)
+
+    threading.Timer(0.1, ends[0].abort).start()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(wait, ends[:3], tensors[:3]))  # host 1 waits for its worker 3, host 0 for host 1
+    with pytest.raises(BrokenTransportError):
+        ends[3].submit(AllReduceMean(tensors[3])).wait()
+    time.sleep(0.1)
+    assert all(bool((tensor == -7.0).all()) for tensor in tensors[:3])
+    closed(ends)
+
+
 def test_other_operations_between_means_keep_their_results(groups: dict[int, list[Any]]) -> None:
     def work(end: Transport) -> None:
         ops = [
