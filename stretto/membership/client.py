@@ -20,16 +20,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, TransportError, UnevenLoopsError
 from stretto.membership.client_state import ALONE, CoordinatorConnection
-from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     EXCHANGING,
-    Broken,
     Continue,
     CoordinatorMessage,
     GenerationView,
-    Heartbeat,
-    Leave,
-    Quit,
     ReadyReport,
     Register,
     WorkerMessage,
@@ -67,10 +62,7 @@ class MembershipClient(CoordinatorConnection):
         self._worker = worker
         self._address, self._failure_timeout_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
-        self._doing = ("starting", 0, time.monotonic())
-        self._waits: Waits | None = None
-        self._broken: Broken | None = None
-        self._is_leaving = self._has_finished = self._is_closing = False
+        self._is_closing = False
         self._last_message = time.monotonic()
         self._problem = ""
         self._changed = threading.Condition()
@@ -96,32 +88,10 @@ class MembershipClient(CoordinatorConnection):
         """Last generation that this worker was in."""
         return self.state.generation
 
-    def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """Report that a collective operation of this generation failed, or its rendezvous (`forming`)."""
-        self._broken = Broken(generation, why, forming)
-        self._wake()
-
-    def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:
-        """Note this worker's next activity and its global step, for which others wait if necessary."""
-        is_further = global_step != self._doing[1]
-        self._doing, self._waits = (text, global_step, time.monotonic()), waits
-        if is_further and self.state.pause_requested:
-            self._wake()
-
-    def quit(self) -> None:
-        """Ask to leave gracefully at the next pause. May be called by a signal handler."""
-        self._is_leaving = True
-        self._wake()
-
-    def leave(self) -> None:
-        """Report that this worker has finished."""
-        self._has_finished = True
-        self._wake()
-
     def close(self) -> None:
         """End the thread once all messages are sent. Idempotent."""
         self._is_closing = True
-        self._wake()
+        self.wake()
         self._thread.join()
         self._wake_sender.close()
 
@@ -130,7 +100,7 @@ class MembershipClient(CoordinatorConnection):
     def _pause(self, report: ReadyReport) -> GenerationView | Continue:
         with self._changed:
             self.state.pause(report)
-            self._wake()
+            self.wake()
         self._last_message = max(self._last_message, time.monotonic() - self._every_s)
         self._wait(lambda: self.state.reply is not None, self._failure_timeout_s)
         reply = self.state.reply
@@ -162,7 +132,12 @@ class MembershipClient(CoordinatorConnection):
         text = f"no coordinator answered worker {self._worker} at {self._address} for {limit_s:g} s"
         return TransportError(text) if self.state.asynchronous is None else MemberOutError(text)
 
-    def _wake(self) -> None:
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return time.monotonic()
+
+    def wake(self, with_heartbeat: bool = False) -> None:
+        """Let the thread send the messages that are due; it adds a heartbeat while a pause is requested."""
         with contextlib.suppress(OSError):  # it is awake, or has ended
             self._wake_sender.send(b"!")
 
@@ -245,23 +220,12 @@ class MembershipClient(CoordinatorConnection):
     def _send_pending(self, with_heartbeat: bool) -> None:
         """Send the messages that are due, repeated until there is a reply."""
         with self._changed:
-            messages = self.state.pending_messages()
-            generation, aborted = self.state.generation, self.state.aborted
+            messages = self.due_messages(with_heartbeat, time.monotonic())
             is_registered = self.state.asynchronous is not None
-        if with_heartbeat:
-            doing, global_step, since_s = self._doing
-            for_s, place = time.monotonic() - since_s, self._operations_begun()
-            self._send(Heartbeat(generation, doing, for_s, global_step, place, self._waits))
-            if not is_registered:
-                self._send(Register(socket.gethostname(), os.getpid()))
-        if self._broken is not None and self._broken.generation > aborted:
-            self._send(self._broken)
-        if self._is_leaving:
-            self._send(Quit())
+        if with_heartbeat and not is_registered:
+            self._send(Register(socket.gethostname(), os.getpid()))
         for message in messages:
             self._send(message)
-        if self._has_finished:
-            self._send(Leave())
 
     def _send(self, message: WorkerMessage) -> None:
         with contextlib.suppress(zmq.Again):  # not connected; messages that matter are repeated

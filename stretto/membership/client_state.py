@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     AbortGeneration,
     Broken,
@@ -15,7 +16,10 @@ from stretto.membership.messages import (
     CoordinatorMessage,
     Evicted,
     GenerationView,
+    Heartbeat,
+    Leave,
     PauseRequest,
+    Quit,
     ReadyReport,
     Registered,
     Shutdown,
@@ -155,11 +159,26 @@ class GenerationObserver(Protocol):
 
 
 class CoordinatorConnection(ABC):
-    """A worker's connection to the coordinator, over any transport."""
+    """A worker's connection to the coordinator, live or simulated: what it sends, and when.
+
+    A subclass carries the messages, and calls `due_messages` at intervals and after each change.
+    """
 
     def __init__(self, worker: int, incarnation: int) -> None:
         self.state = MembershipClientState(worker, incarnation, self.abort)
         self._observer: GenerationObserver | None = None
+        self._doing = ("starting", 0, self.now())
+        self._waits: Waits | None = None
+        self._broken: Broken | None = None
+        self._is_leaving = self._has_finished = False
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the time in seconds."""
+
+    @abstractmethod
+    def wake(self, with_heartbeat: bool = False) -> None:
+        """Send the messages that are due, soon; with a heartbeat if it tells something new."""
 
     def attach(self, observer: GenerationObserver) -> None:
         """Notify an observer of generations that end, and of an eviction."""
@@ -170,8 +189,42 @@ class CoordinatorConnection(ABC):
         if self._observer is not None:
             self._observer.generation_aborted(generation, why)
 
-    def _operations_begun(self) -> int:
-        return self._observer.operations_begun() if self._observer is not None else -1
+    def broken(self, generation: int, why: str, forming: bool = False) -> None:
+        """Report that a collective operation of this generation failed, or its rendezvous (`forming`)."""
+        self._broken = Broken(generation, why, forming)
+        self.wake()
+
+    def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:
+        """Note this worker's next activity and its global step, for which others wait if necessary."""
+        is_further = global_step != self._doing[1]
+        self._doing, self._waits = (text, global_step, self.now()), waits
+        if is_further and self.state.pause_requested:
+            self.wake(with_heartbeat=True)
+
+    def quit(self) -> None:
+        """Ask to leave gracefully at the next pause. May be called by a signal handler."""
+        self._is_leaving = True
+        self.wake()
+
+    def leave(self) -> None:
+        """Report that this worker has finished."""
+        self._has_finished = True
+        self.wake()
+
+    def due_messages(self, with_heartbeat: bool, now: float) -> list[WorkerMessage]:
+        """Return the messages to send at this time, and again until there is a reply."""
+        messages: list[WorkerMessage] = []
+        if with_heartbeat:
+            doing, global_step, since_s = self._doing
+            place = self._observer.operations_begun() if self._observer is not None else -1
+            heartbeat = Heartbeat(self.state.generation, doing, now - since_s, global_step, place, self._waits)
+            messages.append(heartbeat)
+        if self._broken is not None and self._broken.generation > self.state.aborted:
+            messages.append(self._broken)
+        if self._is_leaving:
+            messages.append(Quit())
+        messages += self.state.pending_messages()
+        return [*messages, Leave()] if self._has_finished else messages
 
     @property
     def pause_requested(self) -> bool:

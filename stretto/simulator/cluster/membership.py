@@ -16,15 +16,10 @@ from stretto.launcher.supervisor import pause_s
 from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import rules_of
-from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
-    Broken,
     Continue,
     CoordinatorMessage,
     GenerationView,
-    Heartbeat,
-    Leave,
-    Quit,
     ReadyReport,
     WorkerMessage,
 )
@@ -52,50 +47,24 @@ class SimMembershipClient(CoordinatorConnection):
     def __init__(self, coordinator: SimCoordinator, worker: Worker) -> None:
         self._coordinator, self.worker, self.incarnation = coordinator, worker, worker.incarnation
         super().__init__(worker.number, worker.incarnation)
-        self._doing = ("starting", 0, worker.now())
-        self._waits: Waits | None = None
-        self._broken = Broken(0, "")
-        self._leaves = False
         self.reachable_at = worker.now()
         """Virtual time at which the coordinator was last reachable."""
 
-    def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """Report that a collective of this generation, or its rendezvous (`forming`), has failed at this worker."""
-        self._broken = Broken(generation, why, forming)
-        self.send_pending()
+    def now(self) -> float:
+        """Return the worker's virtual time."""
+        return self.worker.now()
 
-    def doing(self, text: str, step: int, waits: Waits | None = None) -> None:
-        """Set the state that heartbeats carry; while training is paused, report a new step immediately."""
-        is_new_step = step != self._doing[1]
-        self._doing, self._waits = (text, step, self.worker.now()), waits
-        if is_new_step and self.pause_requested:
-            self.send_pending(with_heartbeat=True)
-
-    def quit(self) -> None:
-        """Request to leave at the next commit point."""
-        self._coordinator.send(self, Quit())
-
-    def leave(self) -> None:
-        """Report that this worker has finished the run."""
-        self._leaves = True
-        self.send_pending()
+    def wake(self, with_heartbeat: bool = False) -> None:
+        """Send the messages that are due."""
+        self.send_pending(with_heartbeat)
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
     def send_pending(self, with_heartbeat: bool = False) -> None:
         """Send all messages that the coordinator has not answered yet."""
-        if with_heartbeat:
-            doing, step, since_s = self._doing
-            for_s = self._coordinator.now - since_s
-            heartbeat = Heartbeat(self.state.generation, doing, for_s, step, self._operations_begun(), self._waits)
-            self._coordinator.send(self, heartbeat)
-        if self._broken.generation > self.aborted:
-            self._coordinator.send(self, self._broken)
-        for message in self.state.pending_messages():
+        for message in self.due_messages(with_heartbeat, self._coordinator.now):
             self._coordinator.send(self, message)
-        if self._leaves:
-            self._coordinator.send(self, Leave())
 
     def receive(self, message: CoordinatorMessage) -> None:
         """Process a message of the coordinator."""
