@@ -184,9 +184,9 @@ class Worker:
             self._run(self)
 
     def _joins_in_time(self) -> bool:
-        """Join the run if this is a restart; return False if the run is over."""
+        """Join the run if this is a restart or a guest; return False if the run is over."""
         try:
-            if self.incarnation:
+            if self.incarnation or self.number >= self.cluster.workers:
                 self.client.join()
         except RunOverError:
             return False
@@ -288,9 +288,15 @@ class FaultyCluster:
             self.workers_now[number] = Worker(self, number, self.workers_now[number].incarnation + 1, self._run)
             self.workers_now[number].resume()
 
+    def add_guest(self) -> None:
+        """Start a worker that joins the run."""
+        self.history.append(f"{self.now:g}: worker {len(self.workers_now)} joins")
+        self.workers_now.append(Worker(self, len(self.workers_now), 0, self._run))
+        self.workers_now[-1].resume()
+
     def ask_to_quit(self, number: int) -> None:
         """Ask a worker to leave gracefully, unless it is worker 0."""
-        self.workers_now[number].is_to_quit = number > 0
+        self.workers_now[number].is_to_quit = self.workers_now[number].is_to_quit or number > 0
         self.history.append(f"{self.now:g}: worker {number} is to quit")
 
     def kill_server(self, shard: int) -> None:

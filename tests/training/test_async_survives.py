@@ -178,13 +178,15 @@ AT_END = "at the end, "
 
 def inject(cluster: FaultyCluster, what: str, number: int) -> None:
     if what == "worker":
-        cluster.kill_worker(number % cluster.workers)
+        cluster.kill_worker(number % len(cluster.workers_now))
+    elif what == "guest":
+        cluster.add_guest()
     elif what == "server":
         cluster.kill_server(number % (len(cluster.processes) - 1))
     elif what == "coordinator":
         cluster.kill_coordinator()
     elif what == "quit":
-        cluster.ask_to_quit(number % cluster.workers)
+        cluster.ask_to_quit(number % len(cluster.workers_now))
     else:
         cluster.break_connection()
 
@@ -353,6 +355,17 @@ QUIT_AND_BACK = [(311, "quit", 3), (351, "worker", 1), (430, "server", 0)]
 @example(seed=592344, workers=2, shards=1, recipe="async_sgd", barrier_every=5, planned=QUIT_AND_BACK)
 @SETTINGS
 def test_restarted_servers_do_not_wait_for_a_worker_that_quit(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
+) -> None:
+    check_run(seed, workers, shards, recipe, barrier_every, planned)
+
+
+@given(
+    **{**CONFIGURATION, "workers": st.integers(2, 3), "recipe": st.sampled_from(RECIPES[:3])},
+    planned=faults("guest", "quit", "server", "coordinator", "worker", most=6),
+)
+@SETTINGS
+def test_every_batch_counts_once_when_guests_join_and_leave(
     seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
     check_run(seed, workers, shards, recipe, barrier_every, planned)
