@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stretto.recipe import then, what, when, whom
     from stretto.recipe.parser import parse
     from stretto.recipe.recipe import Recipe
+    from stretto.recipe.whom import check_topology
     from stretto.transport.conformance import check_transport
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _FROM = {
     "parse": "recipe.parser",
     "StrettoError": "errors",
     "check_codec": "codecs.conformance",
+    "check_topology": "recipe.whom",
     "check_transport": "transport.conformance",
 }
 _MODULES = {
@@ -57,6 +59,7 @@ __all__ = [
     "StrettoError",
     "barrier",
     "check_codec",
+    "check_topology",
     "check_transport",
     "distribute",
     "finish",

@@ -43,6 +43,11 @@ class Answer:
     papers: ClassVar[tuple[str, ...]] = ()
     """Publications of the answer, as `Author year (arXiv number)`."""
     axis: ClassVar[str] = ""
+    strategy: ClassVar[str] = ""
+    """Import path of the strategy of recipes with this answer, unless another answer names one before it."""
+
+    def check_recipe(self, recipe: Any) -> None:
+        """Raise RecipeError if the other answers of a recipe do not fit this one."""
 
     def sources(self) -> tuple[str, ...]:
         """Return the papers of this answer with its options."""

@@ -20,7 +20,7 @@ def test_readme_is_short() -> None:
 def test_recipes_of_the_readme_exist_and_their_number_is_right() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| [A-Z]", README, re.M)
     named = [text for text in rows if text.partition("(")[0] in NAMED]
-    assert len(named) == 10
+    assert len(named) == 11
     for text in named:
         assert parse(text)
     assert f"All {len(NAMED)} with their options" in README

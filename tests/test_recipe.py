@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import string
 import time
@@ -16,10 +17,12 @@ from stretto.errors import RecipeError
 from stretto.recipe import named
 from stretto.recipe.parser import WORDS, parse
 from stretto.recipe.recipe import Recipe
-from stretto.recipe.then import add, constant, outer, replace, step
+from stretto.recipe.then import Then, add, constant, outer, replace, step
 from stretto.recipe.what import gradients, parameters, updates
 from stretto.recipe.when import together
 from stretto.recipe.whom import everyone
+from stretto.strategies.create import strategy_of
+from stretto.strategies.recipe_strategy import RecipeStrategy
 
 POSITIVE = st.floats(1e-6, 10)
 CODECS = st.one_of(st.just(exact()), st.sampled_from(["bf16", "fp16"]).map(cast))
@@ -127,6 +130,13 @@ def test_code_is_never_run(text: str) -> None:
         ("Recipe(what=updates(), then=step())", "add(), outer()"),
         ("Recipe(what=parameters(), then=outer())", "replace()"),
         ("Recipe(what=gradients(), when=together(every=4))", "no_sync"),
+        ("Recipe(whom=neighbours())", "then=mix()"),
+        ("Recipe(what=parameters(), whom=neighbours(), then=replace())", "needs the mean of all"),
+        ("Recipe(what=parameters(), whom=server(), then=mix())", "Recipe(what=parameters(), then=mix())"),
+        ("Recipe(what=parameters(), when=on_arrival(), whom=neighbours(), then=mix())", "when=together()"),
+        ("Recipe(what=parameters(), whom=neighbours(), how=top_k(0.1), then=mix())", "how=exact()"),
+        ('Recipe(what=parameters(optimizer_state="average"), whom=neighbours(), then=mix())', "what=parameters()"),
+        ('gossip(graph="tree")', '"ring" or "torus" or "exponential"'),
     ],
 )
 def test_inconsistent_answers_are_refused_with_a_correction(text: str, wanted: str) -> None:
@@ -180,3 +190,29 @@ def test_catalogue_follows_the_code() -> None:
 def test_steps_at_which_an_exchange_is_due() -> None:
     assert [n for n in range(1, 13) if together(every=4).due(n)] == [4, 8, 12]
     assert [n for n in range(1, 13) if together(every=4, after=3).due(n)] == [1, 2, 3, 7, 11]
+
+
+@pytest.mark.parametrize("name", sorted(named.NAMED))
+def test_the_strategy_of_each_named_recipe_can_be_imported(name: str) -> None:
+    assert issubclass(strategy_of(named.NAMED[name]()), RecipeStrategy)
+
+
+class no_module(Then):
+    """An answer whose strategy does not exist."""
+
+    strategy = "no_such_module.Strategy"
+
+
+class no_strategy(Then):
+    """An answer that names something else as its strategy."""
+
+    strategy = "stretto.recipe.recipe.Recipe"
+
+
+@pytest.mark.parametrize(("then", "got"), [(no_module, "ModuleNotFoundError"), (no_strategy, "<class 'stretto.recipe")])
+def test_a_strategy_that_cannot_be_imported_is_one_error(then: type[Then], got: str) -> None:
+    recipe = Recipe(what=parameters(), then=dataclasses.dataclass(frozen=True, repr=False)(then)())
+    with pytest.raises(RecipeError, match="can't be imported") as caught:
+        strategy_of(recipe)
+    assert f"got: {got}" in str(caught.value)
+    assert "try: strategy = " in str(caught.value)

@@ -33,6 +33,7 @@ from stretto.recipe.then import (
     equal_share,
     frozen_variance,
     inverse_staleness,
+    mix,
     outer,
     pull,
     replace,
@@ -41,7 +42,7 @@ from stretto.recipe.then import (
 from stretto.recipe.then import delay_compensated as compensated
 from stretto.recipe.what import gradient_differences, gradients, momenta, parameters, updates
 from stretto.recipe.when import on_arrival, together
-from stretto.recipe.whom import server
+from stretto.recipe.whom import neighbours, server
 from stretto.spec import FieldError, literal
 
 P = ParamSpec("P")
@@ -111,6 +112,16 @@ def diloco(
     """
     then = outer(lr=outer_lr, momentum=outer_momentum)
     return Recipe(what=updates(), when=together(every=every), how=how, then=then)
+
+
+@named
+def gossip(every: int = 1, graph: str = "ring") -> Recipe:
+    """Train alone for `every` steps, then mix the parameters with those of the neighbours in a graph (D-PSGD).
+
+    `x_i = sum_j W_ij x_j`, with equal weights; no worker exchanges with all. The mean of all x_i is evaluated.
+    """
+    whom = neighbours(graph)  # type: ignore[arg-type]
+    return Recipe(what=parameters(), when=together(every=every), whom=whom, then=mix())
 
 
 @named
@@ -305,7 +316,7 @@ def sparse_loco(
     return Recipe(what=updates(), when=together(every=every), how=how, then=add(constant(outer_lr)))
 
 
-SYNCHRONOUS = (allreduce, local_sgd, diloco)
+SYNCHRONOUS = (allreduce, local_sgd, diloco, gossip)
 FEWER_BYTES = (
     gd_sec,
     gd_soec,

@@ -1,8 +1,8 @@
 """Parser of recipes: reads calls with plain values from a text, and evaluates no code.
 
-A codec of another package is typed with its import path, `error_feedback(mypkg.mycodec.my_codec(3))`, or with the name
-of its entry point in the group `stretto.codecs`. Its module is imported, so it must be importable in every process of
-the run, servers included; only a subclass of `stretto.how.Codec` is called.
+An answer of another package is typed with its import path, `error_feedback(mypkg.mycodec.my_codec(3))`, or a codec with
+the name of its entry point in the group `stretto.codecs`. Its module is imported, so it must be importable in every
+process of the run, servers included; only a subclass of an answer's base, such as `stretto.how.Codec`, is called.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LONGEST = 10_000
 RECIPES = tuple(named.NAMED)
 """Names of all recipes."""
 ENTRY_POINTS = "stretto.codecs"
+BASES = (codecs.Codec, what.What, when.When, whom.Whom, then.Then)
 EXPECTED = "a recipe's name with its options (see `stretto recipes`), or Recipe(what=..., when=..., ...)"
 
 
@@ -81,7 +82,7 @@ def _value(term: Term, words: Words, names: Mapping[str, Callable[..., Any]]) ->
 
 
 def import_paths(text: str) -> list[str]:
-    """Return the import paths of codecs in the text of a recipe; none for a text that cannot be parsed.
+    """Return the import paths of answers in the text of a recipe; none for a text that cannot be parsed.
 
     >>> import_paths("allreduce(how=mypkg.my_codec(0.5))")
     ['mypkg.my_codec']
@@ -93,17 +94,17 @@ def import_paths(text: str) -> list[str]:
     return [name for name in names if "." in name]
 
 
-def _imported(path: str) -> type[codecs.Codec]:
-    """Return the codec of an import path. Raise RecipeError if there is none."""
+def _imported(path: str) -> type[Answer]:
+    """Return the answer of an import path. Raise RecipeError if there is none."""
     module, _, name = path.rpartition(".")
     try:
         imported = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises while it is imported
-        raise _no_codec(path, f"{type(error).__name__}: {error}") from error
-    return _codec(path, imported)
+        raise _no_answer(path, f"{type(error).__name__}: {error}") from error
+    return _answer(path, imported)
 
 
-def _of_entry_point(term: Term, words: Words) -> type[codecs.Codec]:
+def _of_entry_point(term: Term, words: Words) -> type[Answer]:
     """Return the codec that a package has registered under this name. Raise RecipeError if none has."""
     name = term.name
     entry_point = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
@@ -115,26 +116,27 @@ def _of_entry_point(term: Term, words: Words) -> type[codecs.Codec]:
     try:
         loaded = entry_point.load()
     except Exception as error:  # whatever the module raises while it is imported
-        raise _no_codec(f"{name} ({entry_point.value})", f"{type(error).__name__}: {error}") from error
-    return _codec(f"{name} ({entry_point.value})", loaded)
+        raise _no_answer(f"{name} ({entry_point.value})", f"{type(error).__name__}: {error}") from error
+    return _answer(f"{name} ({entry_point.value})", loaded)
 
 
-def _codec(path: str, imported: object) -> type[codecs.Codec]:
-    if not isinstance(imported, type) or not issubclass(imported, codecs.Codec):
-        raise _no_codec(
+def _answer(path: str, imported: object) -> type[Answer]:
+    if not isinstance(imported, type) or not issubclass(imported, BASES):
+        raise _no_answer(
             path, f"a {type(imported).__name__}" if not isinstance(imported, type) else f"class {imported.__name__}"
         )
     if not dataclasses.is_dataclass(imported):
-        raise _no_codec(path, f"class {imported.__name__}, which is no dataclass")
+        raise _no_answer(path, f"class {imported.__name__}, which is no dataclass")
     return imported
 
 
-def _no_codec(path: str, got: str) -> RecipeError:
+def _no_answer(path: str, got: str) -> RecipeError:
     return RecipeError(
         explain(
-            f"{path} is not a codec that can be imported",
+            f"{path} is not an answer that can be imported",
             got=got,
-            expected="a frozen dataclass derived from stretto.how.Codec, in a module that every process can import",
+            expected="a frozen dataclass derived from stretto.how.Codec, or from What, When, Whom or Then, in a module "
+            "that every process can import",
             to_type="allreduce(how=package.module.codec(...)), with the package's folder in PYTHONPATH",
         )
     )

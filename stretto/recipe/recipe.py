@@ -8,10 +8,10 @@ from typing import Any
 
 from stretto.codecs import Codec, exact
 from stretto.errors import RecipeError, explain
-from stretto.recipe.then import OnParameters, Then, add, constant, frozen_variance, outer, pull, replace, step
+from stretto.recipe.then import OnParameters, Then, add, constant, frozen_variance, mix, outer, pull, replace, step
 from stretto.recipe.what import What, gradient_differences, gradients, momenta, parameters, updates
 from stretto.recipe.when import When, on_arrival, together
-from stretto.recipe.whom import Whom, everyone, server
+from stretto.recipe.whom import Whom, everyone
 from stretto.spec import Answer
 
 
@@ -38,8 +38,11 @@ class Recipe(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for check in (_check_whom, _check_differences, _check_then, _check_weight, _check_when, _check_how):
+        checks = (_check_whom, _check_differences, _check_mix, _check_then, _check_weight, _check_when, _check_how)
+        for check in checks:
             check(self)
+        for answer in (self.what, self.when, self.whom, self.how, self.then):
+            answer.check_recipe(self)
 
     def __str__(self) -> str:
         return self.called or self.spelled()
@@ -63,6 +66,7 @@ class Recipe(Answer):
 
         Above 1 the steps of workers that computed on the same parameters add up, like a larger learning rate.
 
+        >>> from stretto.recipe.whom import server
         >>> Recipe(updates(), on_arrival(), server(), then=add()).step_of_all(3)
         3.0
         """
@@ -73,7 +77,13 @@ class Recipe(Answer):
     @property
     def shards(self) -> int:
         """Number of shards of its parameter server; 0 without one."""
-        return self.whom.shards if isinstance(self.whom, server) else 0
+        return self.whom.shards
+
+    @property
+    def strategy(self) -> str:  # type: ignore[override]
+        """Import path of its strategy, named by the first of then, whom, when and what that names one."""
+        named = (answer.strategy for answer in (self.then, self.whom, self.when, self.what))
+        return next(path for path in named if path)
 
     def sources(self) -> tuple[str, ...]:
         """Return the papers of all answers, each once."""
@@ -103,8 +113,17 @@ THENS: dict[type[When], dict[type[What], tuple[type[Then], ...]]] = {
 
 
 def _check_whom(recipe: Recipe) -> None:
-    if not recipe.asynchronous or recipe.shards:
+    if recipe.shards or (not recipe.asynchronous and isinstance(recipe.whom, everyone)) or recipe.then.strategy:
         return
+    if not recipe.asynchronous:
+        raise RecipeError(
+            explain(
+                f"{recipe.whom} gives weights of some workers, and then={recipe.then} needs the mean of all",
+                got=f"whom={recipe.whom}, then={recipe.then}",
+                expected="then=mix(), or whom=everyone()",
+                to_type=f"Recipe(what=parameters(), when=together(), whom={recipe.whom}, then=mix())",
+            )
+        )
     raise RecipeError(
         explain(
             f"when={recipe.when} needs a server for updates to arrive at",
@@ -143,14 +162,36 @@ def _check_differences(recipe: Recipe) -> None:
         )
 
 
+def _check_mix(recipe: Recipe) -> None:
+    """Refuse recipes with `mix` that do not exchange plain parameters among workers that wait for each other."""
+    is_fitting = recipe.what == parameters() and not recipe.asynchronous and not recipe.shards and recipe.how == exact()
+    if not isinstance(recipe.then, mix) or is_fitting:
+        return
+    whom = "" if recipe.shards else f"whom={recipe.whom}, "
+    raise RecipeError(
+        explain(
+            "then=mix() mixes the parameters themselves, exactly, with those of peers that wait for each other",
+            got=f"what={recipe.what}, when={recipe.when}, whom={recipe.whom}, how={recipe.how}",
+            expected='what=parameters(), when=together(), how=exact(), and whom=neighbours("ring") or another topology',
+            to_type=f"Recipe(what=parameters(), {whom}then=mix())",
+        )
+    )
+
+
+def _thens(recipe: Recipe) -> tuple[type[Then], ...]:
+    """Return the answers to *then* that fit; none where a word of another package checks the recipe itself."""
+    by_what = {} if recipe.then.strategy else THENS.get(type(recipe.when), {})
+    return next((by_what[kind] for kind in type(recipe.what).__mro__ if kind in by_what), ())
+
+
 def _fitting_then(recipe: Recipe) -> str:
-    fitting = THENS[type(recipe.when)][type(recipe.what)]
-    return str(recipe.then) if isinstance(recipe.then, fitting) else f"{fitting[0].__name__}()"
+    fitting = _thens(recipe)
+    return str(recipe.then) if isinstance(recipe.then, fitting) or not fitting else f"{fitting[0].__name__}()"
 
 
 def _check_then(recipe: Recipe) -> None:
-    fitting = THENS[type(recipe.when)][type(recipe.what)]
-    if isinstance(recipe.then, fitting) and not _is_frozen_alone(recipe):
+    fitting = _thens(recipe)
+    if not fitting or (isinstance(recipe.then, fitting) and not _is_frozen_alone(recipe)):
         return
     answers = f"what={recipe.what}, when={recipe.when}"
     whom = f", whom={recipe.whom}" if recipe.shards else ""

@@ -115,6 +115,19 @@ class replace(OnParameters):
         out.copy_(mean)
 
 
+@dataclass(frozen=True, repr=False)
+class mix(Then):
+    """Mix the worker's parameters with those of its peers, instead of agreeing with all: gossip averaging.
+
+    `x_i = sum_j W_ij x_j`, with W the doubly stochastic mixing matrix that *whom* gives for the round: the mean of all
+    workers' parameters stays, to rounding. Where the workers have n_j samples in a round, W_ij is weighted by n_j. The
+    mean of all x_i is evaluated, and each of them counts the same in it.
+    """
+
+    papers = ("Lian et al. 2017 (1705.09056)",)
+    strategy = "stretto.strategies.gossip.GossipStrategy"
+
+
 class Weight(Answer):
     """Base of the weights of `add`. Staleness is the number of versions since the one an update was computed on."""
 

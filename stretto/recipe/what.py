@@ -46,6 +46,8 @@ class OfParameters(What):
     fewer bits to rounding than the sum of n shares of the parameters, and what no worker changed stays bit for bit.
     """
 
+    strategy = "stretto.strategies.local_strategy.LocalStrategy"
+
     def bring(self, theta: Tensor, agreed: Tensor, share: float, out: Tensor) -> None:
         """Write this worker's contribution, weighted by its share of the samples, into `out`."""
         flat: tuple[Any, ...] = (theta, agreed, out)
@@ -59,6 +61,8 @@ class gradients(What):
 
     `g = sum_i (n_i / n) g_i`, with n_i the samples of worker i. Cost: the bytes of the model a backward pass.
     """
+
+    strategy = "stretto.strategies.gradient_strategy.GradientStrategy"
 
 
 class DifferencesState(State):

@@ -39,6 +39,14 @@ class together(When):
         """
         return step <= self.after or (step - self.after) % self.every == 0
 
+    def round_of(self, step: int) -> int:
+        """Return the number of exchanges that were due until local step `step`.
+
+        >>> [together(every=3, after=2).round_of(step) for step in (1, 2, 5, 8)]
+        [1, 2, 3, 4]
+        """
+        return min(step, self.after) + max(step - self.after, 0) // self.every
+
 
 @dataclass(frozen=True, repr=False)
 class on_arrival(When):
@@ -56,6 +64,8 @@ class on_arrival(When):
     collect: Annotated[int, Range(least=1)] = 1
     bound: Annotated[int, Range(least=0)] | None = None
     overlap: bool = False
+
+    strategy = "stretto.strategies.async_strategy.AsyncStrategy"
 
     def sources(self) -> tuple[str, ...]:
         """Return the papers of `every`, `collect` and `bound` if they are used."""

@@ -43,6 +43,8 @@ class AsyncStrategy(RecipeStrategy):
         observer: ExchangeObserver,
         parameter_sets: int = 0,
     ) -> None:
+        if context.transport.server is None:
+            raise TypeError(f"{recipe} needs a transport to a server")
         if context.transport.join_position is not None:
             parameter_sets = max(context.transport.join_position.parameter_set - 1, 0)
         super().__init__(model, optimizers, recipe, context, observer, parameter_sets)

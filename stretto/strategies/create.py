@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 from torch import nn
 
+from stretto.errors import RecipeError, explain
 from stretto.recipe.recipe import Recipe
-from stretto.recipe.what import gradients
-from stretto.strategies.async_strategy import AsyncStrategy
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.gradient_strategy import GradientStrategy
-from stretto.strategies.local_strategy import LocalStrategy
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.strategy import Strategy
 
@@ -22,17 +21,32 @@ def create_strategy(
     observer: ExchangeObserver,
     parameter_sets: int,
 ) -> Strategy:
-    """Return the strategy of a recipe, attached to the model; without a recipe it exchanges nothing."""
-    strategy: Strategy
-    if recipe is None:
-        strategy = Strategy(model, optimizers, None, context, observer, parameter_sets)
-    elif recipe.asynchronous:
-        if context.transport.server is None:
-            raise TypeError(f"{recipe} needs a transport to a server")
-        strategy = AsyncStrategy(model, optimizers, recipe, context, observer, parameter_sets)
-    elif isinstance(recipe.what, gradients):
-        strategy = GradientStrategy(model, optimizers, recipe, context, observer, parameter_sets)
-    else:
-        strategy = LocalStrategy(model, optimizers, recipe, context, observer, parameter_sets)
+    """Return the strategy that a recipe names, attached to the model; without a recipe it exchanges nothing."""
+    kind = Strategy if recipe is None else strategy_of(recipe)
+    strategy = kind(model, optimizers, recipe, context, observer, parameter_sets)
     strategy.attach()
     return strategy
+
+
+def strategy_of(recipe: Recipe) -> type[Strategy]:
+    """Return the class that an answer of the recipe names by its import path. Raise RecipeError if there is none."""
+    module, _, name = recipe.strategy.rpartition(".")
+    try:
+        imported = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise _no_strategy(recipe, f"{type(error).__name__}: {error}") from error
+    if not isinstance(imported, type) or not issubclass(imported, Strategy):
+        raise _no_strategy(recipe, f"{imported!r}")
+    return imported
+
+
+def _no_strategy(recipe: Recipe, got: str) -> RecipeError:
+    return RecipeError(
+        explain(
+            f"{recipe} names the strategy {recipe.strategy}, which can't be imported",
+            got=got,
+            expected="a class derived from stretto.strategies.recipe_strategy.RecipeStrategy, in a module that every "
+            "process can import",
+            to_type='strategy = "package.module.MyStrategy" in the class of the answer',
+        )
+    )

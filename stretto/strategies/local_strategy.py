@@ -10,19 +10,16 @@ from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.local_updates import LocalUpdates, RoundRange
 from stretto.strategies.model_sync import Named
 from stretto.strategies.parameter_set import ParameterSet
-from stretto.strategies.recipe_strategy import RecipeStrategy
+from stretto.strategies.round_strategy import RoundStrategy
 from stretto.strategies.tensor_sync import OptimizerState
 from stretto.transport.interface import Change
 
 MEASURE_DRIFT_EVERY_S = 5.0
 
 
-class LocalStrategy(RecipeStrategy):
-    """Does rounds of local steps and an exchange; each optimizer has a set of parameters, and rounds, of its own."""
+class LocalStrategy(RoundStrategy):
+    """Does rounds that end in the mean of the workers' contributions, applied as the recipe's `then` says."""
 
-    in_rounds = True
-    _exchanging: ParameterSet | None = None
-    """The set of the last round."""
     _drift_at = 0.0
 
     def before_step(self, index: int, is_carried: bool) -> None:
@@ -30,15 +27,10 @@ class LocalStrategy(RecipeStrategy):
         if self.sets[index].has_changed():
             self.sets[index].keep_values()
 
-    def after_step(self, index: int, steps: int) -> bool:
-        """Do a round of this optimizer's parameters if it is due. Return True if it was."""
-        parameter_set = self.sets[index]
-        parameter_set.has_stepped = True
-        if not self.is_due(steps):
-            return False
+    def exchange(self, parameter_set: ParameterSet, number: int) -> None:
+        """Do one round; if any worker's trained parameters have changed, exchange the new ones from now on."""
         if parameter_set.rounds is not None and self._round(parameter_set, parameter_set.rounds):
             self._follow_changes(parameter_set, at_start=False)
-        return True
 
     def _round(self, parameter_set: ParameterSet, rounds: LocalUpdates) -> bool:
         """Do one round of these parameters. Return True if any worker's trained parameters have changed."""
@@ -73,29 +65,14 @@ class LocalStrategy(RecipeStrategy):
     def _drop_exchange(self, parameter_set: ParameterSet) -> None:
         parameter_set.rounds = None
 
-    def sync_for_evaluation(self, called: bool = False) -> None:
-        """Put the mean of the workers' parameters in place, if an optimizer has stepped since the last round."""
-        if self._averaged is not None:
-            return
-        self._agree_on_changes(at_start=False)
-        if self.has_stepped:
-            with self._context.timer.on("exchanging"):
-                self._average(lambda parameter_set: parameter_set.weights.share)
-
-    def carried(self) -> bool:
-        """Note that a round has ended. Return True if no optimizer has stepped since its last round."""
-        (self._exchanging or self.sets[0]).weights.carried()
-        return not self.has_stepped and super().carried()
-
     def on_generation(self, change: Change, behind: bool) -> None:
         """Adapt weights and codec states to a changed membership; of a round that is under way, after it."""
+        super().on_generation(change, behind)
         for parameter_set in self.sets:
-            is_exchanging = parameter_set is self._exchanging
-            if not behind or (self._exchanging is not None and not is_exchanging):
-                parameter_set.weights.remove_failed(change.gone)
             if parameter_set.rounds is not None:
                 states = parameter_set.rounds.codec_states
-                states.regroup(len(change.members), bool(change.came), behind and is_exchanging)
+                is_late = behind and parameter_set is self._exchanging
+                states.regroup(len(change.members), bool(change.came), is_late)
 
     @property
     def drift(self) -> float | None:

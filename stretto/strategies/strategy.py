@@ -196,6 +196,11 @@ class Strategy:
         return True
 
     @property
+    def keeps_own_model(self) -> bool:
+        """True if the parameters differ from worker to worker between two global steps, after an exchange."""
+        return False
+
+    @property
     def shards(self) -> int:
         """Number of shards that hold the parameters; 0 without a server."""
         return 0

@@ -33,16 +33,20 @@ class FlatTensors:
             groups.setdefault((tensor.dtype, tensor.device), []).append(local(tensor.detach()))
         self._groups = list(groups.values())
 
+    def flat(self) -> list[Tensor]:
+        """Return a copy of all tensors, one flat tensor for each dtype and device."""
+        return [torch.cat([tensor.reshape(-1) for tensor in group]) for group in self._groups]
+
     def ask_mean(self, transport: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
         """Start the exact weighted mean of all tensors; `account` counts its bytes."""
-        flats = [torch.cat([tensor.reshape(-1) for tensor in group]).mul_(share) for group in self._groups]
+        flats = [flat.mul_(share) for flat in self.flat()]
         if account is not None:
             account.count_raw(sum(flat.nbytes for flat in flats))
         return [CollectiveRunner(transport, exact().average(flat, None), account) for flat in flats]
 
     @torch.no_grad()
     def take(self, means: Sequence[Tensor]) -> None:
-        """Write the means back into the tensors."""
+        """Write flat tensors, such as the means, back into the tensors."""
         for group, mean in zip(self._groups, means, strict=True):
             at = 0
             for tensor in group:

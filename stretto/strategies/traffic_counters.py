@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.codecs import Block, Codec, CodecContext
-from stretto.collective_ops import AllGather, Answer, CollectiveOp
+from stretto.collective_ops import Answer, CollectiveOp
 from stretto.strategies.flat_buffers import FlatBuffer
 
 MEASURE_EVERY_S = 5.0
@@ -39,9 +39,11 @@ class Account:
         self.sent += ask.tensor.nbytes
 
     def count_received(self, ask: CollectiveOp, answer: Answer) -> None:
-        """Count an operation's result: a mean, or the messages of all other workers."""
-        total = sum(one.nbytes for one in answer) if isinstance(ask, AllGather) else 2 * ask.tensor.nbytes
-        self.received += total - ask.tensor.nbytes
+        """Count an operation's result: a mean, a peer's tensor, or the messages of all other workers."""
+        if isinstance(answer, Tensor):
+            self.received += answer.nbytes
+        else:
+            self.received += sum(one.nbytes for one in answer) - ask.tensor.nbytes
 
 
 class Tally:

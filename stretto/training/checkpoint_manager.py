@@ -165,4 +165,6 @@ class CheckpointManager:
         states, own = self._trainer.strategy.state.own()
         if self._trainer.strategy.keeps_own_optimizer:
             tensors |= state_transfer.optimizer_tensors(self._trainer.optimizers)
+        if self._trainer.strategy.keeps_own_model:
+            tensors |= state_transfer.model_tensors(self._trainer.model)
         return facts | {"states": states}, tensors | own

@@ -80,8 +80,7 @@ class ElasticAgent:
             return
         trainer, facts = self._trainer, state.facts
         self._taken = state
-        state_transfer.load_model(trainer.model, state.tensors)
-        own = state.own.get(trainer.transport.number) if self._has_same_members(state) else None
+        own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.progress.restore(facts)
@@ -89,6 +88,12 @@ class ElasticAgent:
         self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
+
+    def _load_model(self, state: State) -> state_transfer.Own | None:
+        """Load the model, this worker's own if it had one. Return this worker's own state; None among other members."""
+        own = state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
+        state_transfer.load_model(self._trainer.model, state.tensors | (own[1] if own is not None else {}))
+        return own
 
     def _has_same_members(self, state: State) -> bool:
         return sorted(state.own) == sorted(self._trainer.transport.members)
@@ -156,9 +161,8 @@ class ElasticAgent:
     def _continue_from(self, state: State) -> None:
         """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
-        state_transfer.load_model(self._trainer.model, state.tensors)
+        own = self._load_model(state)
         self._trainer.settings.take(state.facts["settings"])
-        own = state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
         if own is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 

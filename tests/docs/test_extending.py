@@ -38,9 +38,9 @@ def run(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_page_has_a_codec_a_recipe_a_transport_and_an_engine() -> None:
-    assert len(TESTS) == 4
-    assert len(SCRIPTS) == 2
+def test_the_page_has_a_codec_a_recipe_a_strategy_a_topology_a_transport_and_an_engine() -> None:
+    assert len(TESTS) == 6
+    assert len(SCRIPTS) == 4
 
 
 @pytest.mark.parametrize("name", TESTS)

@@ -92,7 +92,7 @@ def test_an_import_path_is_parsed_and_printed_back() -> None:
     ],
 )
 def test_a_wrong_import_path_is_one_error(path: str, got: str) -> None:
-    with pytest.raises(RecipeError, match="is not a codec that can be imported") as found:
+    with pytest.raises(RecipeError, match="is not an answer that can be imported") as found:
         parse(f"allreduce(how={path})")
     assert f"got: {got}" in str(found.value)
     assert "stretto.how.Codec" in str(found.value)

@@ -26,6 +26,7 @@ RECIPES = [
     "local_sgd(every=3)",
     "local_sgd(every=3, optimizer_state='average')",
     "diloco(every=4)",
+    "gossip(every=3, graph='exponential')",
     "power_sgd(rank=1)",
     "gradient_sharing(tau=0.01)",
     "gd_sec",
@@ -255,7 +256,7 @@ def test_a_single_worker_has_no_residual(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failed", [0, 1])
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[6:9]])
 def test_workers_with_the_result_send_it_to_workers_without(recipe: str, failed: int, tmp_path: Path) -> None:
     op, ends = failed, False
     while not ends:
