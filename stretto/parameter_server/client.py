@@ -239,8 +239,9 @@ class ParameterServerClient(Transport):
 
     def traffic(self) -> Traffic:
         """Return the bytes of this worker's connections, as the channels count them."""
-        pairs = [channel.traffic() for channel in (self._dispatcher, *self.channels)]
-        return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
+        parts = [channel.traffic() for channel in (self._dispatcher, *self.channels)]
+        sent, received = sum(part.bytes_sent for part in parts), sum(part.bytes_received for part in parts)
+        return Traffic(sent, received, counted=all(part.counted for part in parts))
 
     def leave(self) -> None:
         """Leave gracefully: the others continue without this worker."""

@@ -13,6 +13,7 @@ from stretto.collective_ops import Answer
 from stretto.errors import BrokenTransportError, TransportError, UnevenLoopsError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import Chunks, concatenated, dtype_name, with_offsets
+from stretto.transport.interface import Traffic
 
 ALIGNMENT = 64
 """Shards begin at multiples of this number of elements."""
@@ -107,7 +108,7 @@ class Channel(Protocol):
         """Drop all requests and replies, and clear an abort."""
         ...
 
-    def traffic(self) -> tuple[int, int]:
+    def traffic(self) -> Traffic:
         """Return the bytes sent and received."""
         ...
 

@@ -1,12 +1,13 @@
 """Framing: a header and its tensors as ZeroMQ multipart messages, and back. Large tensors travel in chunks, uncopied.
 
 Each multipart message carries at most `CHUNK_BYTES` of tensors, so that received chunks can be processed while the
-others are in flight. The first one begins with the header, the others with an empty frame.
+others are in flight; in memory that both processes map it has the places of a few chunks. The first one begins with the
+header, the others with an empty frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from stretto.errors import TransportError
-from stretto.parameter_server.messages import Body, Header
+from stretto.parameter_server.message_memory import MemoryFile, in_memory
+from stretto.parameter_server.messages import Body, Header, MemoryHeader
+from stretto.transport.host_memory import Offer
 from stretto.transport.tensor_bytes import octets
 
 CHUNK_BYTES = 1 << 20
+PLACED_BYTES = 1 << 22
+"""Bytes of the chunks in memory whose places one message has."""
 HEADER_BYTES = 1 << 20
 """A header lists batches: all that a worker has trained in an epoch, which may be a hundred thousand."""
 LARGEST_FRAME = CHUNK_BYTES + HEADER_BYTES
@@ -40,7 +45,7 @@ DTYPES = {
 Chunks = list[Tensor]
 """A flat tensor in chunks, in order."""
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Header)
+_decoder = msgspec.msgpack.Decoder(MemoryHeader)
 
 
 class FramingError(TransportError):
@@ -57,15 +62,30 @@ def layout_of(tensors: Sequence[Tensor]) -> list[tuple[str, int]]:
     return [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
 
 
-def encode(request_id: int, body: Body, tensors: Sequence[Tensor] = (), answered_below: int = 0) -> Iterator[list[Any]]:
-    """Yield the frames of each multipart message. Tensors are flat, contiguous, on the CPU, and are not copied."""
-    message: list[Any] = [_encoder.encode(Header(request_id, body, layout_of(tensors), answered_below))]
-    room = CHUNK_BYTES
+def encode(
+    request_id: int,
+    body: Body,
+    tensors: Sequence[Tensor] = (),
+    answered_below: int = 0,
+    memory: MemoryFile | Offer | None = None,
+) -> Iterator[list[Any]]:
+    """Yield the frames of each multipart message. Tensors are flat, contiguous, on the CPU.
+
+    They are not copied, or written to `memory` while the messages are sent.
+    """
+    layout, file = layout_of(tensors), memory if isinstance(memory, MemoryFile) else None
+    header = (
+        Header(request_id, body, layout, answered_below)
+        if memory is None
+        else MemoryHeader(request_id, body, layout, answered_below, memory if isinstance(memory, Offer) else True)
+    )
+    message: list[Any] = [_encoder.encode(header)]
+    room = limit = CHUNK_BYTES if file is None else PLACED_BYTES
     for chunk in (chunk for tensor in tensors for chunk in _chunks(tensor)):
         if chunk.nbytes > room:
             yield message
-            message, room = [b""], CHUNK_BYTES
-        message.append(chunk)
+            message, room = [b""], limit
+        message.append(chunk if file is None else file.write(chunk))
         room -= chunk.nbytes
     yield message
 
@@ -134,10 +154,11 @@ class Assembly:
         """Drop the message being received."""
         self._header, self._tensors, self._missing = None, [], []
 
-    def add(self, chunks: Sequence[Any]) -> bool:
-        """Add chunks; return True if the message is complete. Raises FramingError."""
+    def add(self, chunks: Sequence[Any], find: Callable[[Any], Any] | None = None) -> bool:
+        """Add chunks, which `find` finds in memory; return True if the message is complete. Raises FramingError."""
+        is_placed = self._header is not None and in_memory(self._header)
         for chunk in chunks:
-            self._place(chunk)
+            self._place(chunk if not is_placed else (find(chunk) if find is not None else None) or b"")
         return not any(self._missing)
 
     def take(self) -> tuple[Header, list[Chunks]]:

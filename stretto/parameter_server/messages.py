@@ -32,6 +32,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stretto.membership.loop_positions import LoopPosition
+from stretto.transport.host_memory import Offer
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -455,3 +456,12 @@ class Header(msgspec.Struct, array_like=True):
     """Dtype and number of elements of each tensor that follows."""
     answered_below: int = 0
     """Number below which the sender of a request has the replies to all of its requests; 0 in a reply."""
+
+
+class MemoryHeader(Header, array_like=True):
+    """Header of a message whose tensors are in memory (see `message_memory`), or that offers a memory file.
+
+    The reply may be in memory, too. Other messages are encoded as a `Header`, and decoded as this class.
+    """
+
+    memory: bool | Offer = False

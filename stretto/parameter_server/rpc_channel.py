@@ -1,7 +1,8 @@
 """One worker's ZeroMQ connection to one service: requests and their replies, with a limit on every wait.
 
 A service that is restarted is awaited up to the failure timeout. Requests without a reply are then sent again, in
-order, with the same numbers; before them the client replays the state that a shard may have lost.
+order, with the same numbers; before them the client replays the state that a shard may have lost. Tensors of updates
+and of their replies go through memory if the service is on the same host (`message_memory`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import Replaying, Sink, raise_refusals
 from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_header, encode, with_offsets
+from stretto.parameter_server.message_memory import LentMemory, MemoryFile
 from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.parameter_server.sessions import ClientSession
 from stretto.security import SMALL_BYTES, WorkerKeys
+from stretto.transport.interface import Traffic
 from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.tcp_info import tcp_arrived, tcp_bytes
 
@@ -66,6 +69,7 @@ class RpcChannel:
         self._aborted = threading.Event()
         self._client: Replaying | None = None
         self._assembly = Assembly()
+        self._memory = LentMemory()
         self._replies: dict[int, tuple[m.Body, list[Chunks]]] = {}
         self._sink: tuple[int, Sink] | None = None
         """Receiver of the chunks of the reply that is waited for, with its request id."""
@@ -98,9 +102,10 @@ class RpcChannel:
         return request_id
 
     def _send(self, request_id: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
-        small = sum(tensor.nbytes for tensor in tensors) < SMALL_BYTES
+        memory = self._memory.lend(request_id, body, tensors)
+        small = isinstance(memory, MemoryFile) or sum(tensor.nbytes for tensor in tensors) < SMALL_BYTES
         try:
-            for message in encode(request_id, body, tensors, self._session.answered_below):
+            for message in encode(request_id, body, tensors, self._session.answered_below, memory):
                 self._socket.send_multipart(message, zmq.NOBLOCK, copy=small)
         except zmq.Again:  # not connected; requests that matter are sent again
             self._problem = self._problem or DISCONNECTED
@@ -113,9 +118,12 @@ class RpcChannel:
             self._receive()
         self._sink = None
         body, tensors = self._replies.pop(request_id)
-        raise_refusals(self.peer, body)
         if sink is not None:
             _pass_on(tensors, sink)
+        elif self._memory.is_lent_to(request_id):
+            tensors = [[chunk.clone() for chunk in chunks] for chunks in tensors]
+        self._memory.is_read(request_id)
+        raise_refusals(self.peer, body)
         return body, tensors
 
     def poll(self, request_id: int) -> bool:
@@ -134,7 +142,8 @@ class RpcChannel:
     def discard(self, request_id: int) -> None:
         """Stop waiting for the reply to a request."""
         self._session.discard(request_id)
-        self._replies.pop(request_id, None)
+        if self._replies.pop(request_id, None) is not None:
+            self._memory.is_read(request_id)
 
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message whose reply is not waited for."""
@@ -147,18 +156,20 @@ class RpcChannel:
     def reset(self) -> None:
         """Drop all requests and replies, and clear the abort."""
         self._aborted.clear()
+        for request_id in list(self._replies):
+            self.discard(request_id)
         self._session.reset()
-        self._replies.clear()
         self._sink = None
 
-    def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received, as the kernel counts them."""
+    def traffic(self) -> Traffic:
+        """Return the bytes sent and received, as the kernel counts them, and those that went through memory instead."""
         if not self._socket.closed:
             self._process_events()
         traffic = tcp_bytes(self._descriptor) if self._descriptor is not None else None
         if traffic is not None:
             self._ended_traffic = traffic
-        return self._sum(self._earlier_traffic, self._ended_traffic)
+        counted, memory = self._sum(self._earlier_traffic, self._ended_traffic), self._memory.traffic
+        return Traffic(*self._sum(counted, memory), counted=memory == (0, 0))
 
     def close(self) -> None:
         """Send `Leave` and close. Idempotent.
@@ -176,6 +187,7 @@ class RpcChannel:
         self._disconnect(1000)
 
     def _disconnect(self, linger: int) -> None:
+        self._memory.reset()
         self._descriptor = None
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -229,8 +241,8 @@ class RpcChannel:
             return False
         self._lost_at = None
         if len(first):
-            self._assembly.begin(first)
-        is_whole = self._assembly.add(chunks)
+            self._memory.arrives(self._assembly.begin(first))
+        is_whole = self._assembly.add(chunks, self._memory.find)
         if self._sink is not None and self._sink[0] == self._assembly.request_id:
             for index, offset, chunk in self._assembly.drain():
                 self._sink[1](index, offset, chunk)
@@ -238,6 +250,8 @@ class RpcChannel:
             header, tensors = self._assembly.take()
             if self._session.answer(header.request_id):
                 self._replies[header.request_id] = header.body, tensors
+            else:
+                self._memory.is_read(header.request_id)
         return True
 
     def _process_events(self) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_header, encode
 from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.message_memory import OfferedMemory
 from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import DiskStore
@@ -130,6 +132,7 @@ class RpcServer:
         self._service, self._max_rank = service, max_rank
         self._socket = router(context, keys, LARGEST_FRAME)
         self._assemblies: defaultdict[int, Assembly] = defaultdict(Assembly)
+        self._memory = OfferedMemory()
         self._request_ids: dict[int, int] = {}
         """Id of each worker's last request."""
         self._streaming: set[int] = set()
@@ -155,6 +158,7 @@ class RpcServer:
             stop.set()
         finally:
             self._socket.close(linger=0)
+            self._memory.close()
             self._service.close()
 
     def _take_all(self) -> None:
@@ -197,8 +201,9 @@ class RpcServer:
             self._request_ids[worker] = 0
             header = assembly.begin(frames[0])
             self._request_ids[worker] = header.request_id
+            self._memory.arrives(worker, incarnation, header)
             handler.expects(worker, header)
-        is_whole = assembly.add(frames[1:])
+        is_whole = assembly.add(frames[1:], partial(self._memory.find, worker))
         if len(frames[0]) and not is_whole and handler.streams(worker, assembly.header):
             self._streaming.add(worker)
         if worker in self._streaming:
@@ -236,6 +241,7 @@ class RpcServer:
             self._refuse(f"the notice that worker {ended.worker} failed: {type(error).__name__}: {error}")
 
     def _note_left(self, worker: int) -> None:
+        self._memory.drop(worker)
         with self._left:
             self._left_workers.add(worker)
             self._left.notify_all()
@@ -255,9 +261,10 @@ class RpcServer:
 
     def _send(self, outgoing: OutgoingMessage) -> None:
         name, tracker = name_of(outgoing.worker, self._service.incarnation(outgoing.worker)), None
-        small = sum(tensor.nbytes for tensor in outgoing.tensors) < SMALL_BYTES
+        memory = self._memory.lend(outgoing.worker, outgoing.request_id, outgoing.tensors)
+        small = memory is not None or sum(tensor.nbytes for tensor in outgoing.tensors) < SMALL_BYTES
         try:
-            for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors):
+            for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors, memory=memory):
                 tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
         except zmq.ZMQError:
             tracker = None  # the worker has failed

@@ -97,7 +97,7 @@ def _cost_note(records: Sequence[Record]) -> str:
         COST_NOTE
         if counted
         else COST_NOTE.replace(
-            "counted at", "partly computed (means in shared memory, or without counters), not counted, at"
+            "counted at", "partly computed (tensors in shared memory, or without counters), not counted, at"
         )
     )
     return note + (ASYNCHRONOUS_NOTE if any(record.get("staleness") for record in records) else "")

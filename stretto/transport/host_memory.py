@@ -62,14 +62,28 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """Random first bytes of the file, which show that another process has opened this one and no other."""
 
 
+def host_name() -> str:
+    """Return the host and its network, which is another one in a network namespace. Raises OSError if unknown."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+def open_offer(offer: Offer, flags: int) -> int | None:
+    """Open an offered file; return None if another file is there. Raises OSError if this process can't."""
+    file = os.open(f"/proc/{offer.pid}/fd/{offer.file}", flags)
+    if os.pread(file, len(offer.name), 0) == offer.name:
+        return file
+    os.close(file)
+    return None
+
+
 def offer_memory(workers: int, files: contextlib.ExitStack) -> Offer:
     """Create this worker's memory file, with all of its memory for a host of this number of workers."""
     if sys.platform != "linux" or not is_native():
         return Offer()
     name = secrets.token_bytes(16)
     try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            host = f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')}"
+        host = host_name()
         file = os.memfd_create("stretto")
         files.callback(os.close, file)
         os.posix_fallocate(file, 0, _kernel().bytes(workers))
@@ -87,10 +101,10 @@ def join_memory(
         opened = []
         for rank in ranks:
             offer, writes = offers[rank], rank in (ranks[0], worker)
-            opened.append(os.open(f"/proc/{offer.pid}/fd/{offer.file}", os.O_RDWR if writes else os.O_RDONLY))
-            files.callback(os.close, opened[-1])
-            if os.pread(opened[-1], len(offer.name), 0) != offer.name:
+            if (file := open_offer(offer, os.O_RDWR if writes else os.O_RDONLY)) is None:
                 return None
+            opened.append(file)
+            files.callback(os.close, file)
         group: _native.SharedGroup = _kernel()(opened, ranks.index(worker), SPIN_S)
     except (OSError, RuntimeError):
         return None

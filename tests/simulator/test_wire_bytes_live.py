@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from stretto.collective_ops import AllGather, AllReduceMean, Exchange
+from stretto.parameter_server import message_memory
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.framing import layout_of
@@ -266,6 +267,7 @@ def _nowhere(part: int, at: int, piece: Tensor) -> None:
 def test_server_exchanges_cost_what_the_kernel_counts(
     plain: bool, workers: int, shards: int, ends: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(message_memory, "SMALLEST_BYTES", sys.maxsize)
     wires = ends(workers, shards=shards, plain=plain)
     overheard = Overheard(monkeypatch, wires, not plain)
     with ThreadPoolExecutor(workers) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from parameter_servers import ADDING_RECIPE, Servers, push, receive
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import BrokenTransportError, TransportError
+from stretto.parameter_server import message_memory
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import RollbackRequiredError, ranges
 from stretto.parameter_server.rpc_channel import DeathNotifier
@@ -51,7 +53,10 @@ def test_ranges_cover_all_once(length: int, shards: int) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
-def test_traffic_counts_both_directions_encrypted_or_not(servers: Servers, plain: bool) -> None:
+def test_traffic_counts_both_directions_encrypted_or_not(
+    servers: Servers, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(message_memory, "SMALLEST_BYTES", sys.maxsize)
     (wire,) = servers.clients(servers.start(1, shards=2, plain=plain))
     numbers = torch.zeros(1_000_000)
     wire.open(1, ADDING_RECIPE, [numbers])

@@ -17,6 +17,7 @@ from stretto.parameter_server.handler import OutgoingMessage
 from stretto.parameter_server.sessions import ClientSession
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.wire_bytes import handshake_bytes, message_bytes
+from stretto.transport.interface import Traffic
 
 if TYPE_CHECKING:
     from stretto.simulator.cluster.rpc_server import SimServer
@@ -172,9 +173,9 @@ class SimChannel:
         receive = server.unless_restarted(lambda: self._receive(reply, reply_tensors))
         self._transfer(server.endpoint, self.worker.number, nbytes, receive)
 
-    def traffic(self) -> tuple[int, int]:
+    def traffic(self) -> Traffic:
         """Return the bytes so far, as a live connection would count them."""
-        return self._sent, self._received
+        return Traffic(self._sent, self._received, counted=True)
 
     def is_pending(self, number: int) -> bool:
         """True if a request has no reply yet."""
