@@ -178,8 +178,8 @@ class StateLog:
             self._log.flush()
             self._size += len(text)
         except LogError as error:
-            text = f"{self._path} cannot be written: {error.__cause__}; the batch dispatcher continues without it"
-            print(text, file=sys.stderr, flush=True)
+            problem = f"{self._path} cannot be written: {error.__cause__}; the batch dispatcher continues without it"
+            print(problem, file=sys.stderr, flush=True)
             self._log.abandon()
             self._path.unlink(missing_ok=True)  # it lacks this input
             self._log, self._retry_at = None, self._clock.now + RETRY_S
