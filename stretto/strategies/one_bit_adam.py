@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from stretto.errors import ModelError, explain
 from stretto.recipe.what import momenta
+from stretto.strategies.step_hooks import StepHooks
 
 
 class FrozenVariance:
@@ -27,12 +28,11 @@ class FrozenVariance:
         self._optimizer, self._is_warm = optimizer, is_warm
         self._held: list[tuple[dict[str, Any], Parameter, Tensor]] = []
         self._scales: dict[Parameter, Tensor] = {}
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._hooks = StepHooks(optimizer, self._before, self._after)
 
     def release(self) -> None:
         """Take the hooks off the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hold the momenta back from Adam."""

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from stretto.strategies.step_hooks import StepHooks
+
 
 class ScaledRate:
     """Scaling of an optimizer's learning rate by a factor, during each step only.
@@ -20,12 +22,11 @@ class ScaledRate:
     def __init__(self, optimizer: Optimizer, factor: float) -> None:
         self._optimizer, self._factor = optimizer, factor
         self._own: list[tuple[dict[str, Any], Any]] = []
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._hooks = StepHooks(optimizer, self._before, self._after)
 
     def release(self) -> None:
         """Remove the hooks from the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from stretto.strategies.create import create_strategy
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
+from stretto.strategies.step_hooks import StepHooks
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
@@ -116,12 +117,10 @@ class GlobalSteps:
         )
         watch(self._outside.before_step)
         self._hooks = [
-            hook
-            for index, optimizer in enumerate(optimizers)
-            for hook in (
-                optimizer.register_step_pre_hook(functools.partial(self._before_step, index)),
-                optimizer.register_step_post_hook(functools.partial(self._after_step, index)),
+            StepHooks(
+                optimizer, functools.partial(self._before_step, index), functools.partial(self._after_step, index)
             )
+            for index, optimizer in enumerate(optimizers)
         ]
         # after the hooks above, which send updates of the scaled rate
         self._rates = (
