@@ -147,8 +147,8 @@ class SharedMemoryTransport(Transport):
         """Complete a mean, or return the reason of its failure."""
         return self._wait(mean.segments[0].summed)
 
-    def _wait(self, piece: int) -> str:
-        return self._memory.wait(piece, self._inner.timeout_s) if self._memory is not None else ""
+    def _wait(self, piece: int, timeouts: int = 1) -> str:
+        return self._memory.wait(piece, timeouts * self._inner.timeout_s) if self._memory is not None else ""
 
     def _abort_memory(self) -> None:
         if self._memory is not None:
@@ -203,7 +203,8 @@ class HostsTransport(SharedMemoryTransport):
                 self._abort_memory()
                 raise error
             found = segment.mean.result()
-        if self._memory is not None and (why := self._wait(self._memory.start_copy(found))):
+        timeouts = 2 if self._between is None else 1  # the leader's timeout comes first, and names the late worker
+        if self._memory is not None and (why := self._wait(self._memory.start_copy(found), timeouts)):
             return why
         if segment.mean is not None:
             segment.values.copy_(found)
