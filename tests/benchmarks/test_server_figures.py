@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -49,6 +50,13 @@ def test_every_exchange_is_timed_and_the_server_ends():
     assert children() <= before
 
 
+def send_often(child):
+    """Send messages for ten seconds: a process that is being started may hold the pipe for a moment."""
+    for _ in range(1000):
+        child.send(do="count")
+        time.sleep(0.01)
+
+
 def test_sending_to_a_child_that_ended_is_an_error():
     child = Child("benchmarks.push", "work", {})
     try:
@@ -56,7 +64,7 @@ def test_sending_to_a_child_that_ended_is_an_error():
         child.process.kill()
         child.process.wait(LIMIT_S)
         with pytest.raises(SystemExit, match="ended before it received"):
-            child.send(do="count")
+            send_often(child)
     finally:
         child.close(0.1)
 

@@ -348,10 +348,10 @@ def kills(crew: Crew, rounds: int, seed: int = 0) -> dict[str, list[float]]:
 
 def settled(crew: Crew) -> dict[int, dict[str, Any]]:
     """Return each worker's resources after gloo's abandoned operations have timed out, with one group parked."""
+    crew.form([0, 1, 2, 3], sizes=(1,))
+    crew.abort()
     end = time.monotonic() + 60
     while True:
-        crew.form([0, 1, 2, 3], sizes=(1,))
-        crew.abort()
         found = crew.states()
         if time.monotonic() > end or all(one["threads"] <= QUIET_THREADS for one in found.values()):
             return found
