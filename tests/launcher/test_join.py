@@ -192,7 +192,7 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
     audits = [epoch["sample_counts"] for epoch in epochs(run)]
     assert len(audits) == 60
     assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
-    assert over_server or epochs(run)[-1]["trained"].keys() == {"0", "1"}
+    assert over_server or epochs(run)[-1]["trained"].keys() <= {"0", "1"}
 
 
 test_run_over_a_server_is_joined_and_left.limit_s = 200  # type: ignore[attr-defined]
