@@ -224,7 +224,7 @@ class FaultyCluster:
 
         def dispatcher() -> Service:
             clock = RecordedClock(lambda: self.now)
-            handler = DispatcherHandler(workers, clock, True, snapshot_interval_s)
+            handler = DispatcherHandler(workers, clock, snapshot_interval_s)
             log = StateLog(Path(self._folder.name) / "dispatcher.wal", handler, clock, compacted_bytes=COMPACTED_BYTES)
             return Service(handler, log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -69,7 +70,7 @@ class ServerProcesses:
         self._socket, dispatcher = listening(), listening()
         self.addresses = ["tcp://{}:{}".format(*each.getsockname()[:2]) for each in (dispatcher, self._socket)]
         self._dispatcher = ServerThreads(None, max_rank=0)
-        self._dispatcher.open(dispatcher, Service(DispatcherHandler(1, time.monotonic, is_elastic=True)))
+        self._dispatcher.open(dispatcher, Service(DispatcherHandler(1, time.monotonic, math.inf)))
         self._environment = environment
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -11,7 +11,7 @@ To settle a batch is to count it: its update is in the parameters. A section is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin
@@ -43,7 +43,7 @@ STORED = (
     "_announced_to",
     "_scheduled_barriers",
 )
-"""Attributes of the dispatcher that its stored state has as they are."""
+"""Attributes of the dispatcher whose values its stored state contains unchanged."""
 
 
 class BatchDispatcher:
@@ -55,8 +55,6 @@ class BatchDispatcher:
         self._ledger = Ledger([], FirstCome())
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
-        self._leases: dict[int, Lease] = {}
-        """Leases granted in this epoch, by batch, settled or not."""
         self.barrier_every: int | None = None
         """Batches between barriers; None for no barriers within the epoch."""
         self._batches_leased = 0
@@ -117,7 +115,6 @@ class BatchDispatcher:
             return DispatchReply(None, self._samples, barrier=True, snapshot_only=self.barriers_announced[announced])
         lease = self._ledger.lease(worker) if worker not in self._left_early else None
         if lease is not None:
-            self._leases[lease.batch] = lease
             self._batches_leased += 1
             self._samples += lease.samples
             self._announce_scheduled()
@@ -132,7 +129,7 @@ class BatchDispatcher:
         """Count these batches, whose updates are in the parameters; return how many were counted."""
         if epoch_number != self.epoch_number:
             return 0
-        leases = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
+        leases = [lease for batch in batches if (lease := self._ledger.leased(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in leases)
 
     def await_end(self, worker: int, epoch_number: int, left_early: bool = False) -> None:
@@ -209,7 +206,7 @@ class BatchDispatcher:
         self._reset_leases()
 
     def _reset_leases(self) -> None:
-        self._leases, self._samples = {}, self._ledger.settled_samples
+        self._samples = self._ledger.settled_samples
         self._waiting.clear()
 
     def _has_announcement(self, worker: int) -> bool:
@@ -228,13 +225,12 @@ class BatchDispatcher:
         """Return the state as plain values."""
         values = {name: getattr(self, name) for name in STORED}
         sets = [sorted(each) for each in (self.members, self._waiting, self._left_early)]
-        return values, sets, [astuple(lease) for lease in self._leases.values()], self._ledger.state()
+        return values, sets, self._ledger.state()
 
     def load_state(self, state: Any) -> None:
         """Load a state."""
-        values, sets, leases, ledger = state
+        values, sets, ledger = state
         for name, value in values.items():
             setattr(self, name, value)
         self.members, self._waiting, self._left_early = map(set, sets)
-        self._leases = {lease[0]: Lease(*lease) for lease in leases}
         self._ledger = Ledger.restored(ledger)

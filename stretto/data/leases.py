@@ -109,6 +109,10 @@ class Ledger:
         self._leased[batch] = Lease(batch, worker, self._bounds[batch], self._bounds[batch + 1])
         return self._leased[batch]
 
+    def leased(self, batch: int) -> Lease | None:
+        """Return the lease of a batch that a worker holds."""
+        return self._leased.get(batch)
+
     def settle(self, lease: Lease) -> bool:
         """Count the lease, whose work is in the agreed state. Return False if the worker does not hold it any more."""
         if self._leased.get(lease.batch) != lease:

@@ -17,12 +17,11 @@ from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, concatenated
 from stretto.parameter_server.handler import CollectiveHandler, OutgoingMessage, PendingRequests, listed
+from stretto.parameter_server.snapshots import NEWEST_KEPT
 from stretto.transport.interface import as_bytes
 
 SKIPPED = 1000
 """Added to the operation number when workers join after all have failed: their last one at the shards is unknown."""
-SNAPSHOTS_KEPT = 3
-"""Number of the newest snapshots that are stored."""
 NO_RESULT: list[Tensor] = []
 """Result of a broadcast whose root was lost."""
 
@@ -42,7 +41,7 @@ STORED = (
     "_awaiting_end",
     "_finished",
 )
-"""Attributes of the handler that its stored state has as they are."""
+"""Attributes of the handler whose values its stored state contains unchanged."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -56,16 +55,19 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class DispatcherHandler:
-    """Dispatches batches, runs collective operations, and admits joining workers while no member is at a barrier."""
+    """Dispatches batches, runs collective operations, and admits joining workers while no member is at a barrier.
+
+    Lost shards are restarted from snapshots, at most `snapshot_interval_s` old; if it is None, they are not restarted.
+    """
 
     def __init__(
         self,
         workers: int,
         clock: Callable[[], float],
-        is_elastic: bool = False,
         snapshot_interval_s: float | None = None,
     ) -> None:
-        self._clock, self._is_elastic, self._snapshot_interval_s = clock, is_elastic, snapshot_interval_s
+        self._clock, self._snapshot_interval_s = clock, snapshot_interval_s
+        self._is_elastic = snapshot_interval_s is not None
         self._collectives = CollectiveHandler(workers, _combine, PendingRequests(clock))
         self.dispatcher = BatchDispatcher(workers)
         self._snapshots: dict[int, Snapshot] = {}
@@ -205,7 +207,7 @@ class DispatcherHandler:
 
     def _announce_scheduled(self, worker: int) -> None:
         """Call all to a snapshot barrier when it is due and no other barrier takes snapshots."""
-        if not self._is_elastic or self._snapshot_interval_s is None or self.dispatcher.barrier_every is not None:
+        if self._snapshot_interval_s is None or self.dispatcher.barrier_every is not None:
             return
         if self._clock() - self._last_call >= self._snapshot_interval_s:
             self._last_call = self._clock()
@@ -301,7 +303,7 @@ class DispatcherHandler:
         self._last_snapshot, self._was_over = number, self.dispatcher.is_over
         if is_stored:
             self._snapshots[number] = Snapshot(self._was_over, *self.dispatcher.settled_batches())
-            self._keep_snapshots(sorted(self._snapshots)[-SNAPSHOTS_KEPT:])
+            self._keep_snapshots(sorted(self._snapshots)[-NEWEST_KEPT:])
 
     def _keep_snapshots(self, numbers: Sequence[int]) -> None:
         self._snapshots = {number: self._snapshots[number] for number in numbers}

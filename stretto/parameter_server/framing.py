@@ -52,6 +52,11 @@ class FramingError(TransportError):
     """A malformed or unexpected message."""
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a message is refused, as the sender is told: with the class of an error that was not expected."""
+    return str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
+
+
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype in headers."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -125,8 +125,9 @@ class CollectiveHandler:
     ) -> list[OutgoingMessage]:
         if received_up_to is not None:
             self._received[worker] = max(self._received.get(worker, 0), received_up_to)
-        if self._barrier.accepts(worker, op):
-            self._pending.note(worker, op, request_id)
+        if not self._barrier.accepts(worker, op):
+            return []
+        self._pending.note(worker, op, request_id)
         return self._messages(self._barrier.contribute(worker, op, contribution))
 
     def leave(self, worker: int) -> list[OutgoingMessage]:

@@ -24,7 +24,7 @@ import zmq.auth.thread
 from stretto.errors import LaunchError, explain
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
-from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_header, encode
+from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_header, encode, reason_of
 from stretto.parameter_server.handler import OutgoingMessage
 from stretto.parameter_server.message_memory import OfferedMemory
 from stretto.parameter_server.service import Service
@@ -63,7 +63,7 @@ def serve(config: ShardConfig) -> None:
 def serve_dispatcher(config: CoordinatorConfig, folder: Path, restarted: bool) -> ServerThreads:
     """Start to serve the batch dispatcher in the coordinator's process; a `restarted` one continues from its log."""
     clock = RecordedClock(time.monotonic)
-    handler = DispatcherHandler(config.options.workers, clock, True, config.snapshot_interval_s)
+    handler = DispatcherHandler(config.options.workers, clock, config.snapshot_interval_s)
     service = Service(handler, StateLog(folder / DISPATCHER_LOG, handler, clock, restarted))
     server = ServerThreads(server_keys(config.keys), config.max_rank)
     server.open(socket.socket(fileno=config.dispatcher_fd), service)
@@ -189,7 +189,7 @@ class RpcServer:
         try:
             self._send_all([*messages, *self._read(worker, incarnation, frames)])
         except Exception as error:
-            why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
+            why = reason_of(error)
             self._assemblies[worker].reset()
             self._send_all([OutgoingMessage(worker, self._request_ids.get(worker, 0), m.Refused(why))])
             self._refuse(f"worker {worker}: {why}")

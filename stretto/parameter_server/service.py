@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import Chunks, FramingError, chunks_of, concatenated, layout_of
+from stretto.parameter_server.framing import Chunks, blobs_of, chunks_of, concatenated, layout_of, reason_of
 from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.sessions import WorkerSession
 from stretto.parameter_server.state_log import SessionState, State, StateLog
-from stretto.transport.tensor_bytes import octets
 
 
 class Service:
@@ -48,7 +47,7 @@ class Service:
         return messages
 
     def take(self, worker: int, incarnation: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        """Process a complete message of an admitted incarnation; one that comes again gets the same reply."""
+        """Process a complete message of an admitted incarnation. A repeated message gets the same reply."""
         if self._log is not None:
             self._log.received(worker, incarnation, header, tensors)
         messages = self.process(worker, incarnation, header, tensors)
@@ -68,7 +67,7 @@ class Service:
         try:
             return self._stored(self.handler.take(worker, header, tensors))
         except Exception as error:
-            self.problem = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
+            self.problem = reason_of(error)
             return self._stored([OutgoingMessage(worker, header.request_id, m.Refused(self.problem))])
 
     def end(self, notice: m.IncarnationEnded) -> tuple[m.CountedWork, list[OutgoingMessage]]:
@@ -99,16 +98,18 @@ class Service:
 
     def state(self, now: float, handler: Any) -> State:
         """Return the state of the service, with that of its handler."""
-        results: dict[int, tuple[int, list[bytes]]] = {}
-        sessions = {}
+        places: dict[int, int] = {}
+        """Position in `results` by the identity of a reply's tensors: many workers have one result."""
+        results, sessions = list[list[bytes]](), dict[int, SessionState]()
         for worker, session in self._sessions.items():
             replies = []
             for reply in session.replies.values():
-                blobs = [octets(tensor).tobytes() for tensor in reply.tensors]
-                place, _ = results.setdefault(id(reply.tensors), (len(results), blobs))  # many workers have one result
+                place = places.setdefault(id(reply.tensors), len(results))
+                if place == len(results):
+                    results.append(blobs_of([[tensor] for tensor in reply.tensors]))
                 replies.append((m.Header(reply.request_id, reply.body, layout_of(reply.tensors)), place))
             sessions[worker] = SessionState(session.last, replies)
-        return State(now, handler, self._incarnations.state(), sessions, [blobs for _, blobs in results.values()])
+        return State(now, handler, self._incarnations.state(), sessions, results)
 
     def load_state(self, state: State) -> None:
         """Load a state."""
@@ -116,7 +117,8 @@ class Service:
         self._sessions = {worker: WorkerSession(stored.last) for worker, stored in state.sessions.items()}
         for worker, stored in state.sessions.items():
             for header, place in stored.replies:
-                tensors = [concatenated(chunks, "uint8") for chunks in chunks_of(header, state.results[place])]
+                dtypes = (dtype for dtype, _ in header.tensors)
+                tensors = list(map(concatenated, chunks_of(header, state.results[place]), dtypes))
                 self._sessions[worker].store(OutgoingMessage(worker, header.request_id, header.body, tensors))
 
     def _stored(self, messages: Sequence[OutgoingMessage]) -> list[OutgoingMessage]:

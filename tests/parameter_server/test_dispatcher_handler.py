@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_worker_that_joins_after_all_failed_starts_far_past_their_barriers() -
 
 def test_a_call_that_was_not_read_before_a_rollback_is_repeated() -> None:
     """At a snapshot the dispatcher learns the calls that each worker has read; a rollback voids later ones."""
-    handler = DispatcherHandler(1, lambda: 0.0, True)
+    handler = DispatcherHandler(1, lambda: 0.0, math.inf)
     replies_to(handler, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
     replies_to(handler, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
     replies_to(handler, 0, 3, m.Snapshot(1, 0))
@@ -113,7 +114,7 @@ def test_a_call_that_was_not_read_before_a_rollback_is_repeated() -> None:
 
 def test_a_worker_that_asked_the_shards_before_the_newest_snapshot_asks_again() -> None:
     """Otherwise all would roll back past a snapshot that a worker has continued from."""
-    handler = DispatcherHandler(2, lambda: 0.0, True)
+    handler = DispatcherHandler(2, lambda: 0.0, math.inf)
     for cut in (1, 2):
         replies_to(handler, 0, cut, m.Snapshot(cut, 0))
     late, now = (m.Rollback(0, 0, have, [0], 0, newest_snapshot=have[-1]) for have in ([1], [1, 2]))
@@ -123,7 +124,7 @@ def test_a_worker_that_asked_the_shards_before_the_newest_snapshot_asks_again() 
 
 
 def test_all_roll_back_to_the_newest_snapshot_that_every_shard_has() -> None:
-    handler = DispatcherHandler(2, lambda: 0.0, True)
+    handler = DispatcherHandler(2, lambda: 0.0, math.inf)
     for cut in (1, 2):
         replies_to(handler, 0, cut, m.Snapshot(cut, 0))
     (begun,) = replies_to(handler, 1, 3, m.Rollback(0, 0, [1], [0], 0, newest_snapshot=2))
@@ -132,7 +133,7 @@ def test_all_roll_back_to_the_newest_snapshot_that_every_shard_has() -> None:
 
 def test_there_is_no_rollback_before_all_shards_have_parameters() -> None:
     """The parameters are sent again to shards that have them, since a restarted process has lost them."""
-    handler, shelf = DispatcherHandler(2, lambda: 0.0, True), InMemoryStore()
+    handler, shelf = DispatcherHandler(2, lambda: 0.0, math.inf), InMemoryStore()
     opening = m.Open(1, "async_sgd", 2, snapshot=2)
     replies_to(ShardHandler(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
     shard = ShardHandler(2, lambda: 0.0, "stop", shelf, boot_id=1)
@@ -154,7 +155,7 @@ def test_a_snapshot_that_a_shard_cannot_store_does_not_count() -> None:
             return cut < 2 and super().put(cut, facts, tensors)
 
     full = Full()
-    shard, handler = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, True)
+    shard, handler = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, math.inf)
     replies_to(shard, 0, 1, m.Open(1, "async_sgd", 1, snapshot=1), [torch.zeros(4)])
     replies_to(handler, 0, 1, m.Snapshot(1, 0))
     for number in (2, 3):  # sent twice, same reply

@@ -24,7 +24,7 @@ WORKERS = 3
 def dispatcher(path: Path, compacted_bytes: int, restarted: bool = False, now: list[float] | None = None) -> Service:
     now = now or [0.0]
     clock = RecordedClock(lambda: now[0])
-    handler = DispatcherHandler(WORKERS, clock, True, snapshot_interval_s=40)
+    handler = DispatcherHandler(WORKERS, clock, snapshot_interval_s=40)
     return Service(handler, StateLog(path, handler, clock, restarted, compacted_bytes))
 
 

@@ -54,14 +54,10 @@ class SimMembershipClient(CoordinatorConnection):
         """Return the worker's virtual time."""
         return self.worker.now()
 
-    def wake(self, with_heartbeat: bool = False) -> None:
-        """Send the messages that are due."""
-        self.send_pending(with_heartbeat)
-
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def send_pending(self, with_heartbeat: bool = False) -> None:
+    def wake(self, with_heartbeat: bool = False) -> None:
         """Send all messages that the coordinator has not answered yet."""
         for message in self.due_messages(with_heartbeat, self._coordinator.now):
             self._coordinator.send(self, message)
@@ -69,13 +65,13 @@ class SimMembershipClient(CoordinatorConnection):
     def receive(self, message: CoordinatorMessage) -> None:
         """Process a message of the coordinator."""
         if self.state.receive(message):
-            self.send_pending(with_heartbeat=self.pause_requested)
+            self.wake(with_heartbeat=self.pause_requested)
         self.worker.wake()
 
     def _pause(self, report: ReadyReport) -> GenerationView | Continue:
         state = self.state
         state.pause(report)
-        self.send_pending()
+        self.wake()
         self.worker.wait_until(
             lambda: state.reply is not None or state.evicted is not None, lambda: "the coordinator's next generation"
         )
@@ -259,7 +255,7 @@ class SimCoordinator:
         for number in self._exits:
             self._deliver_exit(number)
         for client in self._reachable_clients():
-            client.send_pending(with_heartbeat=True)
+            client.wake(with_heartbeat=True)
 
     def restart_service(
         self, number: int, incarnation: int, back_after_s: float | None, callback: Callable[[], object]
@@ -279,7 +275,7 @@ class SimCoordinator:
         """Send heartbeats of workers that are reachable again."""
         for number in numbers:
             if (client := self._clients.get(number)) is not None and self._is_reachable(client):
-                client.send_pending(with_heartbeat=True)
+                client.wake(with_heartbeat=True)
 
     # --- the coordinator ----------------------------------------------------------------------------------------
 
@@ -323,7 +319,7 @@ class SimCoordinator:
         if self.now >= self._next_heartbeat:
             self._next_heartbeat = self.now + self._heartbeat_s
             for client in self._reachable_clients():
-                client.send_pending(with_heartbeat=True)
+                client.wake(with_heartbeat=True)
         is_running = not self.is_down and self._paused_at is None
         for client in self._clients.values():
             self._abort_if_isolated(client, is_running)

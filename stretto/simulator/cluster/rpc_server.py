@@ -19,12 +19,10 @@ from stretto.parameter_server.handler import OutgoingMessage
 from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import InMemoryStore
+from stretto.simulator.cluster.membership import COORDINATOR_ENDPOINT
 from stretto.simulator.cluster.rpc_channel import ChannelSettings, ReplyTensors, SimChannel
 from stretto.simulator.engine import Engine, Worker
 from stretto.transport.interface import Message, made
-
-COORDINATOR = -1
-"""Endpoint of the coordinator's process, which is on the machine of the first shard."""
 
 
 class SimServer:
@@ -45,29 +43,24 @@ class SimServer:
         self._engine, self._make_service, self.resource = engine, make_service, resource
         self.endpoint, self.name, self.channels = endpoint, name, channels
         self.is_down = False
-        self._incarnation = self._pauses = 0
-        """Incarnation of the process, and number of its pauses that are not ended."""
+        self.incarnation = self._pauses = 0
+        """Number of earlier starts of the process, and number of its pauses that are not ended."""
         self._waiting: list[Callable[[], None]] = []
         """Messages that wait until the process resumes."""
         self._start_process()
 
     def _start_process(self) -> None:
-        self._service = self._make_service(self._incarnation)
+        self._service = self._make_service(self.incarnation)
         self._idle_at = 0.0
         self._last_reply = ReplyTensors(())
 
     # --- process --------------------------------------------------------------------------------------------------
 
-    @property
-    def incarnation(self) -> int:
-        """Number of earlier starts of the process."""
-        return self._incarnation
-
     def fail(self) -> None:
         """Fail the process: its memory and all messages to and from it are lost."""
         self.is_down, self._pauses = True, 0
         self._waiting.clear()
-        self._incarnation += 1
+        self.incarnation += 1
 
     def restart(self) -> None:
         """Start another process, with the snapshots or the log of the previous one; workers send requests again."""
@@ -94,8 +87,8 @@ class SimServer:
 
     def unless_restarted(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Return a function that calls `callback` only if the process is not restarted in between."""
-        incarnation = self._incarnation
-        return lambda: callback() if self._incarnation == incarnation else None
+        incarnation = self.incarnation
+        return lambda: callback() if self.incarnation == incarnation else None
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -165,7 +158,7 @@ class SimServers:
         self._servers: list[SimServer] = []
         self._failed_workers: dict[int, int] = {}
         """Last incarnation of each worker that has failed."""
-        self._add_server("the coordinator", COORDINATOR, self._make_dispatcher())
+        self._add_server("the coordinator", COORDINATOR_ENDPOINT, self._make_dispatcher())
         for shard in range(shards):
             self._add_server(f"server {shard}", -1 - shard, self._make_shard(on_nan))
 
@@ -181,7 +174,7 @@ class SimServers:
     def _make_dispatcher(self) -> Callable[[int], Service]:
         """Return a function that returns the same dispatcher for each process: its log restores the state."""
         interval_s = SNAPSHOT_INTERVAL_S if self._can_fail else None
-        handler = DispatcherHandler(len(self._engine.workers), self._now, self._can_fail, interval_s)
+        handler = DispatcherHandler(len(self._engine.workers), self._now, interval_s)
         service = Service(handler)
         return lambda _: service
 
