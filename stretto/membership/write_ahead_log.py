@@ -71,7 +71,7 @@ class WriteAheadLog:
             raise LogError(f"the write-ahead log {self.path} cannot be written: {error.strerror}") from error
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without a flush."""
         os.close(self._file)
 
     def close(self) -> None:

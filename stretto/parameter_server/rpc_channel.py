@@ -162,7 +162,7 @@ class RpcChannel:
         self._sink = None
 
     def traffic(self) -> Traffic:
-        """Return the bytes sent and received, as the kernel counts them, and those that went through memory instead."""
+        """Return the bytes sent and received: on the connection, as the kernel counts them, and through memory."""
         if not self._socket.closed:
             self._process_events()
         traffic = tcp_bytes(self._descriptor) if self._descriptor is not None else None

@@ -20,7 +20,7 @@ class StepHooks:
     def __init__(self, optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._before, self._after = before, after
         self._step: FrameType | None = None
-        """The call of torch's that runs the step under way; one that raised an error is not on the stack any more."""
+        """Stack frame of torch's that runs the present step. After an error the frame is no longer on the stack."""
         self._hooks = [optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)]
 
     def remove(self) -> None:

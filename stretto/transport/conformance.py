@@ -200,7 +200,7 @@ def _pairs_are_refused(transport: Collectives) -> None:
 
 
 def _refuses(act: Callable[[Any], object], argument: object) -> bool:
-    """Return True if the call raises a TransportError that says what was expected."""
+    """Return True if the call raises a TransportError with an expected value."""
     try:
         act(argument)
     except TransportError as error:

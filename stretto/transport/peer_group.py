@@ -9,7 +9,7 @@ steps, and the sums have the same bits at all workers:
     sum 0 = own + worker 1's part 0          sum 1 = worker 0's part 1 + own
     sends sum 0        <---------------->    sends sum 1
 
-All else is sent to each other worker as it is. The group has no connection of its own: it ends with its transport.
+All else is sent whole to each other worker. The group has no connection of its own: it ends with its transport.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from stretto.parameter_server.sessions import ClientSession, WorkerSession
 
 
 class Line:
-    """A connection that loses what is under way when it breaks; the service holds some replies back."""
+    """A connection that loses messages in flight when it breaks; the service holds some replies back."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
