@@ -239,9 +239,7 @@ class ParameterServerClient(Transport):
 
     def traffic(self) -> Traffic:
         """Return the bytes of this worker's connections, as the channels count them."""
-        parts = [channel.traffic() for channel in (self._dispatcher, *self.channels)]
-        sent, received = sum(part.bytes_sent for part in parts), sum(part.bytes_received for part in parts)
-        return Traffic(sent, received, counted=all(part.counted for part in parts))
+        return sum((channel.traffic() for channel in self.channels), self._dispatcher.traffic())
 
     def leave(self) -> None:
         """Leave gracefully: the others continue without this worker."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import struct
 import sys
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.parameter_server import messages as m
-from stretto.transport.host_memory import Offer, host_name, open_offer
+from stretto.transport.host_memory import Offer, create_file, host_name, open_offer
 
 SMALLEST_BYTES = 1 << 16
 """Bytes of an update for which a worker creates a memory file."""
@@ -206,15 +205,12 @@ def _aligned(position: int) -> int:
 
 def _new_file(room: int) -> tuple[Offer, MemoryFile]:
     """Create a memory file that can't be made smaller: so no process that has mapped it can fail on an access."""
-    file, name = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), secrets.token_bytes(ALIGNMENT)
+    offer = create_file(ALIGNMENT + room)
     try:
-        offer = Offer(host_name(), os.getpid(), file, name)
-        os.posix_fallocate(file, 0, ALIGNMENT + room)
-        os.pwrite(file, name, 0)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        return offer, MemoryFile(file, ALIGNMENT)
+        fcntl.fcntl(offer.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return offer, MemoryFile(offer.file, ALIGNMENT)
     except BaseException:
-        os.close(file)
+        os.close(offer.file)
         raise
 
 

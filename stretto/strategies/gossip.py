@@ -57,7 +57,7 @@ class GossipStrategy(RoundStrategy):
             buffers.take(mixed[len(theta) :])
 
     def _mixed(self, own: Sequence[Tensor], share: float, number: int) -> list[Tensor]:
-        """Return the mixed tensors. A worker sends its own to those that give it a weight, and else empty tensors."""
+        """Return the mixed tensors. A worker sends empty tensors to a peer that gives it no weight."""
         rank, rows = self._transport.worker, mixing_matrix(self.recipe.whom, number, self._transport.workers)
         row, tally = rows[rank], self._context.tally
         message = [(one, tally.account("parameters")) for one in own]
@@ -71,10 +71,9 @@ class GossipStrategy(RoundStrategy):
         shares = {peer: float(received[peer][-1]) if peer != rank else share for peer in row}
         weights = weighted_by_samples(row, shares)
         mixed = [one.clone() for one in own]
-        for peer, theirs in received.items():
-            for one, before, other in zip(mixed, own, theirs, strict=False):
-                if peer in weights:
-                    one.add_(other - before, alpha=weights[peer])
+        for peer in sorted(received.keys() & row.keys()):
+            for one, before, other in zip(mixed, own, received[peer], strict=False):
+                one.add_(other - before, alpha=weights[peer])
         return mixed
 
     def _swap(self, peer: int, tensor: Tensor, account: Account | None) -> CollectiveRunner:

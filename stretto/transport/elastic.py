@@ -292,7 +292,7 @@ class ElasticTransport(Transport):
 
     def traffic(self) -> Traffic:
         """Return the bytes of all generations."""
-        return _sum(self._ended, self._inner.traffic()) if self._inner is not None else self._ended
+        return self._ended + self._inner.traffic() if self._inner is not None else self._ended
 
     def close(self) -> None:
         """Leave the group gracefully."""
@@ -502,9 +502,3 @@ class ElasticTransport(Transport):
 def _has_history(form: GenerationView) -> bool:
     """Return True if a member has taken part in an earlier generation."""
     return any(member.report.has_history for member in form.members)
-
-
-def _sum(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(
-        one.bytes_sent + other.bytes_sent, one.bytes_received + other.bytes_received, one.counted and other.counted
-    )

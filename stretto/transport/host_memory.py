@@ -77,20 +77,32 @@ def open_offer(offer: Offer, flags: int) -> int | None:
     return None
 
 
+def create_file(nbytes: int) -> Offer:
+    """Create a memory file of this many bytes, with all of its memory, and offer it. Raises OSError.
+
+    The caller closes `Offer.file`, and may seal it.
+    """
+    host, name = host_name(), secrets.token_bytes(16)
+    file = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+        os.pwrite(file, name, 0)
+    except OSError:
+        os.close(file)
+        raise
+    return Offer(host, os.getpid(), file, name)
+
+
 def offer_memory(workers: int, files: contextlib.ExitStack) -> Offer:
     """Create this worker's memory file, with all of its memory for a host of this number of workers."""
     if sys.platform != "linux" or not is_native():
         return Offer()
-    name = secrets.token_bytes(16)
     try:
-        host = host_name()
-        file = os.memfd_create("stretto")
-        files.callback(os.close, file)
-        os.posix_fallocate(file, 0, _kernel().bytes(workers))
-        os.pwrite(file, name, 0)
+        offer = create_file(_kernel().bytes(workers))
     except OSError:
         return Offer()
-    return Offer(host, os.getpid(), file, name)
+    files.callback(os.close, offer.file)
+    return offer
 
 
 def join_memory(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange, answer, swapped
 from stretto.errors import TransportError
-from stretto.transport.interface import Message, Traffic, Transport, check_peer, made, nbytes
+from stretto.transport.interface import Message, PairKey, PairNumbers, Traffic, Transport, check_peer, made, nbytes
 
-Key: TypeAlias = int | tuple[int, int, int, int]
-"""Number of an operation of all workers; or the two ranks, the channel and the number of an exchange."""
+Key: TypeAlias = int | PairKey
+"""Number of an operation of all workers, or key of an exchange."""
 
 
 class _Table:
@@ -98,17 +97,14 @@ class InMemoryTransport(Transport):
         super().__init__(worker, table.workers)
         self.table = table
         self._round = 0
-        self._exchanges: Counter[tuple[int, int]] = Counter()
-        """Number of exchanges with each peer in each channel."""
+        self._pair_numbers = PairNumbers()
         self._bytes_sent = 0
 
     def submit(self, op: CollectiveOp) -> _Handle:
         """Contribute to an operation."""
         if isinstance(op, Exchange):
             check_peer(op, self.worker, self.workers)
-            self._exchanges[op.peer, op.channel] += 1
-            first, second = sorted((self.worker, op.peer))
-            key = first, second, op.channel, self._exchanges[op.peer, op.channel]
+            key = self._pair_numbers.next_key(op, self.worker)
             return _Handle(self, self._lay(op, nbytes(op.tensor), key))
         factor = 2 * (self.workers - 1) / self.workers if isinstance(op, AllReduceMean) else self.workers - 1
         return _Handle(self, self._lay(op, factor * nbytes(op.tensor)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,6 +27,11 @@ class Traffic:
     bytes_sent: int
     bytes_received: int
     counted: bool
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the sum, which is counted if both are."""
+        sent, received = self.bytes_sent + other.bytes_sent, self.bytes_received + other.bytes_received
+        return Traffic(sent, received, self.counted and other.counted)
 
 
 class Handle(Protocol):
@@ -269,6 +275,27 @@ class Transport(Collectives):
 
         `stays_out` is True for a worker that takes no part in the run.
         """
+
+
+PairKey: TypeAlias = tuple[int, int, int, int]
+"""An exchange: the ranks of its two workers in order, its channel and its number."""
+
+
+class PairNumbers:
+    """Numbers of one worker's exchanges, counted from 1 for each peer and channel, and so equal at both workers."""
+
+    def __init__(self) -> None:
+        self._numbers: Counter[tuple[int, int]] = Counter()
+
+    def next(self, op: Exchange) -> int:
+        """Return the number of an exchange that begins."""
+        self._numbers[op.peer, op.channel] += 1
+        return self._numbers[op.peer, op.channel]
+
+    def next_key(self, op: Exchange, worker: int) -> PairKey:
+        """Return the key of an exchange that begins at this worker, which is equal at its peer."""
+        first, second = sorted((worker, op.peer))
+        return first, second, op.channel, self.next(op)
 
 
 def check_peer(op: Exchange, worker: int, workers: int) -> None:

@@ -12,7 +12,7 @@ import re
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,17 @@ from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveO
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
-from stretto.transport.interface import Handle, Message, Traffic, Transport, as_bytes, check_peer, made, nbytes
+from stretto.transport.interface import (
+    Handle,
+    Message,
+    PairNumbers,
+    Traffic,
+    Transport,
+    as_bytes,
+    check_peer,
+    made,
+    nbytes,
+)
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -85,8 +95,7 @@ class ProcessGroupTransport(Transport):
         self._opened = frozenset(one for one, name in _sockets().items() if before.get(one) != name)
         self._worked_out = 0
         self._tag = 0
-        self._exchanges: Counter[tuple[int, int]] = Counter()
-        """Number of exchanges with each peer in each channel."""
+        self._pair_numbers = PairNumbers()
         self._last = Traffic(0, 0, counted=False)
         self._broken = threading.Event()
         self._sealed_at = math.inf
@@ -175,8 +184,7 @@ class ProcessGroupTransport(Transport):
             drop_parked()
 
     def _exchange(self, op: Exchange) -> _ExchangeHandle:
-        number = self._exchanges[op.peer, op.channel]
-        self._exchanges[op.peer, op.channel] += 1
+        number = self._pair_numbers.next(op)
         tag = EXCHANGE_TAG + 2 * (number % NUMBERS * CHANNELS + op.channel)
         return _ExchangeHandle(self, op, tag)
 

@@ -240,6 +240,15 @@ def _unsealed(name: bytes) -> int:
     return file
 
 
+def check_updates(wire: ParameterServerClient) -> None:
+    """Assert that each of three updates is in the parameters of its reply."""
+    theta = [torch.zeros(LENGTH)]
+    wire.open(1, ADDING_RECIPE, theta)
+    for seq in (1, 2, 3):
+        _, (after,) = receive(push(wire, seq, [torch.ones(LENGTH)]), theta)
+        assert torch.equal(after, torch.full((LENGTH,), float(seq)))
+
+
 @pytest.mark.parametrize("which", OFFERS)
 def test_a_file_that_the_shard_cannot_map_is_offered_once(
     servers: Servers, which: str, monkeypatch: pytest.MonkeyPatch
@@ -253,12 +262,7 @@ def test_a_file_that_the_shard_cannot_map_is_offered_once(
 
     monkeypatch.setattr(message_memory, "_new_file", offered)
     (wire,) = servers.clients(servers.start(1))
-    theta = [torch.zeros(LENGTH)]
-    wire.open(1, ADDING_RECIPE, theta)
-    for seq in (1, 2, 3):
-        assert torch.equal(
-            receive(push(wire, seq, [torch.ones(LENGTH)]), theta)[1][0], torch.full((LENGTH,), float(seq))
-        )
+    check_updates(wire)
     assert (len(made), uses_memory(wire), mappings()) == (1, False, 0)
 
 
@@ -275,12 +279,7 @@ def test_without_memory_for_a_file_messages_go_over_the_connection(
 
     monkeypatch.setattr(os, "posix_fallocate", failing)
     (wire,) = servers.clients(servers.start(1))
-    theta = [torch.zeros(LENGTH)]
-    wire.open(1, ADDING_RECIPE, theta)
-    for seq in (1, 2, 3):
-        assert torch.equal(
-            receive(push(wire, seq, [torch.ones(LENGTH)]), theta)[1][0], torch.full((LENGTH,), float(seq))
-        )
+    check_updates(wire)
     assert not uses_memory(wire)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,14 +19,14 @@ from stretto.simulator.network.flows import ARRIVAL, Transfer
 from stretto.simulator.network.topology import Exchange as Flow
 from stretto.simulator.network.topology import Links
 from stretto.transport import gloo_ring
-from stretto.transport.interface import Message, Traffic, Transport, check_peer, made
+from stretto.transport.interface import Message, PairKey, PairNumbers, Traffic, Transport, check_peer, made
 
 _all_reduce_bytes = gloo_ring.all_reduce_bytes
 _all_reduce_messages = functools.lru_cache(gloo_ring.all_reduce_messages)
 _broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
-Key: TypeAlias = int | tuple[int, int, int, int]
-"""Number of a collective of all workers; or the two ranks, the channel and the number of an exchange."""
+Key: TypeAlias = int | PairKey
+"""Number of a collective of all workers, or key of an exchange."""
 
 
 @dataclass(slots=True)
@@ -324,8 +323,7 @@ class SimTransport(Transport):
         self._sim_worker, self._group, self._limit_s = worker, group, limit_s
         super().__init__(group.members.index(worker.number), group.workers)
         self._number = 0
-        self._exchanges: Counter[tuple[int, int]] = Counter()
-        """Number of exchanges with each peer in each channel."""
+        self._pair_numbers = PairNumbers()
         self._sent, self._received = wire_bytes.connect_bytes(self.workers)
 
     @property
@@ -339,9 +337,7 @@ class SimTransport(Transport):
             check_peer(op, self.worker, self.workers)
         self.spend_codec_time()
         if isinstance(op, Exchange):
-            self._exchanges[op.peer, op.channel] += 1
-            first, second = sorted((self.worker, op.peer))
-            key = first, second, op.channel, self._exchanges[op.peer, op.channel]
+            key = self._pair_numbers.next_key(op, self.worker)
             return _Handle(self, self._contribute_to(key, _Paired(op)), op)
         if isinstance(op, AllReduceMean):
             self._count(_all_reduce_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
