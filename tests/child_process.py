@@ -11,10 +11,10 @@ LIMIT_S = 120.0
 MARK = "result of the child process: "
 
 
-def call(module: str, function: str, *args: Any) -> Any:
+def call(module: str, function: str, *args: Any, limit_s: float = LIMIT_S) -> Any:
     """Return the result of a function of a module, which a child process calls with warnings as errors."""
     command = [sys.executable, "-c", f"import child_process; child_process.answer({module!r}, {function!r})"]
-    child = subprocess.run(command, input=json.dumps(args), capture_output=True, text=True, timeout=LIMIT_S)
+    child = subprocess.run(command, input=json.dumps(args), capture_output=True, text=True, timeout=limit_s)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.rpartition(MARK)[2])
 

@@ -98,6 +98,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func._schema.name
     if name in VIEWS:
         return func.redispatch(_below, *args, **kwargs)
+    args = _with_tensors(func, args)
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     if name in COPIES:
         return _copy(name, *args)
@@ -118,6 +119,20 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         if one.shape != own[key].shape:
             _replace(own[key], one)
     return tree_map(lambda one: _back(one, back) if isinstance(one, Tensor) else one, out)
+
+
+def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments, with tensors in place of numbers that the dispatcher has unpacked from tensors."""
+    like = next((one for one in args if isinstance(one, Tensor)), None)
+    if like is None:
+        return args
+    kinds = [str(argument.type) for argument in func._schema.arguments]
+    return tuple(
+        torch.scalar_tensor(one, dtype=torch.result_type(like, one))
+        if kind == "Tensor" and isinstance(one, int | float)
+        else one
+        for one, kind in zip(args, kinds, strict=False)
+    )
 
 
 def _back(one: Tensor, back: dict[int, Tensor]) -> Tensor:

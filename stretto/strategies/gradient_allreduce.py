@@ -90,7 +90,8 @@ class GradientBuffers:
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
         self.copied = [gradient_slot for gradient_slot in self.gradient_slots if gradient_slot.slot.source.copies]
         """Gradients whose memory is not in the buckets, and that get a copy of the result."""
-        self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(len(flat_parameters.slots) + 2)
+        last, size = self.buckets[-1], len(flat_parameters.slots) + 2
+        self.counts = last.tail if counts_in_tail else torch.zeros(size, device=last.flat.device)
         """Counts over the workers, summed by the exchange.
 
         For each parameter the number of workers that have a gradient for it, then the number of workers whose set of
