@@ -10,7 +10,7 @@ To settle a batch is to count it: its update is in the parameters. A section is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class BatchDispatcher:
 
     def announce_snapshot_barrier(self, worker: int) -> None:
         """Call a barrier for a snapshot, if there is still a batch for the worker that asks."""
-        if self.may_announce_barrier and self._has_batch(worker):
+        if self.may_announce_barrier and self._with_batch({worker}):
             self.barriers_announced.append(True)
 
     def settle(self, worker: int, epoch_number: int, batches: Sequence[int]) -> int:
@@ -148,21 +148,19 @@ class BatchDispatcher:
 
     def pop_released(self) -> dict[int, bool]:
         """Remove and return the workers that stop waiting: True if the epoch is over, False if there are batches."""
-        continuing = {
-            worker: False for worker in self._waiting if self._has_batch(worker) or self._has_announcement(worker)
-        }
-        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over else {})
+        continuing = self._with_batch(self._waiting) | set(filter(self._has_announcement, self._waiting))
+        released = dict.fromkeys(continuing, False) or (dict.fromkeys(self._waiting, True) if self.is_over else {})
         self._waiting -= released.keys()
         return released
 
     @property
     def is_over(self) -> bool:
         """True if no worker holds a batch of the epoch, and none is left."""
-        return not self._ledger.outstanding and not any(map(self._has_batch, self.members))
+        return not self._ledger.outstanding and not self._with_batch(self.members)
 
-    def _has_batch(self, worker: int) -> bool:
-        """Return True if there is a batch for the worker."""
-        return worker not in self._left_early and self._ledger.has_batch(worker)
+    def _with_batch(self, workers: set[int]) -> Set[int]:
+        """Return the workers for which there is a batch."""
+        return self._ledger.with_batch(workers - self._left_early)
 
     def remove(self, worker: int) -> int:
         """Remove a worker that left or failed; return the number of samples whose leases were returned."""
@@ -179,7 +177,7 @@ class BatchDispatcher:
 
         It gets no batch of an epoch that all other workers have left.
         """
-        if self.members and self.is_over and self._ledger.has_batch(worker):
+        if self.members and self.is_over and self._ledger.with_batch({worker}):
             self._left_early.add(worker)
         self.members.add(worker)
         self._announced_to[worker] = barriers_passed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -95,14 +95,14 @@ class Ledger:
     def __init__(self, sizes: Sequence[int], plan: Plan) -> None:
         self._bounds = array("q", [0, *accumulate(sizes)])
         self._plan, self._batches = plan, len(sizes)
-        self._reserved: dict[int | None, list[int]] = {}
+        self._reserved = {owner: list(plan.reserved(owner, len(sizes))) for owner in (None, *(plan.members or ()))}
         self._leased: dict[int, Lease] = {}
         self._settled: dict[int, int] = {}
         """By batch: the worker that has trained it; -1 for a worker of another run."""
 
     def lease(self, worker: int) -> Lease | None:
         """Lease the worker its next batch, or return None if there is none for it."""
-        heaps = [heap for owner in (worker, None) if (heap := self._heap(owner))]
+        heaps = [heap for owner in (worker, None) if (heap := self._reserved.get(owner))]
         if not heaps:
             return None
         batch = heapq.heappop(min(heaps))
@@ -126,17 +126,17 @@ class Ledger:
         returned = [lease for lease in self._leased.values() if lease.worker == worker]
         for lease in returned:
             del self._leased[lease.batch]
-        reserved, self._reserved[worker] = self._heap(worker), []
-        self._free([*reserved, *(lease.batch for lease in returned)])
+        for batch in [*self._reserved.pop(worker, []), *(lease.batch for lease in returned)]:
+            heapq.heappush(self._reserved[None], batch)
         return sum(lease.samples for lease in returned)
 
     def drop(self, worker: int) -> None:
         """Void the worker's leases without returning them: their samples never count."""
         self._leased = {batch: lease for batch, lease in self._leased.items() if lease.worker != worker}
 
-    def has_batch(self, worker: int) -> bool:
-        """Return True if there is a batch for the worker."""
-        return bool(self._heap(worker) or self._heap(None))
+    def with_batch(self, workers: Set[int]) -> Set[int]:
+        """Return the workers for which there is a batch."""
+        return workers if self._reserved[None] else {worker for worker in workers if self._reserved.get(worker)}
 
     @property
     def outstanding(self) -> bool:
@@ -187,16 +187,6 @@ class Ledger:
         ledger._leased = {lease[0]: Lease(*lease) for lease in leased}
         ledger._settled = settled
         return ledger
-
-    def _free(self, batches: Iterable[int]) -> None:
-        for batch in batches:
-            heapq.heappush(self._heap(None), batch)
-
-    def _heap(self, owner: int | None) -> list[int]:
-        """Return the heap of batches that are still reserved for a worker, or for none."""
-        if owner not in self._reserved:
-            self._reserved[owner] = list(self._plan.reserved(owner, self._batches))
-        return self._reserved[owner]
 
     @property
     def samples(self) -> int:

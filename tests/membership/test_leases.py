@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from example_counts import examples
@@ -11,17 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from stretto.data.leases import Audit, Lease, Ledger, RoundRobin, audit
+from stretto.data.leases import Audit, FirstCome, Lease, Ledger, RoundRobin, audit
 
 SIZES = st.lists(st.integers(1, 9), max_size=40)
-
-
-@dataclass(frozen=True)
-class FirstCome:
-    """Plan of asynchronous runs: the first worker that requests a batch gets it."""
-
-    def reserved(self, owner: int | None, batches: int) -> range:
-        return range(0 if owner is not None else batches)
 
 
 @given(SIZES, st.integers(1, 5))
