@@ -23,6 +23,8 @@ from stretto.transport.tensor_bytes import octets
 CHUNK_BYTES = 1 << 20
 PLACED_BYTES = 1 << 22
 """Bytes of the chunks in memory whose places one message has."""
+FEW_BYTES = 1 << 14
+"""Largest chunk that is copied without a look at its alignment, since that takes longer."""
 HEADER_BYTES = 1 << 20
 """A header lists batches: all that a worker has trained in an epoch, which may be a hundred thousand."""
 LARGEST_FRAME = CHUNK_BYTES + HEADER_BYTES
@@ -186,7 +188,9 @@ class Assembly:
 
 
 def _tensor(chunk: Any, dtype: torch.dtype) -> Tensor:
-    """Return the elements of a frame, copied only if they are not aligned."""
+    """Return the elements of a frame, copied only if they are few or not aligned."""
+    if len(chunk) <= FEW_BYTES:
+        return torch.frombuffer(bytearray(chunk), dtype=dtype)
     elements = torch.frombuffer(chunk, dtype=torch.uint8)
     if elements.data_ptr() % dtype.itemsize:
         elements = elements.clone()

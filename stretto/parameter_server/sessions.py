@@ -18,7 +18,6 @@ stores its replies until the client has them, and sends the stored reply if a re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from stretto.parameter_server.handler import OutgoingMessage
@@ -96,9 +95,10 @@ class WorkerSession:
 
     def store(self, reply: OutgoingMessage) -> None:
         """Store a reply until the client has it, without its tensors if it can be made again."""
-        if reply.request_id:
-            tensors = () if reply.again is not None else reply.tensors
-            self.replies[reply.request_id] = replace(reply, tensors=tensors, sent=None)
+        worker, request_id, body, again = reply.worker, reply.request_id, reply.body, reply.again
+        if request_id:
+            tensors = () if again is not None else reply.tensors
+            self.replies[request_id] = OutgoingMessage(worker, request_id, body, tensors, None, again)
 
     def repeat(self, number: int) -> list[OutgoingMessage]:
         """Return the stored reply to a request; nothing if there is none yet."""
