@@ -81,20 +81,21 @@ MAX_BUFFERED_BYTES = 1 << 24
 """Bytes of events that are kept in memory while the disk is full."""
 
 
-def process_name(number: int) -> str:
-    """Return the name of a process of a run.
+def process_name(number: int, rank: int = 0) -> str:
+    """Return the name of a process of a run; a worker's rank is named unless it is 0.
 
-    >>> process_name(3), process_name(-1), process_name(COORDINATOR)
-    ('worker 3', 'server 0', 'coordinator')
+    >>> process_name(3), process_name(3, 1), process_name(-1), process_name(COORDINATOR)
+    ('worker 3', 'worker 3 rank 1', 'server 0', 'coordinator')
     """
     if number == COORDINATOR:
         return "coordinator"
-    return f"worker {number}" if number >= 0 else f"server {-1 - number}"
+    return f"worker {number}" + f" rank {rank}" * (rank > 0) if number >= 0 else f"server {-1 - number}"
 
 
-def of_process(number: int) -> Event:
-    """Return the fields of an event that name its process."""
-    return {"process": process_name(number)} | ({"worker": number} if number >= 0 else {})
+def of_process(number: int, rank: int = 0) -> Event:
+    """Return the fields of an event that name its process; `rank` is among them unless it is 0."""
+    fields = {"worker": number} | ({"rank": rank} if rank else {}) if number >= 0 else {}
+    return {"process": process_name(number, rank)} | fields
 
 
 class LogFile:

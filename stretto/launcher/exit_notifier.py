@@ -40,9 +40,9 @@ class ExitNotifier:
         self._again, self._no_wait = zmq.Again, zmq.NOBLOCK
         self.watch()
 
-    def gone(self, worker: int, life: int, why: str, will_return: bool) -> None:
-        """Report that this incarnation of a worker has exited, and whether it will be restarted."""
-        self._reports[worker] = msgspec.msgpack.encode(ProcessExited(worker, life, why, will_return))
+    def gone(self, worker: int, life: int, why: str, will_return: bool, rank: int = 0) -> None:
+        """Report that a rank of this incarnation of a worker has exited, and whether the worker will be restarted."""
+        self._reports[worker] = msgspec.msgpack.encode(ProcessExited(worker, life, why, will_return, rank))
         self._send(self._reports[worker])
 
     def repeat(self) -> None:

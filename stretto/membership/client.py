@@ -19,6 +19,7 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, TransportError, UnevenLoopsError
+from stretto.events import process_name
 from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.messages import (
     EXCHANGING,
@@ -28,6 +29,7 @@ from stretto.membership.messages import (
     ReadyReport,
     Register,
     WorkerMessage,
+    connection_name,
 )
 from stretto.membership.worker_status import status
 from stretto.security import WorkerKeys
@@ -46,7 +48,7 @@ class MembershipClient(CoordinatorConnection):
 
     The constructor registers the worker and waits for the reply: `settings` are those of the run. Raises TransportError
     if no coordinator replies for `limit_s`. A paused worker gets a MemberOutError if no coordinator replies for
-    `failure_timeout_s`, and a TransportError if the run cannot continue.
+    `failure_timeout_s`, and a TransportError if the run cannot continue. Each of the `ranks` of a worker has a client.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class MembershipClient(CoordinatorConnection):
         keys: WorkerKeys | None,
         failure_timeout_s: float,
         limit_s: float = 60.0,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         super().__init__(worker, incarnation)
-        self._worker = worker
+        self._worker, self._name = worker, process_name(worker, rank)
         self._address, self._failure_timeout_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
         self._is_closing = False
@@ -70,7 +74,9 @@ class MembershipClient(CoordinatorConnection):
         self._wake_sender.setblocking(False)
         self._wake_receiver.setblocking(False)
         self._context = zmq.Context()
-        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, incarnation), keys, failure_timeout_s)
+        self._dealer = _dealer(
+            self._context, connection_name(worker, incarnation, rank, ranks), keys, failure_timeout_s
+        )
         self._monitor = self._dealer.get_monitor_socket(WATCHED)
         self._dealer.connect(address if "://" in address else f"tcp://{address}")
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -122,14 +128,14 @@ class MembershipClient(CoordinatorConnection):
 
     def _raise_if_ended(self) -> None:
         if self.state.evicted is not None:
-            raise MemberOutError(f"worker {self._worker} is no member any more: {self.state.evicted}")
+            raise MemberOutError(f"{self._name} is no member any more: {self.state.evicted}")
         if (stop := self.state.stopped) is not None:
             raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot continue: {stop.why}")
         if self._problem:
             raise TransportError(f"the coordinator at {self._address} {self._problem}")
 
     def _no_reply_error(self, limit_s: float) -> TransportError:
-        text = f"no coordinator answered worker {self._worker} at {self._address} for {limit_s:g} s"
+        text = f"no coordinator answered {self._name} at {self._address} for {limit_s:g} s"
         return TransportError(text) if self.state.asynchronous is None else MemberOutError(text)
 
     def now(self) -> float:

@@ -1,6 +1,9 @@
 """The membership coordinator: the workers, their incarnations, and the generations that they form. A plain state
 machine.
 
+A worker is a replica of one or more ranks (`membership.replica`). Decisions are about replicas; a message is from one
+rank, and a decision is sent to every rank of the replicas that it concerns.
+
 Its inputs are workers' messages, process exits that the launcher reports, and the time; its outputs are messages to
 workers. Messages may be lost, duplicated and late: a worker repeats a message until it has the reply, and gets the same
 reply again. `membership.messages` describes the protocol.
@@ -13,17 +16,17 @@ global steps order its reports.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
-
-import msgspec
 
 from stretto.events import COORDINATOR, Event, of_process
 from stretto.membership.coordinator_records import (
     AnyRecord,
     ContinuedTo,
     Ended,
+    EndedByRank,
     Formed,
     Started,
     Stopped,
@@ -38,10 +41,8 @@ from stretto.membership.messages import (
     CoordinatorMessage,
     Evicted,
     Failures,
-    GenerationView,
     Heartbeat,
     Leave,
-    Member,
     PauseRequest,
     Quit,
     ReadyReport,
@@ -50,21 +51,25 @@ from stretto.membership.messages import (
     Shutdown,
     WorkerMessage,
 )
-from stretto.membership.worker_table import ASKED, WorkerProcess, WorkerTable
+from stretto.membership.replica import Rank, Replica
+from stretto.membership.worker_table import ASKED, WorkerTable
 
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
 """Number of times in a row that the same members may abort the same collective operation."""
+DIVIDED = "only some of its ranks have the state of the run"
 NO_STATE_LEFT = "no worker with state is left: all restart from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Message to one incarnation of a worker."""
+    """Message to one rank of an incarnation of a worker; `ranks` is the number of its ranks."""
 
     worker: int
     incarnation: int
     message: CoordinatorMessage
+    rank: int = 0
+    ranks: int = 1
 
 
 Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopped"]
@@ -84,14 +89,15 @@ class MembershipCoordinator:
         self._continue_to = 0
         """Global step that paused members were sent on to in this generation."""
         self._saves = False
-        self._failed: dict[tuple[int, int], int] = {}
-        """Failed workers and incarnations, with the generation in which each failed."""
-        self._exchanges = Exchanges()
+        self._failed: dict[tuple[int, int], tuple[int, int]] = {}
+        """Failed workers and incarnations, with the generation in which each failed, and its rank that failed first."""
+        self._exchanges: dict[int, Exchanges] = defaultdict(Exchanges)
+        """Collective operations of the ranks of each number, which exchange with each other."""
         self._is_exchange_broken = False
         """True if the generation was aborted because a collective operation failed, not for a failed worker or
         rendezvous."""
-        self._last_abort: tuple[list[tuple[int, int, int]], int] = [], 0
-        """Members at the last aborted operation, with incarnations and commits, and the times in a row."""
+        self._last_abort: tuple[list[tuple[int, ...]], int] = [], 0
+        """Members at the last aborted operation, with incarnations and ranks' commits, and the times in a row."""
         self.uneven: str | None = None
         """Reason why the run cannot continue, if the workers' loops are of unequal length."""
         self._outgoing: list[Outgoing] = []
@@ -131,12 +137,12 @@ class MembershipCoordinator:
     @property
     def failures(self) -> Failures:
         """Failures so far, for the launchers."""
-        return Failures(self.generation, [(*failed, generation) for failed, generation in self._failed.items()])
+        return Failures(self.generation, [(*failed, *place) for failed, place in self._failed.items()])
 
     def ended_processes(self) -> list[Event]:
         """Return the failures of workers that have no later process, for services that may not know of them."""
-        gone = ((worker, process) for worker, process in self.workers.processes.items() if process.state == "gone")
-        return [{"what": "failed", "worker": worker, "incarnation": process.incarnation} for worker, process in gone]
+        gone = (replica for replica in self.workers.replicas.values() if replica.state == "gone")
+        return [{"what": "failed", "worker": one.worker, "incarnation": one.incarnation} for one in gone]
 
     def records(self) -> list[bytes]:
         """Return the records that must be on disk before any further message is sent; each once."""
@@ -145,127 +151,151 @@ class MembershipCoordinator:
 
     # --- inputs ------------------------------------------------------------------------------------------------------
 
-    def receive(self, worker: int, incarnation: int, message: WorkerMessage, now: float) -> list[Outgoing]:
-        """Process a worker's message; return the messages to send."""
-        process = self.workers.processes.get(worker)
-        if process is not None and incarnation < process.incarnation:
-            return [Outgoing(worker, incarnation, Evicted(f"a later process of worker {worker} has taken its place"))]
-        if process is None or incarnation > process.incarnation:
-            process = self._begin(worker, incarnation, now)
+    def receive(
+        self, worker: int, incarnation: int, message: WorkerMessage, now: float, rank: int = 0, ranks: int = 1
+    ) -> list[Outgoing]:
+        """Process a message of one rank of a worker that has this number of ranks; return the messages to send."""
+        replica = self.workers.replicas.get(worker)
+        reply: CoordinatorMessage | None = _refusal(replica, worker, incarnation, rank, ranks)
+        if reply is not None:
+            return [Outgoing(worker, incarnation, reply, rank, ranks)]
+        if replica is None or incarnation > replica.incarnation:
+            replica = self._begin(worker, incarnation, ranks, rank, now)
         if self._phase == "stopped":
-            self._send(worker, Shutdown(self._why, self.uneven is not None))
-        elif process.state == "gone":
-            self._send(worker, Evicted(process.why))
+            reply = Shutdown(self._why, self.uneven is not None)
+        elif replica.state == "gone":
+            reply = Evicted(replica.why)
+        elif replica.state == "left":
+            reply = self._reply_to_left(replica, rank, ranks, message)
         else:
-            process.last_message, process.slow = now, False
-            self._process_message(worker, process, message, now)
+            replica.ranks[rank].last_message, replica.ranks[rank].slow = now, False
+            self._process_message(replica, replica.ranks[rank], message, now)
+        if reply is not None:
+            self._outgoing.append(Outgoing(worker, incarnation, reply, rank, ranks))
         return self._settled(now)
 
     def process_exited(
-        self, worker: int, incarnation: int, now: float, will_restart: bool = False, why: str = "its process ended"
+        self,
+        worker: int,
+        incarnation: int,
+        now: float,
+        will_restart: bool = False,
+        why: str = "its process ended",
+        rank: int = 0,
     ) -> list[Outgoing]:
-        """Process the exit of a process, which the launcher restarts or not."""
-        process = self.workers.processes.get(worker)
-        if process is None or incarnation > process.incarnation:
-            process = self._begin(worker, incarnation, now)
-        if incarnation == process.incarnation and process.state != "left":
-            self._end(
-                worker, why, will_restart, now, restart_note=f", worker {worker} is restarted" if will_restart else ""
-            )
+        """Process the exit of a rank, which ends its worker; the launcher restarts the worker or not."""
+        replica = self.workers.replicas.get(worker)
+        if replica is None or incarnation > replica.incarnation:
+            replica = self._begin(worker, incarnation, rank + 1, rank, now)
+        if incarnation == replica.incarnation and replica.state != "left":
+            restart_note = f", worker {worker} is restarted" if will_restart else ""
+            self._end(replica, why, will_restart, now, restart_note=restart_note, rank=rank)
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
         """Process the passing of time: failure timeouts may have run out."""
-        for worker, process in self.workers.processes.items():
-            silent = now - process.last_message
-            if process.is_running and silent > self._rules.failure_timeout_s:
-                self._end(worker, f"no heartbeat for {silent:.1f} s", True, now)
-            elif process.is_running and silent > self._rules.failure_timeout_s / 2 and not process.slow:
-                process.slow = True
-                self._note_slow(worker, silent, now)
+        for replica in self.workers.replicas.values():
+            if replica.is_running:
+                self._check_heartbeats(replica, now)
         self._check_limits(now)
         return self._settled(now)
 
+    def _check_heartbeats(self, replica: Replica, now: float) -> None:
+        for rank, silent in replica.silent_ranks(self._rules.failure_timeout_s, now):
+            self._end(replica, f"no heartbeat for {silent:.1f} s", True, now, rank=rank.number)
+            return
+        for rank, silent in replica.silent_ranks(self._rules.failure_timeout_s / 2, now):
+            if not rank.slow:
+                rank.slow = True
+                self._note_slow(replica, rank, silent, now)
+
     def extend_timeouts(self, seconds: float) -> None:
         """Extend all failure timeouts after a time in which no message was received."""
-        for process in self.workers.processes.values():
-            process.last_message += seconds
+        for replica in self.workers.replicas.values():
+            for rank in replica.ranks:
+                rank.last_message = rank.last_message + seconds if rank.last_message is not None else None
 
     def save(self, now: float) -> list[Outgoing]:
         """Request a checkpoint, made when all members are paused between two steps."""
         self._saves = not self._rules.asynchronous
         return self._settled(now)
 
-    def _process_message(self, worker: int, process: WorkerProcess, message: WorkerMessage, now: float) -> None:
+    def _process_message(self, replica: Replica, rank: Rank, message: WorkerMessage, now: float) -> None:
         match message:
             case Register():
-                self._send(worker, Registered(self._rules.asynchronous, self.generation))
+                self._send(replica, rank, Registered(self._rules.asynchronous, self.generation))
             case Heartbeat():
-                self._on_heartbeat(worker, process, message, now)
+                self._on_heartbeat(replica, rank, message, now)
             case Broken():
-                self._on_broken(worker, process, message, now)
+                self._on_broken(replica, rank, message, now)
             case ReadyReport():
-                self._on_ready(worker, process, message, now)
+                self._on_ready(replica, rank, message, now)
             case Quit():
-                self._on_quit(worker, process, now)
+                self._on_quit(replica, now)
             case Leave():
-                self._on_leave(worker, process, now)
+                self._end(replica, "it has left the loop", False, now, "left")
 
-    def _on_heartbeat(self, worker: int, process: WorkerProcess, message: Heartbeat, now: float) -> None:
-        process.doing, process.since, process.place = (
-            message.doing,
-            now - message.for_s,
-            max(process.place, message.place),
-        )
-        if process.state != "in" or message.generation != self.generation:
+    def _reply_to_left(
+        self, replica: Replica, rank: int, ranks: int, message: WorkerMessage
+    ) -> CoordinatorMessage | None:
+        """Return the reply to a rank of a worker that has left."""
+        if isinstance(message, Register):
+            return Registered(self._rules.asynchronous, self.generation)
+        if not isinstance(message, ReadyReport):
+            return None
+        if replica.why != ASKED and ranks > 1:  # this rank waits for others, though its replica has finished
+            return Evicted("another rank of this worker has left the loop")
+        is_in = any(member.worker == replica.worker for member in self.workers.view.members)
+        return None if is_in else self.workers.formed.view_of(rank)
+
+    def _on_heartbeat(self, replica: Replica, rank: Rank, message: Heartbeat, now: float) -> None:
+        rank.doing, rank.since, rank.place = message.doing, now - message.for_s, max(rank.place, message.place)
+        if replica.state != "in" or message.generation != self.generation:
             return
-        process.global_step = max(process.global_step, message.global_step)
-        self._note_exchange(process, message.waits)
-        if self._phase == "aborting" and process.report is None:
-            self._send(worker, AbortGeneration(self.generation, self._why))
-        elif self._phase == "pausing" and process.report is None:
-            self._send(worker, PauseRequest(self.generation))
+        rank.global_step = max(rank.global_step, message.global_step)
+        self._note_exchange(rank, message.waits)
+        if self._phase == "aborting" and rank.report is None:
+            self._send(replica, rank, AbortGeneration(self.generation, self._why))
+        elif self._phase == "pausing" and rank.report is None:
+            self._send(replica, rank, PauseRequest(self.generation))
 
-    def _on_broken(self, worker: int, process: WorkerProcess, message: Broken, now: float) -> None:
-        is_news = process.state == "in" and message.generation == self.generation
+    def _on_broken(self, replica: Replica, rank: Rank, message: Broken, now: float) -> None:
+        is_news = replica.state == "in" and message.generation == self.generation
         if is_news and self._phase in ("running", "pausing") and not self._rules.asynchronous:
-            self.notices.append(
-                f"a collective operation of worker {worker} broke off ({message.why}); re-forming the group"
-            )
-            self._abort(f"a collective operation of worker {worker} broke off: {message.why}", now)
+            problem = f"a collective operation of {replica.name_of(rank)} broke off"
+            self.notices.append(f"{problem} ({message.why}); re-forming the group")
+            self._abort(f"{problem}: {message.why}", now)
             self._is_exchange_broken = not message.forming
 
-    def _on_ready(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
-        if process.state == "left":
-            self._resend_generation(worker, message)
-        elif process.state == "new":
-            self._on_ready_of_new(worker, process, message, now)
+    def _on_ready(self, replica: Replica, rank: Rank, message: ReadyReport, now: float) -> None:
+        if replica.state == "new":
+            self._on_ready_of_new(replica, rank, message, now)
         elif message.generation > self.generation:  # the log was damaged and lost this generation
-            self._end(worker, UNKNOWN, False, now)
-            self._send(worker, Evicted(process.why))
+            self._evict(replica, rank, UNKNOWN, now)
         elif abs(message.generation) < self.generation and (
-            not self._rules.asynchronous or abs(message.generation) < process.last_generation
+            not self._rules.asynchronous or abs(message.generation) < replica.last_generation
         ):
-            self._resend_generation(worker, message)
+            self._resend_generation(replica, rank)
         elif self._rules.asynchronous:
-            self._admit(worker, process, message, now)
+            self._admit(replica, rank, message, now)
         elif abs(message.generation) == self.generation and not message.between_steps:
-            process.report = message
-            self._note_exchange(process, message.waits)
+            rank.report = message
+            self._note_exchange(rank, message.waits)
             if self._phase in ("running", "pausing"):
-                self._abort(f"worker {worker} paused", now)
+                self._abort(f"{replica.name_of(rank)} paused", now)
         elif message.generation == self.generation and self._phase == "aborting":
-            self._send(worker, AbortGeneration(self.generation, self._why))
+            self._send(replica, rank, AbortGeneration(self.generation, self._why))
         elif message.generation == self.generation:
-            self._on_ready_between_steps(worker, process, message)
+            self._on_ready_between_steps(replica, rank, message)
 
-    def _note_exchange(self, process: WorkerProcess, waits: Waits | None) -> None:
+    def _note_exchange(self, rank: Rank, waits: Waits | None) -> None:
         """Note where a member waits. Loops of unequal length end the run: no later operation can match again."""
         if waits is None or self._rules.asynchronous or self._phase == "stopped":
             return
-        process.waits = waits
-        if self._exchanges.differs(waits):
-            waits_by_worker = {worker: self.workers.processes[worker].waits for worker in self.members}
+        rank.waits = waits
+        if self._exchanges[rank.number].differs(waits):
+            peers = {worker: self.workers.replicas[worker].ranks[rank.number :] for worker in self.members}
+            waits_by_worker = {worker: ranks[0].waits for worker, ranks in peers.items() if ranks}
             positions = {
                 worker: member_waits.place
                 for worker, member_waits in waits_by_worker.items()
@@ -273,53 +303,49 @@ class MembershipCoordinator:
             }
             self._stop(explained(positions), uneven=True)
 
-    def _on_ready_of_new(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
-        if message.generation > process.last_generation:
-            self._end(worker, UNKNOWN, False, now)
-            self._send(worker, Evicted(process.why))
+    def _on_ready_of_new(self, replica: Replica, rank: Rank, message: ReadyReport, now: float) -> None:
+        if message.generation > replica.last_generation:
+            self._evict(replica, rank, UNKNOWN, now)
         elif message.generation <= 0 and self.workers.is_over():
-            self._send(worker, self.workers.view)
-        elif message.generation <= 0 and process.report is None:
+            self._send(replica, rank, self.workers.formed.view_of(rank.number))
+        elif message.generation <= 0 and rank.report is None:
             limit = self._rules.max_workers
-            admitted = len(self.members) + sum(
-                new_process.report is not None for new_process in self.workers.new_processes().values()
-            )
-            if limit is not None and admitted >= limit:
-                self._end(worker, f"the run has its {limit} workers", False, now)
-                self._send(worker, Evicted(process.why))
+            others = (other for other in self.workers.new_replicas() if other is not replica)
+            if limit is not None and len(self.members) + sum(other.is_any_ready for other in others) >= limit:
+                self._evict(replica, rank, f"the run has its {limit} workers", now)
             elif self._rules.asynchronous:
-                self._admit(worker, process, message, now)
+                self._admit(replica, rank, message, now)
             else:
-                process.report = message
+                rank.report = message
 
-    def _on_ready_between_steps(self, worker: int, process: WorkerProcess, message: ReadyReport) -> None:
-        boundary_step = self.workers.view.boundary_step
-        stored_report = next(member.report for member in self.workers.view.members if member.worker == worker)
+    def _on_ready_between_steps(self, replica: Replica, rank: Rank, message: ReadyReport) -> None:
+        view = self.workers.formed.view_of(rank.number)
+        stored_report = next(member.report for member in view.members if member.worker == replica.worker)
         if message == stored_report:
-            self._send(worker, self.workers.view)
-        elif message.global_step <= boundary_step:
-            self._send(worker, Continue(self.generation, boundary_step + 1))
-        elif process.report is None or message.global_step > process.report.global_step:
-            process.report, process.global_step = message, max(process.global_step, message.global_step)
+            self._send(replica, rank, view)
+        elif message.global_step <= view.boundary_step:
+            self._send(replica, rank, Continue(self.generation, view.boundary_step + 1))
+        elif rank.report is None or message.global_step > rank.report.global_step:
+            rank.report, rank.global_step = message, max(rank.global_step, message.global_step)
 
-    def _resend_generation(self, worker: int, message: ReadyReport) -> None:
-        """Send the current generation again to a worker that missed it or is not in it."""
-        is_in = any(member.worker == worker for member in self.workers.view.members)
-        if is_in == (self.workers.processes[worker].state == "in"):
-            self._send(worker, self.workers.view)
-            if is_in and self._phase == "aborting":
-                self._send(worker, AbortGeneration(self.generation, self._why))
+    def _resend_generation(self, replica: Replica, rank: Rank) -> None:
+        """Send the current generation again to a member that missed it."""
+        self._send(replica, rank, self.workers.formed.view_of(rank.number))
+        if self._phase == "aborting":
+            self._send(replica, rank, AbortGeneration(self.generation, self._why))
 
-    def _on_quit(self, worker: int, process: WorkerProcess, now: float) -> None:
-        process.is_leaving = process.is_running
-        if process.state == "new":
-            self._end(worker, ASKED, False, now, "left")
-        elif process.state == "in" and self._rules.asynchronous:
-            self._form_asynchronous([member for member in self.members if member != worker], ASKED, now, worker)
+    def _evict(self, replica: Replica, rank: Rank, why: str, now: float) -> None:
+        """End a replica because of a message of this rank, and notify the rank."""
+        self._end(replica, why, False, now, rank=rank.number)
+        self._send(replica, rank, Evicted(replica.why))
 
-    def _on_leave(self, worker: int, process: WorkerProcess, now: float) -> None:
-        if process.is_running:
-            self._end(worker, "it has left the loop", False, now, "left")
+    def _on_quit(self, replica: Replica, now: float) -> None:
+        replica.is_leaving = True
+        if replica.state == "new":
+            self._end(replica, ASKED, False, now, "left")
+        elif self._rules.asynchronous:
+            remaining = [member for member in self.members if member != replica.worker]
+            self._form_asynchronous(remaining, ASKED, now, replica.worker)
 
     # --- rules -------------------------------------------------------------------------------------------------------
 
@@ -342,7 +368,7 @@ class MembershipCoordinator:
             return self._form_after_abort(now)
         if self.workers.failed_members():
             return self._abort(self.workers.described_failures(self.workers.failed_members()), now)
-        if not self.members and self.workers.new_processes() and not self.workers.is_over():
+        if not self.members and self.workers.new_replicas() and not self.workers.is_over():
             return self._start_over(now, NO_STATE_LEFT)
         return self._form_between_steps(now) if self._phase == "pausing" else self._request_pause()
 
@@ -350,56 +376,57 @@ class MembershipCoordinator:
         """End the generation: its remaining members have to pause."""
         self._phase, self._why = "aborting", why
         self._limit = None if self.workers.failed_members() else now + self._rules.failure_timeout_s
-        for worker in self.members:
-            if (report := self.workers.processes[worker].report) is not None and report.between_steps:
-                self.workers.processes[worker].report = None
-            self._send(worker, AbortGeneration(self.generation, why))
+        for replica in self._member_replicas():
+            for rank in replica.ranks:
+                rank.report = None if rank.is_between_steps else rank.report
+            self._send_all(replica, AbortGeneration(self.generation, why))
         return True
 
     def _request_pause(self) -> bool:
         """Ask all members to pause before their next step, if there is a reason."""
-        members = [self.workers.processes[worker] for worker in self.members]
+        members = self._member_replicas()
         is_wanted = (
             self._saves
             or self.workers.waiting_workers()
-            or any(process.is_leaving or process.report is not None for process in members)
+            or any(replica.is_leaving or replica.is_any_ready for replica in members)
         )
         if not members or not is_wanted:
             return False
         self._phase = "pausing"
-        for worker in self.members:
-            if self.workers.processes[worker].report is None:
-                self._send(worker, PauseRequest(self.generation))
+        for replica in members:
+            for rank in replica.running_ranks():
+                self._send(replica, rank, PauseRequest(self.generation))
         return True
 
     def _form_between_steps(self, now: float) -> bool:
         """Pause all members at one global step; then admit and release workers, or make a checkpoint."""
-        members = {worker: self.workers.processes[worker] for worker in self.members}
+        members = self._member_replicas()
         if not members:
             self._phase = "running"
             return False
-        furthest = max(self._continue_to, *(process.global_step for process in members.values()))
-        late = [
-            worker
-            for worker, process in members.items()
-            if process.report is not None and process.report.global_step < furthest
-        ]
-        if late and furthest > self._continue_to:
-            self._continue_to = furthest
-            self._record(ContinuedTo(furthest))
-        for worker in late:
-            members[worker].report = None
-            self._send(worker, Continue(self.generation, furthest))
-        if any(process.report is None for process in members.values()):
+        self._continue_late(members)
+        if not all(replica.is_ready for replica in members):
             return False
-        leaving = [worker for worker, process in members.items() if process.is_leaving]
-        remaining = sorted({*members, *self.workers.waiting_workers()} - set(leaving))
+        leaving = [replica.worker for replica in members if replica.is_leaving]
+        remaining = sorted({*self.members, *self.workers.waiting_workers()} - set(leaving))
         if remaining == [member.worker for member in self.workers.view.members]:
             self._continue_generation(remaining)
         else:
             self._form(remaining, self.workers.described_change(remaining, leaving), now, leaving)
             self._abort_if_few(remaining)
         return True
+
+    def _continue_late(self, members: list[Replica]) -> None:
+        """Send ranks that are paused before the furthest global step on to it."""
+        ranks = [(replica, rank) for replica in members for rank in replica.ranks]
+        furthest = max(self._continue_to, *(rank.global_step for _, rank in ranks))
+        late = [(replica, rank) for replica, rank in ranks if rank.is_behind(furthest)]
+        if late and furthest > self._continue_to:
+            self._continue_to = furthest
+            self._record(ContinuedTo(furthest))
+        for replica, rank in late:
+            rank.report = None
+            self._send(replica, rank, Continue(self.generation, furthest))
 
     def _abort_if_few(self, remaining: list[int]) -> None:
         """Abort the generation if too few members remain after the others left."""
@@ -409,16 +436,18 @@ class MembershipCoordinator:
 
     def _form_after_abort(self, now: float) -> bool:
         """Form the next generation of the members with state once all remaining members are paused."""
-        members = {worker: self.workers.processes[worker] for worker in self.members}
-        if any(process.report is None for process in members.values()):
+        members = self._member_replicas()
+        if not all(replica.is_ready for replica in members):
             return False
-        history = sorted(
-            worker for worker, process in members.items() if process.report and process.report.generation > 0
-        )
+        if (divided := next((replica for replica in members if replica.is_divided), None)) is not None:
+            stateless = next(rank for rank in divided.ranks if not rank.has_history)
+            self._end(divided, DIVIDED, True, now, rank=stateless.number)
+            return True
+        history = sorted(replica.worker for replica in members if replica.has_history)
         if not history:
             return self._start_over(now, NO_STATE_LEFT)
-        stateless = len(self.workers.waiting_workers()) + len(members) - len(history) + self.workers.finished_count()
-        if len(history) + stateless < self._rules.min_workers:
+        stateless_count = len(self.workers.waiting_workers()) + len(members) - len(history)
+        if len(history) + stateless_count + self.workers.finished_count() < self._rules.min_workers:
             return self._stop_if_few(now)
         if self._is_exchange_broken and self._is_stuck(members):
             return self._stop(self._stuck_reason(members))
@@ -428,26 +457,24 @@ class MembershipCoordinator:
             self.notices.append(why)
         return self._form(history, why, now)
 
-    def _is_stuck(self, members: dict[int, WorkerProcess]) -> bool:
+    def _is_stuck(self, members: list[Replica]) -> bool:
         """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
         reports = sorted(
-            (worker, process.incarnation, process.report.commits if process.report else 0)
-            for worker, process in members.items()
+            (replica.worker, replica.incarnation, *(report.commits for report in replica.reports()))
+            for replica in members
         )
         previous_reports, times = self._last_abort
         self._last_abort = reports, times + 1 if reports == previous_reports else 1
         return self._last_abort[1] >= STUCK
 
-    def _stuck_reason(self, members: dict[int, WorkerProcess]) -> str:
-        positions = {worker: process.waits.place for worker, process in members.items() if process.waits is not None}
+    def _stuck_reason(self, members: list[Replica]) -> str:
+        positions = {replica.worker: replica.waits.place for replica in members if replica.waits is not None}
         return f"the same workers have aborted the same operation {STUCK} times: {sentence(positions) or self._why}"
 
     def _start_over(self, now: float, why: str) -> bool:
         """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
         waiting = sorted(
-            worker
-            for worker, process in self.workers.processes.items()
-            if process.is_running and process.report is not None
+            replica.worker for replica in self.workers.replicas.values() if replica.is_running and replica.is_ready
         )
         if self.workers.is_any_to_come(now) or self.workers.is_over():
             return self._stop_if_few(now)
@@ -460,7 +487,7 @@ class MembershipCoordinator:
     def _stop_if_few(self, now: float) -> bool:
         """Stop the run if too few workers are there or may still come."""
         available = sum(
-            process.is_running or self.workers.may_return(process, now) for process in self.workers.processes.values()
+            replica.is_running or self.workers.may_return(replica, now) for replica in self.workers.replicas.values()
         )
         if available + self.workers.unseen_count() + self.workers.finished_count() >= max(self._rules.min_workers, 1):
             return False
@@ -472,132 +499,119 @@ class MembershipCoordinator:
     def _check_limits(self, now: float) -> None:
         limit_s = self._rules.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
-            for worker in self.members:
-                if self.workers.processes[worker].report is None:
-                    self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
+            for replica in self._member_replicas():
+                if (rank := next(replica.running_ranks(), None)) is not None:
+                    self._end(replica, f"it did not pause within {limit_s:g} s", True, now, rank=rank.number)
         if self._phase in ("running", "pausing") and not self._rules.asynchronous and self.members:
             departed = [member for member in self.workers.view.members if self.workers.has_left(member)]
-            if departed and all(now > self.workers.processes[member.worker].ended_at + limit_s for member in departed):
+            if departed and all(now > self.workers.replicas[member.worker].ended_at + limit_s for member in departed):
                 self._abort(f"worker {departed[0].worker} has left the loop", now)
                 self._limit = None
 
     # --- transitions -------------------------------------------------------------------------------------------------
 
-    def _begin(self, worker: int, incarnation: int, now: float) -> WorkerProcess:
-        """Note a new incarnation; the previous one has ended."""
-        if worker in self.workers.processes and self.workers.processes[worker].is_running:
-            self._end(worker, "its next process has begun", True, now)
-        self.workers.processes[worker] = WorkerProcess(incarnation, now)
-        return self.workers.processes[worker]
+    def _begin(self, worker: int, incarnation: int, ranks: int, rank: int, now: float) -> Replica:
+        """Note a new incarnation, of which this rank is seen; the previous one has ended."""
+        previous = self.workers.replicas.get(worker)
+        if previous is not None and previous.is_running:
+            self._end(previous, "its next process has begun", True, now, rank=min(rank, len(previous.ranks) - 1))
+        replica = self.workers.replicas[worker] = Replica(worker, incarnation, ranks)
+        replica.ranks[rank].last_message = now
+        return replica
 
     def _end(
         self,
-        worker: int,
+        replica: Replica,
         why: str,
         will_restart: bool,
         now: float,
         state: Literal["gone", "left"] = "gone",
         restart_note: str = "",
+        rank: int = 0,
     ) -> None:
-        """Note the end of an incarnation."""
-        process = self.workers.processes[worker]
-        if process.state == "gone" and process.will_restart == will_restart:
+        """Note the end of an incarnation, of which this rank is the cause; its other ranks are evicted."""
+        if replica.state == "gone" and replica.will_restart == will_restart:
             return
-        if process.is_running and state == "gone":
-            self._note_failed(worker, process, why, restart_note, now)
+        if replica.is_running:
+            replica.why, replica.failed_rank = why, rank
+        if replica.is_running and state == "gone":
+            self._note_failed(replica, restart_note, now)
+            self._send_all(replica, Evicted(why), without=rank)
         if state == "left":
-            self._note("left", worker, process.incarnation, why)
-        if process.state == "in":
+            self._note("left", of_process(replica.worker), replica.incarnation, why)
+        if replica.state == "in":
             self._limit = None
-        process.why, process.will_restart, process.ended_at = (
-            why if process.is_running else process.why,
-            will_restart,
-            now,
-        )
-        process.state = state
-        self._note_ended(worker, process)
-        self._record(Ended(worker, process.incarnation, state, process.why, will_restart))
+        replica.state, replica.will_restart, replica.ended_at = state, will_restart, now
+        self._note_ended(replica)
+        ended = replica.worker, replica.incarnation, state, replica.why, will_restart
+        self._record(EndedByRank(*ended, replica.failed_rank) if replica.failed_rank else Ended(*ended))
 
-    def _note_ended(self, worker: int, process: WorkerProcess) -> None:
+    def _note_ended(self, replica: Replica) -> None:
         """Note a failed incarnation for the launchers."""
-        if process.state == "gone":
-            self._failed.setdefault((worker, process.incarnation), self.generation)
+        if replica.state == "gone":
+            failed = replica.worker, replica.incarnation
+            self._failed.setdefault(failed, (self.generation, replica.failed_rank))
 
-    def _admit(self, worker: int, process: WorkerProcess, message: ReadyReport, now: float) -> None:
-        """Admit a worker immediately, in asynchronous training; no other worker is notified."""
-        process.report = message
-        self._form_asynchronous([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
+    def _admit(self, replica: Replica, rank: Rank, message: ReadyReport, now: float) -> None:
+        """Admit a worker as soon as its ranks are ready, in asynchronous training; no other worker is notified."""
+        rank.report = message
+        if replica.is_ready:
+            worker = replica.worker
+            self._form_asynchronous([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
 
     def _form_asynchronous(self, workers: list[int], why: str, now: float, notified: int) -> None:
         """Form a generation of which only the worker that caused it is notified."""
         for worker in workers:
-            self.workers.processes[worker].report = self.workers.processes[worker].report or ReadyReport(
-                self.workers.processes[worker].last_generation
-            )
+            replica = self.workers.replicas[worker]
+            for rank in replica.running_ranks():
+                rank.report = ReadyReport(replica.last_generation)
         self._form(sorted(workers), why, now, [] if notified in workers else [notified], only=notified)
 
     def _form(
         self, workers: list[int], why: str, now: float, leaving: list[int] | None = None, only: int | None = None
     ) -> bool:
         """Form the next generation of these workers."""
+        leaving = leaving or []
         previous = {member.worker: member.incarnation for member in self.workers.view.members}
-        members = [
-            Member(worker, self.workers.processes[worker].incarnation, _shown(self.workers.processes[worker].report))
-            for worker in workers
-        ]
-        removed = sorted(worker for worker in previous if worker not in workers)
-        view = GenerationView(
-            self.generation + 1, members, removed, why
-        )  # no checkpoint: joining workers could not take part
-        notified = [*workers, *(leaving or [])]
-        joined = [member for member in members if previous.get(member.worker) != member.incarnation]
-        self._record(Formed(view, leaving or []))
-        self._enter(view, leaving or [], now)
-        for worker in notified if only is None else [only]:
-            self._send(worker, view)
-        for member in joined:
-            self._note("joined", member.worker, member.incarnation, why)
-        for worker in leaving or []:
-            self._note("left", worker, self.workers.processes[worker].incarnation, ASKED)
-        self._note("formed", COORDINATOR, 0, why, members=workers)
+        formed = self.workers.generation_of(workers, self.generation + 1, leaving, why)
+        self._record(formed)  # it requests no checkpoint: joining workers could not take part
+        self._enter(formed, now)
+        for worker in [*workers, *leaving] if only is None else [only]:
+            self._send_view(worker)
+        for member in formed.view.members:
+            if previous.get(member.worker) != member.incarnation:
+                self._note("joined", of_process(member.worker), member.incarnation, why)
+        for worker in leaving:
+            self._note("left", of_process(worker), self.workers.replicas[worker].incarnation, ASKED)
+        self._note("formed", of_process(COORDINATOR), 0, why, members=workers)
         return True
 
     def _continue_generation(self, workers: list[int]) -> None:
         """Continue the same generation after a pause."""
-        members = [
-            Member(worker, self.workers.processes[worker].incarnation, _shown(self.workers.processes[worker].report))
-            for worker in workers
-        ]
-        view = GenerationView(self.generation, members, save=self._saves)
-        self._record(Formed(view))
-        self._enter(view, [], 0.0)
+        formed = self.workers.generation_of(workers, self.generation, [], "", self._saves)
+        self._record(formed)
+        self._enter(formed, 0.0)
         for worker in workers:
-            self._send(worker, view)
+            self._send_view(worker)
 
-    def _enter(self, view: GenerationView, leaving: list[int], now: float) -> None:
+    def _enter(self, formed: Formed, now: float) -> None:
         """Make a generation, new or read from the log, the current one."""
-        previous, self.workers.view = self.workers.view, view
-        self._exchanges, self._is_exchange_broken = Exchanges(), False
+        previous, view = self.workers.view, formed.view
+        self.workers.formed = formed
+        self._exchanges.clear()
+        self._is_exchange_broken = False
         self._phase, self._limit, self._continue_to = "running", None, 0
         self._saves = self._saves and not view.save
-        remaining = {member.worker for member in view.members}
         for member in previous.members:
-            process = self.workers.processes.get(member.worker)
-            if (
-                process is None
-                or process.incarnation != member.incarnation
-                or process.state != "in"
-                or member.worker in remaining
-            ):
+            replica = self.workers.replicas.get(member.worker)
+            if replica is None or not self.workers.is_member(member) or member.worker in view.numbers:
                 continue
-            if member.worker in leaving:
-                process.state, process.why, process.ended_at = "left", ASKED, now
+            if member.worker in formed.left:
+                replica.state, replica.why, replica.ended_at = "left", ASKED, now
             else:
-                process.state = "new"
+                replica.state = "new"
         for member in view.members:
-            process = self.workers.processes[member.worker]
-            process.waits = None
-            process.state, process.report, process.global_step, process.last_generation = "in", None, 0, view.generation
+            self.workers.replicas[member.worker].enter(view.generation)
 
     def _stop(self, why: str, uneven: bool = False) -> bool:
         """End the run. Workers whose loops are `uneven` raise it as an error of their scripts."""
@@ -605,65 +619,99 @@ class MembershipCoordinator:
         self._record(Stopped(why, uneven))
         if not uneven:
             self.notices.append(f"the run cannot continue: {why}")
-        for worker, process in self.workers.processes.items():
-            if process.is_running:
-                self._send(worker, Shutdown(why, uneven))
+        for replica in self.workers.replicas.values():
+            if replica.is_running:
+                self._send_all(replica, Shutdown(why, uneven))
         return True
 
     def _replay(self, record: AnyRecord, now: float) -> None:
         match record:
-            case Formed(view, left):
-                for member in view.members:
-                    process = self.workers.processes.get(member.worker)
-                    if process is None or process.incarnation < member.incarnation:
-                        self.workers.processes[member.worker] = WorkerProcess(member.incarnation, now)
-                self._enter(view, left, now)
+            case Formed(view):
+                for member, ranks in zip(view.members, record.ranks(), strict=True):
+                    replica = self.workers.replicas.get(member.worker)
+                    if replica is None or replica.incarnation < member.incarnation:
+                        self.workers.replicas[member.worker] = Replica(member.worker, member.incarnation, ranks, now)
+                self._enter(record, now)
             case ContinuedTo(global_step):
                 self._continue_to = global_step
-            case Ended(worker, incarnation, state, why, will_restart):
-                self.workers.processes[worker] = WorkerProcess(
-                    incarnation, now, state, why=why, will_restart=will_restart, ended_at=now
-                )
-                self._note_ended(worker, self.workers.processes[worker])
+            case Ended():
+                self._replay_end(record, now)
             case Stopped(why, uneven):
                 self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
 
+    def _replay_end(self, record: Ended, now: float) -> None:
+        replica = self.workers.replicas[record.worker] = Replica(record.worker, record.incarnation, 1, now)
+        replica.state, replica.why, replica.failed_rank = record.state, record.why, record.failed_rank
+        replica.will_restart, replica.ended_at = record.will_restart, now
+        self._note_ended(replica)
+
     # --- outputs -----------------------------------------------------------------------------------------------------
 
-    def _send(self, worker: int, message: CoordinatorMessage) -> None:
-        self._outgoing.append(Outgoing(worker, self.workers.processes[worker].incarnation, message))
+    def _member_replicas(self) -> list[Replica]:
+        """Return the members of the generation that have not failed."""
+        return [self.workers.replicas[worker] for worker in self.members]
+
+    def _send(self, replica: Replica, rank: Rank, message: CoordinatorMessage) -> None:
+        self._outgoing.append(Outgoing(replica.worker, replica.incarnation, message, rank.number, len(replica.ranks)))
+
+    def _send_all(self, replica: Replica, message: CoordinatorMessage, without: int | None = None) -> None:
+        """Send a message to all ranks from which one has arrived, or to those without one."""
+        for rank in replica.ranks:
+            if rank.number != without and rank.last_message is not None:
+                self._send(replica, rank, message)
+
+    def _send_view(self, worker: int) -> None:
+        """Send each rank of a worker the current generation."""
+        replica = self.workers.replicas[worker]
+        for rank in replica.ranks:
+            self._send(replica, rank, self.workers.formed.view_of(rank.number))
 
     def _record(self, record: AnyRecord) -> None:
         self._records.append(encode_record(record))
 
-    def _note(self, change: str, worker: int, incarnation: int, why: str, **further: object) -> None:
+    def _note(self, change: str, process: Event, incarnation: int, why: str, **further: object) -> None:
         fields = {"what": change, "incarnation": incarnation, "generation": self.generation, "why": why}
-        self.events.append({"event": "membership", **of_process(worker), **fields, **further})
+        self.events.append({"event": "membership", **process, **fields, **further})
 
-    def _note_failed(self, worker: int, process: WorkerProcess, why: str, restart_note: str, now: float) -> None:
+    def _note_failed(self, replica: Replica, restart_note: str, now: float) -> None:
+        worker, why, failed_rank = replica.worker, replica.why, replica.ranks[replica.failed_rank]
         remaining_count = sum(member != worker for member in self.members)
-        doing = f" while {process.doing} for {max(now - process.since, 0.0):.1f} s" if process.doing else ""
-        noun = "worker" if remaining_count == 1 else "workers"
-        self.notices.append(
-            f"worker {worker} failed ({why}){doing}; continuing with {remaining_count} {noun}{restart_note}"
-        )
-        self._note("failed", worker, process.incarnation, why)
+        activity = failed_rank.described_activity(now)
+        doing = f" while {activity}" if activity else ""
+        remaining = f"continuing with {remaining_count} {'worker' if remaining_count == 1 else 'workers'}"
+        self.notices.append(f"{replica.name_of(failed_rank)} failed ({why}){doing}; {remaining}{restart_note}")
+        cause = {"rank": failed_rank.number} if len(replica.ranks) > 1 else {}
+        self._note("failed", of_process(worker), replica.incarnation, why, **cause)
 
-    def _note_slow(self, worker: int, silent: float, now: float) -> None:
-        process = self.workers.processes[worker]
-        doing = f" It was {process.doing} for {max(now - process.since - silent, 0.0):.1f} s." if process.doing else ""
+    def _note_slow(self, replica: Replica, rank: Rank, silent: float, now: float) -> None:
+        activity = rank.described_activity(now - silent)
+        doing = f" It was {activity}." if activity else ""
         remaining_s = self._rules.failure_timeout_s - silent
         self.notices.append(
-            f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(remaining_s, 0.0):.1f} s it is "
-            "declared failed"
+            f"{replica.name_of(rank)} has sent no heartbeat for {silent:.1f} s.{doing} "
+            f"In {max(remaining_s, 0.0):.1f} s it is declared failed"
         )
-        self._note("slow", worker, process.incarnation, f"no heartbeat for {silent:.1f} s")
+        process = of_process(replica.worker, rank.number)
+        self._note("slow", process, replica.incarnation, f"no heartbeat for {silent:.1f} s")
 
 
-def _shown(report: ReadyReport | None) -> ReadyReport:
-    """Return the report as other workers see it: its generation is 0 without state."""
-    assert report is not None, "a member has sent a ReadyReport"
-    return msgspec.structs.replace(report, generation=max(report.generation, 0))
+def _refusal(
+    replica: Replica | None, worker: int, incarnation: int, rank: int, ranks: int
+) -> Evicted | Shutdown | None:
+    """Return the reply to a rank whose message is refused, or None."""
+    if rank >= ranks:
+        return Shutdown(f"worker {worker} was started with rank {rank} of {ranks} ranks: ranks are numbered from 0")
+    if replica is None or incarnation > replica.incarnation:
+        return None
+    if incarnation < replica.incarnation:
+        return Evicted(f"a later process of worker {worker} has taken its place")
+    if replica.is_running and ranks != len(replica.ranks):
+        expected = len(replica.ranks)
+        return Shutdown(
+            f"rank {rank} of worker {worker} was started with {ranks} ranks, its other ranks with {expected}: "
+            "all ranks of a worker are started with the same number"
+        )
+    return None
 
 
 def _workers(number: int) -> str:

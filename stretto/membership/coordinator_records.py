@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stretto.membership.messages import GenerationView
+from stretto.membership.messages import GenerationView, ReadyReport
 from stretto.run_config import RunConfig
 
 
@@ -49,6 +49,35 @@ class Formed(Record, frozen=True):
     view: GenerationView
     left: list[int] = []
 
+    def view_of(self, rank: int) -> GenerationView:
+        """Return the generation as the ranks of this number see it."""
+        return self.view
+
+    def ranks(self) -> list[int]:
+        """Return the number of ranks of each member."""
+        return [1] * len(self.view.members)
+
+
+class FormedOfRanks(Formed, frozen=True):
+    """Log record of a generation of which a member has several ranks.
+
+    `others` are the reports of the ranks 1, 2, ... of each member; those of rank 0 are in the view.
+    """
+
+    others: list[list[ReadyReport]] = []
+
+    def view_of(self, rank: int) -> GenerationView:
+        """Return the generation as the ranks of this number see it. A member with fewer is shown by its rank 0."""
+        members = [
+            msgspec.structs.replace(member, report=reports[rank - 1]) if 0 < rank <= len(reports) else member
+            for member, reports in zip(self.view.members, self.others, strict=True)
+        ]
+        return msgspec.structs.replace(self.view, members=members)
+
+    def ranks(self) -> list[int]:
+        """Return the number of ranks of each member."""
+        return [1 + len(reports) for reports in self.others]
+
 
 class ContinuedTo(Record, frozen=True):
     """Log record that paused members were sent on to this global step: they do not pause at an earlier one."""
@@ -65,6 +94,22 @@ class Ended(Record, frozen=True):
     why: str
     will_restart: bool
 
+    @property
+    def failed_rank(self) -> int:
+        """Rank whose failure has ended the incarnation."""
+        return 0
+
+
+class EndedByRank(Ended, frozen=True):
+    """Log record of the end of an incarnation by its rank `rank`, which is not 0."""
+
+    rank: int
+
+    @property
+    def failed_rank(self) -> int:
+        """Rank whose failure has ended the incarnation."""
+        return self.rank
+
 
 class Stopped(Record, frozen=True):
     """Log record that the run cannot continue."""
@@ -73,7 +118,7 @@ class Stopped(Record, frozen=True):
     uneven: bool = False
 
 
-AnyRecord: TypeAlias = Started | Formed | ContinuedTo | Ended | Stopped
+AnyRecord: TypeAlias = Started | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | Stopped
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -1,7 +1,11 @@
 """Messages of the membership protocol between workers and the coordinator. Small structs; nothing else is decoded.
 
 A *generation* is a set of workers that run collective operations together; generations are numbered upwards. An
-*incarnation* is one process of a worker: a restarted worker has the same number and a greater incarnation.
+*incarnation* is one start of a worker: a restarted worker has the same number and a greater incarnation. A worker is
+one *replica* of the model, in one process or in several, its *ranks*, which fail together: the first exit of one of
+them ends the replica, and the other ranks are evicted. Each rank has a connection of its own, named by
+`connection_name`, so every message comes from one rank. Rank i of each replica exchanges with rank i of the others, so
+a GenerationView that is sent to it has the reports of the ranks i.
 
     worker                              coordinator
       | -- Register -----------------------> |   repeated until there is a reply
@@ -34,6 +38,15 @@ from stretto.membership.loop_positions import Waits
 
 EXCHANGING = "exchanging"
 """Activity of a worker that waits in a collective operation."""
+
+
+def connection_name(worker: int, incarnation: int, rank: int = 0, ranks: int = 1) -> bytes:
+    """Return the name of the connection of one rank of a worker with this number of ranks.
+
+    >>> connection_name(3, 1), connection_name(3, 1, 0, 2)
+    (b'worker 3.1', b'worker 3.1 rank 0 of 2')
+    """
+    return b"worker %d.%d" % (worker, incarnation) + (b" rank %d of %d" % (rank, ranks) if ranks > 1 else b"")
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -109,12 +122,13 @@ class Leave(_Message, frozen=True):
 
 
 class ProcessExited(_Message, frozen=True):
-    """Report that a process has exited, and whether it is restarted."""
+    """Report that a rank of a worker has exited, and whether the worker is restarted."""
 
     worker: int
     incarnation: int
     why: str
     will_restart: bool
+    rank: int = 0
 
 
 class Save(_Message, frozen=True):
@@ -156,7 +170,10 @@ class Continue(_Message, frozen=True):
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
-    """One member of a generation, with its report."""
+    """One member of a generation, with its report: that of its rank with the receiver's number.
+
+    A member that has fewer ranks is shown with the report of its rank 0.
+    """
 
     worker: int
     incarnation: int
@@ -206,11 +223,11 @@ class Shutdown(_Message, frozen=True):
 
 
 class Failures(_Message, frozen=True):
-    """Failures that launchers are notified of: worker, incarnation, and the generation in which it failed."""
+    """Failures that launchers are notified of: worker, incarnation, generation, and the rank that failed first."""
 
     generation: int = 0
     """Current generation."""
-    failed: list[tuple[int, int, int]] = []
+    failed: list[tuple[int, int, int, int]] = []
 
     def includes(self, worker: int, incarnation: int) -> bool:
         """Return True if this incarnation has failed."""
@@ -219,7 +236,7 @@ class Failures(_Message, frozen=True):
     def is_recovered(self, worker: int, incarnation: int) -> bool:
         """Return True if the others have formed a generation since this incarnation failed.
 
-        >>> [Failures(now, [(1, 0, 1)]).is_recovered(1, 0) for now in (1, 2)]
+        >>> [Failures(now, [(1, 0, 1, 0)]).is_recovered(1, 0) for now in (1, 2)]
         [False, True]
         """
         return any(failed[:2] == (worker, incarnation) and failed[2] < self.generation for failed in self.failed)

@@ -20,12 +20,13 @@ from stretto.errors import LogError
 from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
-from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage
+from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage, connection_name
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
 
 LARGEST_MESSAGE = 1 << 16
-_NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
+_NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})(?: rank (0|[1-9]\d{0,2}) of ([2-9]|[1-9]\d{1,2}))?")
+"""Names that `connection_name` makes."""
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
@@ -120,9 +121,10 @@ class MembershipServer:
                 )
                 outgoing, reply = [], _ENCODER.encode(missing_workers)
             elif match is not None:
-                worker, incarnation = int(match[1]), int(match[2])
+                worker, incarnation, rank, ranks = (int(number) for number in match.groups(default=b"0"))
+                message = _WORKER_MESSAGE.decode(frames[0])
                 outgoing = self._coordinator.receive(
-                    worker, incarnation, _WORKER_MESSAGE.decode(frames[0]), time.monotonic()
+                    worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )
             elif _LAUNCHER.fullmatch(name):
                 outgoing = self._receive_of_launcher(_LAUNCHER_MESSAGE.decode(frames[0]))
@@ -142,8 +144,8 @@ class MembershipServer:
         match message:
             case Save():
                 return self._coordinator.save(now)
-            case ProcessExited(worker, incarnation, why, will_restart):
-                return self._coordinator.process_exited(worker, incarnation, now, will_restart, why)
+            case ProcessExited(worker, incarnation, why, will_restart, rank):
+                return self._coordinator.process_exited(worker, incarnation, now, will_restart, why, rank)
         return []
 
     def _send_logged(self, outgoing: Sequence[Outgoing]) -> None:
@@ -152,8 +154,9 @@ class MembershipServer:
         for record in self._coordinator.records():
             self._log.append(record)
         if self._is_logged():
-            for message in outgoing:
-                self._send(b"worker %d.%d" % (message.worker, message.incarnation), _ENCODER.encode(message.message))
+            for post in outgoing:
+                name = connection_name(post.worker, post.incarnation, post.rank, post.ranks)
+                self._send(name, _ENCODER.encode(post.message))
         notices, self._coordinator.notices = self._coordinator.notices, []
         events, self._coordinator.events = self._coordinator.events, []
         if events and self._launchers:

@@ -1,57 +1,31 @@
-"""The workers that the coordinator knows: their newest processes, their generation, and missing workers."""
+"""The workers that the coordinator knows: their newest incarnations, their generation, and missing workers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+import msgspec
 
+from stretto.events import process_name
 from stretto.membership.barriers import Awaited
-from stretto.membership.coordinator_records import Started
-from stretto.membership.loop_positions import Waits
+from stretto.membership.coordinator_records import Formed, FormedOfRanks, Started
 from stretto.membership.messages import GenerationView, Member, ReadyReport
+from stretto.membership.replica import Replica
 
 ASKED = "it was asked to end"
-State: TypeAlias = Literal["new", "in", "gone", "left"]
-
-
-@dataclass(slots=True)
-class WorkerProcess:
-    """Last known incarnation of a worker."""
-
-    incarnation: int
-    last_message: float
-    state: State = "new"
-    report: ReadyReport | None = None
-    """Its report that it is paused; None while it runs."""
-    global_step: int = 0
-    """Furthest global step that it is known to have been assigned in this generation."""
-    place: int = -1
-    """Number of collective operations that it has begun, from its heartbeats; -1 before its first generation."""
-    doing: str = ""
-    waits: Waits | None = None
-    """Last collective operation of this generation that it is known to have waited in."""
-    since: float = 0.0
-    is_leaving: bool = False
-    slow: bool = False
-    last_generation: int = 0
-    """Last generation that it was a member of."""
-    ended_at: float = 0.0
-    will_restart: bool = False
-    why: str = ""
-
-    @property
-    def is_running(self) -> bool:
-        """True if the process runs, as far as is known."""
-        return self.state in ("new", "in")
 
 
 class WorkerTable:
-    """Last known process of each worker, and the current generation. `rules` are those of the run."""
+    """Last known incarnation of each worker, and the current generation. `rules` are those of the run."""
 
     def __init__(self, rules: Started) -> None:
         self._rules = rules
-        self.processes: dict[int, WorkerProcess] = {}
-        self.view = GenerationView(0, [])
+        self.replicas: dict[int, Replica] = {}
+        self.formed = Formed(GenerationView(0, []))
+        """Current generation, as it was logged."""
+
+    @property
+    def view(self) -> GenerationView:
+        """Current generation, as its ranks 0 see it."""
+        return self.formed.view
 
     @property
     def generation(self) -> int:
@@ -72,41 +46,36 @@ class WorkerTable:
         awaited as well, since no other has begun without it.
         """
         if in_training:
-            members = {worker: self.processes[worker] for worker in self.members}
-            resting = {
-                worker
-                for worker, process in members.items()
-                if process.report is not None and process.report.between_steps
-            }
+            members = {worker: self.replicas[worker] for worker in self.members}
+            resting = {worker for worker, replica in members.items() if replica.is_between_steps}
             joining = {
                 worker
-                for worker, process in members.items()
-                if self._rules.asynchronous and process.incarnation and process.place < 0
+                for worker, replica in members.items()
+                if self._rules.asynchronous and replica.incarnation and replica.place < 0
             }
             expected = members.keys() - resting - joining
             return {worker: Awaited(members[worker].incarnation, members[worker].place) for worker in expected}
         early = (worker for worker in range(self._rules.expected) if self._is_to_begin(worker, now))
         return {
-            worker: Awaited(self.processes[worker].incarnation if worker in self.processes else 0, -1)
-            for worker in early
+            worker: Awaited(self.replicas[worker].incarnation if worker in self.replicas else 0, -1) for worker in early
         }
 
     def _is_to_begin(self, worker: int, now: float) -> bool:
         """Return True if a worker that was started has not reached the training yet, and still can."""
-        process = self.processes.get(worker)
-        if process is None:
+        replica = self.replicas.get(worker)
+        if replica is None:
             return True
-        return process.state == "gone" and (self.may_return(process, now) if self.generation else process.will_restart)
+        return replica.state == "gone" and (self.may_return(replica, now) if self.generation else replica.will_restart)
 
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""
-        process = self.processes[member.worker]
-        return process.incarnation == member.incarnation and process.state == "in"
+        replica = self.replicas[member.worker]
+        return replica.incarnation == member.incarnation and replica.state == "in"
 
     def has_left(self, member: Member) -> bool:
         """Return True if this incarnation has left gracefully or has finished."""
-        process = self.processes[member.worker]
-        return process.incarnation == member.incarnation and process.state == "left"
+        replica = self.replicas[member.worker]
+        return replica.incarnation == member.incarnation and replica.state == "left"
 
     def is_over(self) -> bool:
         """Return True if no member is left because some have finished."""
@@ -114,13 +83,13 @@ class WorkerTable:
 
     def finished_count(self) -> int:
         """Return the number of workers that have finished their loop without being asked to leave."""
-        return sum(process.state == "left" and process.why != ASKED for process in self.processes.values())
+        return sum(replica.state == "left" and replica.why != ASKED for replica in self.replicas.values())
 
     def unseen_count(self) -> int:
         """Return the number of initially expected workers without a message so far."""
         if self.generation and not self._rules.asynchronous:
             return 0
-        return sum(worker not in self.processes for worker in range(self._rules.expected))
+        return sum(worker not in self.replicas for worker in range(self._rules.expected))
 
     def failed_members(self) -> list[int]:
         """Return the members that have failed."""
@@ -128,26 +97,43 @@ class WorkerTable:
             member.worker for member in self.view.members if not self.is_member(member) and not self.has_left(member)
         ]
 
-    def new_processes(self) -> dict[int, WorkerProcess]:
+    def new_replicas(self) -> list[Replica]:
         """Return the running workers that are no members."""
-        return {worker: process for worker, process in self.processes.items() if process.state == "new"}
+        return [replica for replica in self.replicas.values() if replica.state == "new"]
 
     def waiting_workers(self) -> list[int]:
         """Return the workers that wait to be admitted."""
-        return [worker for worker, process in self.new_processes().items() if process.report is not None]
+        return [replica.worker for replica in self.new_replicas() if replica.is_ready]
 
-    def may_return(self, process: WorkerProcess, now: float) -> bool:
+    def generation_of(self, workers: list[int], number: int, left: list[int], why: str, save: bool = False) -> Formed:
+        """Return the record of a generation of these workers, which are ready; `left` leave gracefully with it."""
+        replicas = [self.replicas[worker] for worker in workers]
+        reports = [[_shown(report) for report in replica.reports()] for replica in replicas]
+        members = [
+            Member(replica.worker, replica.incarnation, shown[0])
+            for replica, shown in zip(replicas, reports, strict=True)
+        ]
+        removed = sorted(member.worker for member in self.view.members if member.worker not in workers)
+        view = GenerationView(number, members, removed, why, save)
+        if all(len(shown) == 1 for shown in reports):
+            return Formed(view, left)
+        return FormedOfRanks(view, left, [shown[1:] for shown in reports])
+
+    def may_return(self, replica: Replica, now: float) -> bool:
         """Return True while a failed worker that is restarted is awaited."""
-        return process.state == "gone" and process.will_restart and now <= process.ended_at + self._rules.return_limit_s
+        return replica.state == "gone" and replica.will_restart and now <= replica.ended_at + self._rules.return_limit_s
 
     def described_failures(self, failed: list[int]) -> str:
         """Return a sentence about failed members."""
-        return "; ".join(f"worker {worker} failed" + self.failure_cause(worker) for worker in failed)
+        return "; ".join(
+            f"{process_name(worker, self.replicas[worker].failed_rank)} failed{self.failure_cause(worker)}"
+            for worker in failed
+        )
 
     def failure_cause(self, worker: int) -> str:
         """Return the cause of a failure in brackets, if it is known."""
-        process = self.processes[worker]
-        return f" ({process.why})" if process.state == "gone" and process.why else ""
+        replica = self.replicas[worker]
+        return f" ({replica.why})" if replica.state == "gone" and replica.why else ""
 
     def described_change(self, next_members: list[int], leaving: list[int]) -> str:
         """Return the reason for a generation of `next_members`, without the workers that are `leaving`."""
@@ -158,7 +144,12 @@ class WorkerTable:
     def is_any_to_come(self, now: float) -> bool:
         """Return True if a worker has not reported yet and still can."""
         coming = (
-            process.report is None if process.is_running else self.may_return(process, now)
-            for process in self.processes.values()
+            not replica.is_ready if replica.is_running else self.may_return(replica, now)
+            for replica in self.replicas.values()
         )
         return self.unseen_count() > 0 or any(coming)
+
+
+def _shown(report: ReadyReport) -> ReadyReport:
+    """Return the report as other workers see it: its generation is 0 without state."""
+    return msgspec.structs.replace(report, generation=max(report.generation, 0))

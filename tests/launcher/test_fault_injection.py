@@ -144,8 +144,8 @@ def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coord
     assert stood[2] >= 0.7
     gone = {what[1]: what for _, _, what in place_with_coordinator.messages_received()}
     assert gone == {
-        0: ["ProcessExited", 0, 0, "killed by SIGKILL", True],
-        1: ["ProcessExited", 1, 0, "killed by SIGKILL", True],
+        0: ["ProcessExited", 0, 0, "killed by SIGKILL", True, 0],
+        1: ["ProcessExited", 1, 0, "killed by SIGKILL", True, 0],
     }
     assert lives[0][1] - lives[0][0] > 1.5
 

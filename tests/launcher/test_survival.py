@@ -90,8 +90,8 @@ def test_failed_worker_is_restarted_as_a_new_incarnation(place_with_coordinator:
         "life 2",
     ]
     assert launcher_messages(place_with_coordinator) == [
-        ["ProcessExited", 1, 0, why, True],
-        ["ProcessExited", 1, 1, why, True],
+        ["ProcessExited", 1, 0, why, True, 0],
+        ["ProcessExited", 1, 1, why, True, 0],
     ]
 
 
@@ -122,7 +122,7 @@ print("at the end")
 """
     folder = place_with_coordinator.run(HEAD + text, workers=3, restarts=0)
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["at the end\n", "", "at the end\n"]
-    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
+    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False, 0]]
 
 
 @pytest.mark.parametrize(("restarts", "lives"), [(0, 1), (2, 3)])
@@ -183,7 +183,7 @@ if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 until("heard")
 if rank == 2:
-    declare(2, (1, 0, 1))
+    declare(2, (1, 0, 1, 0))
     raise TransportError("nobody came")
 time.sleep(60)
 """
@@ -235,7 +235,7 @@ until("back")
         ("warning", 1, "worker 1 stops itself: nobody heard of it for 10 s")
     ]
     assert launcher_messages(place_with_coordinator) == [
-        ["ProcessExited", 1, 0, "was declared failed and stopped itself", True]
+        ["ProcessExited", 1, 0, "was declared failed and stopped itself", True, 0]
     ]
 
 
@@ -271,7 +271,7 @@ if rank == 2:
     time.sleep(0.5)
 """
     place_with_coordinator.run(HEAD + text, workers=3)
-    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
+    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False, 0]]
 
 
 def test_restarted_worker_that_has_not_joined_is_not_waited_for_at_the_end(place_with_coordinator: Place) -> None:
@@ -317,7 +317,7 @@ if rank == 1:
     os.kill(os.getpid(), 19)
     time.sleep(60)
 until("stopped")
-declare(1, (1, 0, 1))
+declare(1, (1, 0, 1, 0))
 """
     began = time.monotonic()
     place_with_coordinator.run(HEAD + text, workers=2)
@@ -346,7 +346,7 @@ until("well-0", "well-1")
     folder = place_with_coordinator.run(HEAD + text, workers=2)
     first, second = place_with_coordinator.coordinators()
     assert place_with_coordinator.messages_received() == [
-        [pid, "launcher 0", ["ProcessExited", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)
+        [pid, "launcher 0", ["ProcessExited", 1, 0, "killed by SIGKILL", True, 0]] for pid in (first, second)
     ]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))

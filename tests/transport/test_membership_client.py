@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ class Scene:
         self.context = zmq.Context()
         self.dealers: list[Any] = []
         self.stop = threading.Event()
-        coordinator = MembershipCoordinator(Started(expected, failure_timeout_s, **more))
+        self.coordinator = MembershipCoordinator(Started(expected, failure_timeout_s, **more))
         listener = socket.create_server(("127.0.0.1", 0))
         self.call = MembershipServer(
-            listener, coordinator, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
+            listener, self.coordinator, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
@@ -98,8 +98,12 @@ class Scene:
         self.notices += notices
         self.events += events
 
-    def client(self, worker: int, incarnation: int = 0, keys: WorkerKeys = WORKER_KEYS) -> MembershipClient:
-        made = MembershipClient(worker, incarnation, self.call.address, keys, self.failure_timeout_s, LIMIT_S)
+    def client(
+        self, worker: int, incarnation: int = 0, keys: WorkerKeys = WORKER_KEYS, rank: int = 0, ranks: int = 1
+    ) -> MembershipClient:
+        made = MembershipClient(
+            worker, incarnation, self.call.address, keys, self.failure_timeout_s, LIMIT_S, rank, ranks
+        )
         made.attach(_Observer(lambda one: self.aborts.append((worker, one))))
         self.clients.append(made)
         return made
@@ -175,6 +179,51 @@ def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
         crew[2].await_generation(ReadyReport(1))
 
 
+def test_the_ranks_of_a_worker_join_and_fail_together(scene) -> None:
+    there = scene(2)
+    crew = [there.client(0, rank=rank, ranks=2) for rank in range(2)] + [there.client(1)]
+
+    def waits(number: int) -> Future[GenerationView]:
+        return there.pool.submit(crew[number].await_generation, ReadyReport(0, store=f"0:{number}"))
+
+    waiting = [waits(0), waits(2)]
+    replicas = there.coordinator.workers.replicas
+    until(lambda: replicas[0].is_any_ready and replicas[1].is_ready)
+    assert not any(one.done() for one in waiting), "rank 1 of worker 0 is not ready"
+    forms = [one.result(LIMIT_S) for one in (*waiting, waits(1))]
+    assert [[one.report.store for one in form.members] for form in forms] == [["0:0", "0:2"]] * 2 + [["0:1", "0:2"]]
+
+    launcher = there.launcher()
+    launcher.send(msgspec.msgpack.encode(WatchFailures()))
+    launcher.send(msgspec.msgpack.encode(ProcessExited(0, 0, "killed by SIGKILL", True, 1)))
+    with pytest.raises(MemberOutError, match="worker 0 is no member any more: killed by SIGKILL"):
+        crew[0].await_generation(ReadyReport(1, commits=4))
+    assert crew[2].await_generation(ReadyReport(1, commits=4)).numbers == (1,)
+    launcher.send(msgspec.msgpack.encode(ProcessExited(0, 0, "killed by SIGTERM", True, 0)))
+    reply = None
+    while reply is None or not reply.is_recovered(0, 0):
+        assert launcher.poll(int(LIMIT_S * 1000))
+        reply = msgspec.msgpack.decode(launcher.recv(), type=Failures)
+    assert reply == Failures(2, [(0, 0, 1, 1)])
+    until(lambda: [one["rank"] for one in there.events if one["what"] == "failed"] == [1])
+
+    restarted = [there.client(0, 1, rank=rank, ranks=2) for rank in range(2)]
+    joining = [there.pool.submit(one.await_generation, ReadyReport(0)) for one in restarted]
+    until(lambda: crew[2].pause_requested)
+    assert crew[2].pause_between_steps(ReadyReport(2, 5, 5)).numbers == (0, 1)
+    assert [one.result(LIMIT_S).generation for one in joining] == [3, 3]
+    until(lambda: [one["generation"] for one in there.events if one["what"] == "formed"] == [1, 2, 3])
+
+
+def test_a_rank_that_contradicts_its_worker_ends_with_the_reason(scene) -> None:
+    there = scene(1)
+    there.client(0, rank=0, ranks=2)
+    with pytest.raises(TransportError, match="rank 1 of worker 0 was started with 3 ranks, its other ranks with 2"):
+        there.client(0, rank=1, ranks=3)
+    with pytest.raises(TransportError, match="worker 0 was started with rank 2 of 2 ranks"):
+        there.client(0, rank=2, ranks=2)
+
+
 def test_launcher_is_notified_of_failures_and_of_the_next_generation(scene) -> None:
     there = scene(2, failure_timeout_s=0.5)
     crew, launcher = there.crew(2), there.launcher()
@@ -193,7 +242,7 @@ def test_launcher_is_notified_of_failures_and_of_the_next_generation(scene) -> N
     there.pool.submit(crew[1].await_generation, ReadyReport(1, 3))
     while not (failures := received()).is_recovered(2, 0):
         pass
-    assert failures == Failures(2, [(2, 0, 1)])
+    assert failures == Failures(2, [(2, 0, 1, 0)])
 
 
 def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
