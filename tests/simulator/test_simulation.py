@@ -334,9 +334,7 @@ RING = "8Mbit/s 10ms"
         (f"{RING}, loss 20%", lambda n: 2 * (n - 1) / n * NBYTES / RATE / 0.8 + 2 * (n - 1) * LATENCY),
         (
             "hosts of 2 on 80Mbit/s 1ms, 8Mbit/s 10ms between",
-            lambda n: (
-                2 * (n - 1) / n * NBYTES / (RATE if n > 2 else 10 * RATE) + 2 * (n - 1) * (0.01 if n > 2 else 0.001)
-            ),
+            lambda n: 0.1 * NBYTES / RATE + 0.002 if n == 2 else 2 * (1 - 1 / -(-n // 2)) * NBYTES / RATE + 0.04,
         ),
     ],
 )

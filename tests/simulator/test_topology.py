@@ -261,7 +261,7 @@ def test_links_of_infinite_speed_are_left_out() -> None:
     one = Links(parse("instant up 8Mbit/s down 1ms, server instant 2ms"), workers=2, shards=1)
     assert one.path(0, 1) == ((one.down(1),), 0.001)
     assert one.path(0, -1) == ((), 0.002)
-    assert Links(Network(), 2).all_reduce(1e9) == (1e9, (), 0.0)
+    assert Links(Network(), 2).all_reduce(1e9) == [(1e9, (), 0.0)]
 
 
 @given(st.floats(0, 1, exclude_max=True))
@@ -283,7 +283,7 @@ def test_collectives_take_their_closed_forms(workers: int, nbytes: float, how: s
     hop, late, depth = nbytes / 10e6, 0.02, ceil(log2(workers))
     ring = 2 * (workers - 1) / workers * hop + 2 * (workers - 1) * late
     expected = ring if how == "ring" else 2 * depth * (hop + late)
-    assert seconds(one, one.all_reduce(nbytes)) == pytest.approx(expected)
+    assert seconds(one, *one.all_reduce(nbytes)) == pytest.approx(expected)
     assert seconds(one, one.gather(nbytes)) == pytest.approx((workers - 1) * (hop + late))
     assert seconds(one, one.broadcast(workers // 2, nbytes)) == pytest.approx(depth * (hop + late))
 
@@ -292,8 +292,8 @@ def test_collectives_take_their_closed_forms(workers: int, nbytes: float, how: s
 def test_a_ring_uses_each_link_and_a_tree_reaches_everyone(workers: int, data: st.DataObject) -> None:
     one = Links(parse("80Mbit/s"), workers)
     everything = set(range(2 * workers)) if workers > 1 else set()
-    assert set(one.all_reduce(1.0)[1]) == set(one.gather(1.0)[1]) == everything
-    assert set(Links(parse("80Mbit/s, tree"), workers).all_reduce(1.0)[1]) == everything
+    assert set(one.all_reduce(1.0)[0][1]) == set(one.gather(1.0)[1]) == everything
+    assert set(Links(parse("80Mbit/s, tree"), workers).all_reduce(1.0)[0][1]) == everything
     root = data.draw(st.integers(0, workers - 1))
     reached = {link for link in one.broadcast(root, 1.0)[1] if link % 2}
     assert reached == {one.down(worker) for worker in range(workers) if worker != root}
@@ -307,20 +307,33 @@ def test_half_of_a_binomial_tree_forwards() -> None:
 
 def test_a_ring_crosses_each_host_once() -> None:
     one = Links(parse("hosts of 4 on 80Mbit/s 1ms, 8Mbit/s 5ms between"), workers=12)
-    amount, path, latency = one.all_reduce(12.0)
-    assert (amount, latency) == (22.0, 22 * 0.005)
+    amount, path, latency = one.gather(12.0)
+    assert (amount, latency) == (11 * 12.0, 11 * 0.005)
     assert len(path) == len(set(path)) == 2 * 12
     speeds = [one.capacities[link] for link in path]
     assert speeds.count(1e6) == 6 and speeds.count(10e6) == 18
-    assert one.all_reduce(12.0, members=[7, 4]) == (12.0, (one.up(4), one.down(7), one.up(7), one.down(4)), 2 * 0.001)
+
+
+def test_workers_of_a_host_add_there_and_the_first_of_each_host_exchange() -> None:
+    one = Links(parse("hosts of 4 on 80Mbit/s 1ms, 8Mbit/s 5ms between"), workers=12)
+    inside, between = one.all_reduce(12.0)
+    assert (inside[0], inside[2]) == (12.0, 2 * 0.001)
+    assert [one.capacities[link] for link in inside[1]] == [10e6] * 24
+    assert (between[0], between[2]) == (2 * 2 / 3 * 12.0, 4 * 0.005)
+    assert [one.capacities[link] for link in between[1]] == [1e6] * 6
+    assert one.hosts([0, 1, 6, 11]) == [[0, 1], [6], [11]]
+    assert one.all_reduce(12.0, [0, 1, 6])[0][1] == (one.up(0), one.down(0), one.up(1), one.down(1))
+    assert one.all_reduce(12.0, [7, 4])[1] == (0.0, one.path(4, 8)[0][:1] + one.path(8, 4)[0][1:], 0.0)
+    assert one.all_reduce(12.0, [0, 4, 8]) == [(2 * 2 / 3 * 12.0, one.gather(1.0, [0, 4, 8])[1], 4 * 0.005)]
+    assert one.all_reduce(9 << 20)[1][2] == 3 * 4 * 0.005
 
 
 def test_collectives_of_members_exclude_other_workers() -> None:
     one, four = Links(parse("80Mbit/s 20ms"), 4), range(3)
-    assert one.all_reduce(9.0, members=[3, 0, 1]) == (12.0, one.all_reduce(9.0, [0, 1, 3])[1], 4 * 0.02)
+    assert one.all_reduce(9.0, members=[3, 0, 1]) == [(12.0, one.gather(9.0, [0, 1, 3])[1], 4 * 0.02)]
     assert one.down(2) not in one.gather(1.0, [0, 1, 3])[1]
     assert one.broadcast(3, 1.0, [1, 3])[1] == (one.up(3), one.down(1))
-    assert one.gather(5.0, members=[2]) == one.all_reduce(5.0, members=[2]) == (0.0, (), 0.0)
+    assert [one.gather(5.0, members=[2])] == one.all_reduce(5.0, members=[2]) == [(0.0, (), 0.0)]
     assert Links(parse("80Mbit/s 20ms"), 3).gather(1.0) == one.gather(1.0, four)
 
 

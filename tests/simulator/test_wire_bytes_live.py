@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ from stretto.parameter_server.framing import layout_of
 from stretto.parameter_server.messages import Gather, Result
 from stretto.parameter_server.rpc_server import RpcServer
 from stretto.simulator.network import wire_bytes
-from stretto.transport import gloo_ring
+from stretto.transport import gloo_ring, shared_memory
 from stretto.transport.process_group import ProcessGroupTransport, _sockets
 
 LARGEST_CREW = 4
@@ -106,6 +106,21 @@ def _pair(size: Callable[[int], int], dtype: torch.dtype = torch.uint8) -> tuple
     return do, cost
 
 
+def _sum_of_hosts(numbers: int) -> tuple[Do, Cost]:
+    """All workers are the first of their hosts."""
+
+    def do(wire: ProcessGroupTransport) -> None:
+        handles = [wire.group(range(wire.workers)).submit(AllReduceMean(part)) for part in _segments(numbers)]
+        for handle in handles:
+            handle.wait()
+
+    return do, lambda worker, workers: wire_bytes.sum_bytes(worker, workers, 4 * numbers, 4)
+
+
+def _segments(numbers: int) -> Sequence[Tensor]:
+    return torch.split(torch.ones(numbers), shared_memory.SEGMENT_BYTES // 4)
+
+
 EXCHANGES: list[tuple[Do, Cost]] = [
     *(_mean(numbers) for numbers in (0, 1, 2, 3, 5, 8, 100, 1001, 65536, 100_001, 1 << 20, 3_000_001)),
     *(_mean(numbers, dtype) for numbers in (1, 7, 4999) for dtype in (torch.float64, torch.bfloat16)),
@@ -117,6 +132,7 @@ EXCHANGES: list[tuple[Do, Cost]] = [
     _tell(17_000_000, 1),
     *(_pair(lambda worker, size=size: size) for size in (0, 1, 100_000, 17_000_000)),
     _pair(lambda worker: 1000 * worker, torch.float64),
+    *(_sum_of_hosts(numbers) for numbers in (1, 1001, 3_000_001)),
 ]
 
 

@@ -23,6 +23,7 @@ from stretto.transport.interface import Message, PairKey, PairNumbers, Traffic, 
 
 _all_reduce_bytes = gloo_ring.all_reduce_bytes
 _all_reduce_messages = functools.lru_cache(gloo_ring.all_reduce_messages)
+_sum_bytes = functools.lru_cache(wire_bytes.sum_bytes)
 _broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
 Key: TypeAlias = int | PairKey
@@ -66,6 +67,8 @@ class SimGroup:
         self.explicit_members = members
         self._endpoints = None if members is None else frozenset(members)
         self.workers = len(self.members)
+        self._leaders = [host[0] for host in links.hosts(members)]
+        """First worker of each host, which exchanges the sum of its workers; each worker if none shares a host."""
         self._collectives: dict[Key, _Collective] = {}
         self._has_failed = False
         """True if no unfinished collective will complete, since a member has failed."""
@@ -83,6 +86,21 @@ class SimGroup:
         collective.contributions[worker] = contribution
         if not self._has_failed and len(collective.contributions) == len(collective.ranks):
             self._start(collective)
+
+    def mean_bytes(self, rank: int, nbytes: int, item_bytes: int) -> tuple[int, int]:
+        """Return the bytes of a mean on a worker's sockets."""
+        leaders, worker = self._leaders, self.members[rank]
+        if len(leaders) == self.workers:
+            return _all_reduce_bytes(rank, self.workers, nbytes, item_bytes)
+        if worker not in leaders:
+            return 0, 0
+        return _sum_bytes(leaders.index(worker), len(leaders), nbytes, item_bytes)
+
+    def mean_messages(self, nbytes: int, item_bytes: int) -> float:
+        """Return the number of messages of a mean that a worker sends and receives."""
+        if len(self._leaders) == self.workers:
+            return _all_reduce_messages(0, self.workers, nbytes, item_bytes)
+        return wire_bytes.sum_messages(len(self._leaders), nbytes)
 
     def is_done(self, number: Key) -> bool:
         """True if the collective is complete or the group is aborted."""
@@ -194,8 +212,8 @@ class SimGroup:
         if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
             operations = (contribution.operation for contribution in contributions)
             raise TransportError(_mismatch_error(dict(zip(self.members, operations, strict=True))))
-        result, flow, work = contributions[0].combine(contributions, self)
-        return result, [flow], work
+        combined: tuple[Any, list[Flow], _Work] = contributions[0].combine(contributions, self)
+        return combined
 
 
 def _shown(number: Key) -> str:
@@ -225,7 +243,7 @@ class _Submitted:
         ops = [op.op for op in contributions]
         if isinstance(self.op, AllReduceMean):
             tensor = self.op.tensor
-            messages = _all_reduce_messages(0, len(contributions), tensor.nbytes, tensor.element_size())
+            messages = group.mean_messages(tensor.nbytes, tensor.element_size())
             return answer(ops), group.links.all_reduce(tensor.nbytes, group.explicit_members), _Work(messages)
         gathered = Messages(answer(ops))
         sizes = [op.nbytes for op in gathered]
@@ -236,7 +254,7 @@ class _Submitted:
             path,
             latency_s + group.links.gather(0, group.explicit_members)[2] / max(len(sizes) - 1, 1),
         )
-        return gathered, exchange, _Work(6 * (len(contributions) - 1), 1)
+        return gathered, [exchange], _Work(6 * (len(contributions) - 1), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +286,7 @@ class _GatherBytes:
             sent_again, _, again_s = group.links.gather(longest, group.explicit_members)
             sent, latency_s = sent + sent_again, latency_s + again_s
         work = _Work(4 * (1 + is_long) * (len(contributions) - 1), 1 + is_long)
-        return messages, (sent, path, latency_s), work
+        return messages, [(sent, path, latency_s)], work
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +300,7 @@ class _BroadcastBytes:
         is_long = len(message) > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
         length = wire_bytes.FRAME_BYTES + len(message) * is_long
         work = _Work(2 * (1 + is_long) * (1 - 1 / len(contributions)), 1 + is_long)
-        return message, group.links.broadcast(group.members[self.root], length, group.explicit_members), work
+        return message, [group.links.broadcast(group.members[self.root], length, group.explicit_members)], work
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +311,7 @@ class _Rendezvous:
     seconds: float
 
     def combine(self, contributions: list[_Rendezvous], group: SimGroup) -> Any:
-        return None, (0.0, (), self.seconds), _Work(0.0)
+        return None, [(0.0, (), self.seconds)], _Work(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +358,7 @@ class SimTransport(Transport):
             key = self._pair_numbers.next_key(op, self.worker)
             return _Handle(self, self._contribute_to(key, _Paired(op)), op)
         if isinstance(op, AllReduceMean):
-            self._count(_all_reduce_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
+            self._count(self._group.mean_bytes(self.worker, op.tensor.nbytes, op.tensor.element_size()))
         return _Handle(self, self._contribute(_Submitted(op)), op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import inf, nextafter
+from math import ceil, inf, nextafter
 from typing import Any, Final, Literal, NamedTuple
 
 from stretto.call_syntax import SMALLEST, Words
@@ -44,6 +44,8 @@ RATES: Final = {
 SIZES: Final = {"MB": Decimal("1e6"), "kB": Decimal("1e3"), "B": Decimal(1)}
 LATENCIES: Final = {unit: TIMES[unit] for unit in ("s", "ms", "us")}
 PERCENT: Final = {"%": Decimal("0.01")}
+SEGMENT_BYTES: Final = 4 << 20
+"""Bytes of a mean that hosts exchange at a time."""
 LINK, HOSTS, BETWEEN, SERVER = "the link of workers", "hosts", "between", "the link of servers"
 
 Route = tuple[tuple[int, ...], float]
@@ -208,20 +210,43 @@ class Links:
             return source_place.inside.up + target_place.inside.down, self._network.link.latency
         return (), 0.0
 
-    def all_reduce(self, nbytes: float, members: Sequence[int] | None = None) -> Exchange:
-        """Return the all-reduce of a tensor of B = `nbytes` bytes over N workers (default: all).
+    def hosts(self, members: Sequence[int] | None = None) -> list[list[int]]:
+        """Return the members (default: all workers) of each host. Under `tree` workers do not add in their hosts."""
+        hosts: dict[int, list[int]] = {}
+        for worker in self._members(members):
+            hosts.setdefault(self._places[worker].host if self._network.reduce == "ring" else worker, []).append(worker)
+        return list(hosts.values())
+
+    def all_reduce(self, nbytes: float, members: Sequence[int] | None = None) -> list[Exchange]:
+        """Return the concurrent parts of the all-reduce of a tensor of B = `nbytes` bytes over N workers.
 
         Ring: T = 2 (N-1)/N B/b + 2 (N-1) L, b the slowest link, L the slowest hop (Thakur et al. 2005; Patarasuk & Yuan
-        2009). The ring visits the workers in order, so it crosses the uplink of each host once.
+        2009). H hosts of several workers add in their memory, and their first workers exchange the sums:
+        T = 2 (H-1)/H B/b + 4 ceil(B/S) L, in segments of S bytes.
         Binomial tree, a reduction and then a broadcast: T = 2 ceil(log2 N) (B/b + L). Its hops are sequential; charging
         each hop with the slowest link is an upper bound.
         """
         members = self._members(members)
+        hosts = self.hosts(members)
+        if len(hosts) < len(members):
+            return [self._in_hosts(hosts, nbytes), self._between(hosts, nbytes)]
         if self._network.reduce == "ring":
-            return self._over(_ring(members), 2 * (len(members) - 1), nbytes / len(members))
+            return [self._over(_ring(members), 2 * (len(members) - 1), nbytes / len(members))]
         down = _tree(members)
         up = [(child, parent) for parent, child in down]
-        return self._over(up + down, 2 * _depth(members), nbytes)
+        return [self._over(up + down, 2 * _depth(members), nbytes)]
+
+    def _in_hosts(self, hosts: Sequence[Sequence[int]], nbytes: float) -> Exchange:
+        """Return the way of tensors into the memory of hosts of several workers, and of their mean back."""
+        ports = [self._places[worker].inside for host in hosts if len(host) > 1 for worker in host]
+        return nbytes, _resources(ports), 2 * self._network.link.latency
+
+    def _between(self, hosts: Sequence[Sequence[int]], nbytes: float) -> Exchange:
+        """Return the exchange of the sums of hosts: each first worker with each, in two rounds, a frame first."""
+        places, others = [self._places[host[0]] for host in hosts], len(hosts) - 1
+        segments = ceil(nbytes / SEGMENT_BYTES)
+        latency = max(place.latency for place in places) if others else 0.0
+        return 2 * others / len(hosts) * nbytes, _resources([place.outside for place in places]), 4 * segments * latency
 
     def gather(self, nbytes: float, members: Sequence[int] | None = None) -> Exchange:
         """Return the all-gather of B = `nbytes` bytes per worker, as a ring: T = (N-1) (B/b + L)."""
@@ -281,6 +306,10 @@ class Links:
             (resource,) if self.capacities[resource] < inf else () for resource in (first_resource, first_resource + 1)
         ]
         return _Port(up, down)
+
+
+def _resources(ports: Iterable[_Port]) -> tuple[int, ...]:
+    return tuple(resource for port in ports for resource in port.up + port.down)
 
 
 def _ring(members: list[int]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ import msgspec
 
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
 from stretto.parameter_server.messages import Header
+from stretto.simulator.network.topology import SEGMENT_BYTES
 from stretto.transport.gloo_ring import with_headers
 
 # --- collective operations: gloo over TCP -------------------------------------------------------------------------
@@ -100,6 +101,23 @@ def exchange_bytes(sent: int, received: int) -> tuple[int, int]:
     sent, received = sent + EXCHANGE_FRAME_BYTES, received + EXCHANGE_FRAME_BYTES
     outgoing, incoming = ((exchange_messages(size), size) for size in (sent, received))
     return with_headers(outgoing, incoming)
+
+
+def sum_bytes(index: int, hosts: int, nbytes: int, item_bytes: int) -> tuple[int, int]:
+    """Return the bytes of one host's first worker for the mean of the sums of all hosts: exchanges in two rounds."""
+    exchanged = []
+    for start in range(0, nbytes, SEGMENT_BYTES):
+        numbers = min(SEGMENT_BYTES, nbytes - start) // item_bytes
+        sizes = [item_bytes * (numbers // hosts + (host < numbers % hosts)) for host in range(hosts)]
+        for other in (size for host, size in enumerate(sizes) if host != index):
+            exchanged += [exchange_bytes(other, sizes[index]), exchange_bytes(sizes[index], other)]
+    return _added(*exchanged)
+
+
+def sum_messages(hosts: int, nbytes: int) -> int:
+    """Return the number of messages that one host's first worker sends and receives for a mean."""
+    segments = [min(SEGMENT_BYTES, nbytes - start) for start in range(0, nbytes, SEGMENT_BYTES)]
+    return sum(4 * (hosts - 1) * exchange_messages(EXCHANGE_FRAME_BYTES + segment // hosts) for segment in segments)
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
