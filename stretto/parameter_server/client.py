@@ -34,6 +34,7 @@ from stretto.parameter_server.client_types import (
 )
 from stretto.parameter_server.framing import Chunks, concatenated
 from stretto.parameter_server.shard import by_name
+from stretto.transport.device_memory import host_copy
 from stretto.transport.elastic import GenerationSource
 from stretto.transport.interface import JoinPosition, Message, Traffic, Transport, as_bytes, made
 from stretto.transport.peer_group import no_pairs
@@ -136,7 +137,7 @@ class ParameterServerClient(Transport):
         self._op += 1
         self._has_left_barrier = False
         flat = op.tensor.detach()
-        contiguous = flat.cpu().contiguous()
+        contiguous = host_copy(flat).contiguous()
         if isinstance(op, AllReduceMean):
             request_ids = [
                 self._contributions.send(channel, self._op, "mean", contiguous[start:stop])
@@ -263,7 +264,7 @@ class ParameterServerClient(Transport):
         one."""
         stored = stored or RuleState()
         tensors = [*parts, *itertools.chain.from_iterable(stored.tensors.values())]
-        shares = [[tensor.detach().cpu() for tensor in share] for share in split_among_shards(tensors, self.shards)]
+        shares = [[host_copy(tensor) for tensor in share] for share in split_among_shards(tensors, self.shards)]
         snapshot, is_open = self._op + 1, False
         while not is_open:
             body = m.Open(
@@ -300,7 +301,7 @@ class ParameterServerClient(Transport):
                 self.recovery_epoch,
                 *extra,
             )
-            request_ids.append(channel.send(body, [tensor.detach().cpu() for tensor in update.messages[shard]]))
+            request_ids.append(channel.send(body, [host_copy(tensor) for tensor in update.messages[shard]]))
         return PushHandle(self.channels, request_ids, lengths, update.messages)
 
     def wait_at_barrier(self, seq: int, called: bool = False) -> bool:

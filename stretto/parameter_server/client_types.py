@@ -13,6 +13,7 @@ from stretto.collective_ops import Answer
 from stretto.errors import BrokenTransportError, TransportError, UnevenLoopsError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import Chunks, concatenated, dtype_name, with_offsets
+from stretto.transport.device_memory import device_copy
 from stretto.transport.interface import Traffic
 
 ALIGNMENT = 64
@@ -219,7 +220,7 @@ class AllGatherHandle:
 
     def wait(self) -> Answer:
         results = self.contributions.wait(self.channel, self.request_id)[1]
-        return [concatenated(chunks, dtype_name(self.like)).to(self.like.device) for chunks in results]
+        return [device_copy(concatenated(chunks, dtype_name(self.like)), self.like.device) for chunks in results]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, in_buffers
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
+from stretto.transport.device_memory import device_copy
 
 P = ParamSpec("P")
 Found = TypeVar("Found")
@@ -463,7 +464,7 @@ class AsyncServer:
                 assert flat_range.known is not None
                 known = flat_range.known[start:stop]
                 if message.numel():
-                    reply.add_to(known, message.to(known.device))
+                    reply.add_to(known, device_copy(message, known.device))
                 self._merge_piece(part, start, known)
                 if self._account is not None:
                     self._account.received += message.nbytes
@@ -480,7 +481,7 @@ class AsyncServer:
         """Merge a piece of a version, keeping the steps since the last exchange."""
         flat_range, stop = self.ranges[part], at + version.numel()
         theta, mark = flat_range.part.theta[at:stop], flat_range.mark[at:stop]
-        version = version.to(theta.device)
+        version = device_copy(version, theta.device)
         if self._is_elastic_averaging:
             assert isinstance(self._recipe.then, pull)
             theta.sub_(mark.sub_(version), alpha=self._recipe.then.alpha)

@@ -29,6 +29,7 @@ from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice
 from stretto.strategies.parameter_set import ParameterSet
+from stretto.transport.device_memory import Writers
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -66,6 +67,7 @@ class Bucket:
         self.tail = flat[self.stop : self.stop + tail]
         self.gradient_slots = [GradientSlot(slot, self, flat) for slot in slots]
         self._padding = _padding(slots).to(flat.device)
+        self.writers = Writers(flat.device)
         self.state: Any = None
         self.missing = 0
 
@@ -243,6 +245,7 @@ class GradientAllReduce:
         if grad.layout is not torch.strided:
             raise ModelError(_sparse(gradient_slot))
         torch.mul(grad, self._weight, out=gradient_slot.view)
+        gradient_slot.bucket.writers.note()
         if self._elastic:
             self._own_gradients[id(gradient_slot)] = grad
         if not source.copies:
@@ -260,6 +263,7 @@ class GradientAllReduce:
 
     def _launch(self, bucket: Bucket) -> None:
         flat, codec = bucket.flat, self._codec
+        bucket.writers.join()
         if not self._counts_in_tail:
             bucket.clear_padding()
         norm = None if self._counts_in_tail else self._tally.norm_of([flat])

@@ -11,7 +11,6 @@ from datetime import timedelta
 from weakref import WeakValueDictionary
 
 import psutil
-import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stretto.errors import BrokenTransportError, TransportError
@@ -70,7 +69,6 @@ def form(
     size: int,
     limit_s: float,
     timeout_s: float,
-    device: torch.device | None = None,
 ) -> ProcessGroupTransport:
     """Connect with the other members at a store, under the prefix of this generation.
 
@@ -81,7 +79,7 @@ def form(
     address = store_keeper().address if keeps else store_address
     if address is None:
         raise TransportError(f"worker {rank} of {size} has no address of the store")
-    forming = _Forming(address, prefix, rank, size, limit_s, timeout_s, device)
+    forming = _Forming(address, prefix, rank, size, limit_s, timeout_s)
     transport = forming.result()
     drop_parked()
     trim_freed_memory()
@@ -113,12 +111,11 @@ class _Forming:
         size: int,
         limit_s: float,
         timeout_s: float,
-        device: torch.device | None,
     ) -> None:
         host, _, port = store_address.rpartition(":")
         self._host, self._port = host, int(port)
         self._prefix, self._rank, self._size = prefix, rank, size
-        self._limit_s, self._timeout_s, self._device = limit_s, timeout_s, device
+        self._limit_s, self._timeout_s = limit_s, timeout_s
         self._transport: ProcessGroupTransport | None = None
         self._error = ""
         self._over, self._left = threading.Event(), False
@@ -156,7 +153,7 @@ class _Forming:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=self._limit_s), False)
             transport = ProcessGroupTransport(
-                PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, elastic=True
+                PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, elastic=True
             )
         except (RuntimeError, TransportError) as error:
             self._error = reason(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import struct
 import threading
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, TransportError
+from stretto.transport.device_groups import GROUPS, by_host
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
 from stretto.transport.interface import (
@@ -46,6 +48,8 @@ PIECE_BYTES = 16 << 20
 """Bytes of a piece of longer messages. Each piece has its own time limit, so that a slow link is not a failure."""
 LOOK_S = 0.02
 """Seconds between two checks of a wait for an abort."""
+POLL_S = 0.0002
+"""Seconds between two checks of an operation of devices."""
 LOOK = timedelta(seconds=LOOK_S)
 EXCHANGE_FRAME = struct.Struct("<q24s")
 """Frame of an exchange: the number of numbers, and their dtype."""
@@ -81,17 +85,14 @@ class ProcessGroupTransport(Transport):
         worker: int,
         workers: int,
         timeout_s: float,
-        device: torch.device | None = None,
         elastic: bool = False,
     ) -> None:
         super().__init__(worker, workers)
-        self.timeout_s = timeout_s
+        self.timeout_s, self._store = timeout_s, store
         before = _sockets()
         self._control = _form(dist.ProcessGroupGloo, store, "control", worker, workers, timeout_s)
-        self._tensors = self._control
-        self._nccl = device is not None and device.type == "cuda"
-        if self._nccl:
-            self._tensors = _form(dist.ProcessGroupNCCL, store, "tensors", worker, workers, timeout_s)
+        self._devices: Any = None
+        self._device_kind = "cpu"
         self._opened = frozenset(one for one, name in _sockets().items() if before.get(one) != name)
         self._worked_out = 0
         self._tag = 0
@@ -103,17 +104,30 @@ class ProcessGroupTransport(Transport):
         self._ended: deque[Any] = deque(maxlen=ENDED)
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if elastic else None
 
-    def submit(self, op: CollectiveOp) -> Handle:
-        """Start an all-reduce, or for messages of different lengths an all-gather of their sizes.
+    def connect_devices(self, device: torch.device) -> None:
+        """Form the group of all workers' devices of this kind, which carries their means and all-gathers."""
+        self._device_kind = device.type
+        if self._sockets is not None:  # the thread of NCCL would end this process after an abort
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        kind = getattr(dist, GROUPS[device.type])
+        self._devices = _form(kind, self._store, "tensors", self.worker, self.workers, self.timeout_s)
+        self.submit(AllReduceMean(torch.zeros(1, device=device))).wait()  # connects now, and not in the first step
 
-        Exchanges, and so groups, go over gloo, also those of tensors of a GPU.
-        """
+    def carries(self, op: CollectiveOp) -> bool:
+        """Return True if the tensor of an operation need not be on the CPU. Exchanges are between CPUs."""
+        return op.tensor.device.type in ("cpu", self._device_kind if not isinstance(op, Exchange) else "cpu")
+
+    def submit(self, op: CollectiveOp) -> Handle:
+        """Start an all-reduce, or for messages of different lengths an all-gather of their sizes."""
+        if not self.carries(op):
+            return by_host(self.submit, op)
         if isinstance(op, Exchange):
             check_peer(op, self.worker, self.workers)
         self._worked_out += self._cost(op)
         try:
             if isinstance(op, AllReduceMean):
-                return _AllReduceHandle(self, op.tensor, self._begin("allreduce", [op.tensor]))
+                on_device = op.tensor.device.type != "cpu"
+                return _AllReduceHandle(self, op.tensor, self._begin("allreduce", [op.tensor], on_device=on_device))
             if isinstance(op, Exchange):
                 return self._exchange(op)
             self._tag += 1
@@ -149,7 +163,9 @@ class ProcessGroupTransport(Transport):
         """Return the bytes of the group's sockets as the kernel counts them, or computed if it does not."""
         if self._control is None:
             return self._last
-        counted = None if self._nccl else self._sockets.traffic() if self._sockets else _counted(self._opened)
+        counted = (
+            None if self._devices is not None else self._sockets.traffic() if self._sockets else _counted(self._opened)
+        )
         if counted is None:
             self._last = Traffic(self._worked_out, self._worked_out, counted=False)
         elif counted.bytes_sent >= self._last.bytes_sent:
@@ -162,14 +178,19 @@ class ProcessGroupTransport(Transport):
             raise TransportError("only an elastic transport can be aborted")
         self._broken.set()
         self._sockets.shut()
+        if (devices := self._devices) is not None:
+            with contextlib.suppress(RuntimeError):
+                devices.abort()
 
     def close(self) -> None:
         """Close the groups. A group with operations that gloo has not ended is kept for `drop_parked`."""
         self.traffic()
         if self._sockets is not None and self._control is not None:
             self._park(self._broken.is_set())
+        elif self._devices is not None:
+            self._devices.shutdown()
         self._opened = frozenset()
-        self._control = self._tensors = None
+        self._control = self._devices = None
         self._ended.clear()
 
     def _park(self, broken: bool) -> None:
@@ -179,7 +200,7 @@ class ProcessGroupTransport(Transport):
         self._sealed_at = min(self._sealed_at, time.monotonic())
         if self._sockets is not None:
             self._sockets.close()
-        _parked.append(_Parked(self._control, self._tensors, self._under_way))
+        _parked.append(_Parked(self._control, self._devices, self._under_way))
         if not broken:
             drop_parked()
 
@@ -196,40 +217,41 @@ class ProcessGroupTransport(Transport):
 
     def _gather_sizes(self, ask: AllGather) -> tuple[list[Tensor], Any]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.workers)]
-        work = self._begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])], control=True)
+        work = self._begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])])
         return sizes, work
 
     def _all_frames(self, frame: Tensor) -> list[Tensor]:
         frames = [torch.empty_like(frame) for _ in range(self.workers)]
         for mine, *all_of_it in zip(_pieces(frame), *map(_pieces, frames), strict=True):
-            self._finish(self._begin("allgather", [all_of_it], [mine], control=True), "a message of every worker")
+            self._finish(self._begin("allgather", [all_of_it], [mine]), "a message of every worker")
         return frames
 
-    def _begin(self, verb: str, *what: Any, control: bool = False) -> Any:
-        """Start an operation of the group; messages of bytes use the control group."""
+    def _begin(self, verb: str, *what: Any, on_device: bool = False) -> Any:
+        """Start an operation of gloo, or of the group of the devices."""
         if self._broken.is_set():
             raise self.failure(RuntimeError("it was aborted"), verb)
         try:
-            work = getattr(self._group(control or verb == "broadcast"), verb)(*what)
+            work = getattr(self._group(on_device), verb)(*what)
         except RuntimeError as error:
             raise self.failure(error, verb) from error
         if self._sockets is not None and verb not in ("send", "recv"):
             self._under_way.add(work)
         return work
 
-    def _group(self, control: bool) -> Any:
+    def _group(self, on_device: bool) -> Any:
         """Return a group. Do not keep it in a frame that a traceback may hold: the group would not be freed."""
         if self._control is None:
             raise TransportError("the transport is closed")
-        return self._control if control else self._tensors
+        return self._devices if on_device else self._control
 
-    def _finish(self, work: Any, what: str) -> None:
+    def _finish(self, work: Any, what: str, on_device: bool = False) -> None:
+        """Wait for an operation. Of devices, unless the transport is elastic, only the current stream waits for it."""
         began = time.monotonic()
         try:
             if self._sockets is None:
                 work.wait()
             else:
-                self._watch(work)
+                self._watch(work, on_device)
         except RuntimeError as error:
             raise self.failure(error, what, time.monotonic() - began) from error
         self._ended.append(work)
@@ -253,11 +275,14 @@ class ProcessGroupTransport(Transport):
         if errors:
             raise self.failure(RuntimeError(errors[0]), what, time.monotonic() - began)
 
-    def _watch(self, work: Any) -> None:
-        """Wait for an operation, or for an abort."""
+    def _watch(self, work: Any, on_device: bool) -> None:
+        """Wait for an operation, or for an abort. A wait of NCCL with a limit would abort the group at the limit."""
         while not work.is_completed():
             if self._broken.is_set():
                 raise RuntimeError("it was aborted")
+            if on_device:
+                time.sleep(POLL_S)
+                continue
             with contextlib.suppress(RuntimeError):
                 work.wait(LOOK)
                 break
@@ -304,7 +329,7 @@ class _Parked:
     """Groups of a closed transport, and operations that gloo may still be running."""
 
     control: Any
-    tensors: Any
+    devices: Any
     under_way: set[Any]
 
     def idle(self) -> bool:
@@ -338,7 +363,8 @@ class _AllReduceHandle:
     work: Any
 
     def wait(self) -> Tensor:
-        self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
+        on_device = self.tensor.device.type != "cpu"
+        self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers", on_device)
         return self.tensor
 
 
@@ -350,7 +376,7 @@ class _ExchangeHandle:
 
     def __init__(self, transport: ProcessGroupTransport, op: Exchange, tag: int) -> None:
         self._transport, self._op, self._tag, self._began = transport, op, tag, time.monotonic()
-        mine, self._frame = op.tensor.detach().reshape(-1).cpu(), torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8)
+        mine, self._frame = op.tensor.detach().reshape(-1), torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8)
         head = as_bytes(EXCHANGE_FRAME.pack(mine.numel(), str(mine.dtype).encode()))
         self._mine, self._works = mine, [self._begin("recv", self._frame), self._begin("send", head)]
         self._received: Tensor | None = None
@@ -364,7 +390,7 @@ class _ExchangeHandle:
             if transport._broken.is_set():
                 break
         if self._received is not None:
-            return self._received.to(self._op.tensor.device)
+            return self._received
         error = self._error or RuntimeError("it was aborted")
         if isinstance(error, TransportError):
             raise error
@@ -372,7 +398,7 @@ class _ExchangeHandle:
         raise transport.failure(error, what, time.monotonic() - self._began)
 
     def _begin(self, verb: str, piece: Tensor, shift: int = 0) -> Any:
-        return self._transport._begin(verb, [piece], self._op.peer, self._tag + shift, control=True)
+        return self._transport._begin(verb, [piece], self._op.peer, self._tag + shift)
 
     def _run(self) -> None:
         try:
@@ -413,9 +439,9 @@ class _AllGatherHandle:
         self.transport._finish(self.work, "the sizes of every worker's message")
         sizes = [int(size) for size in self.sizes]
         message = self.ask.tensor
-        found = [message if one == self.transport.worker else message.new_empty(size) for one, size in enumerate(sizes)]
-        if self.transport._nccl:
+        if message.device.type != "cpu":
             return self._padded(sizes)
+        found = [message if one == self.transport.worker else message.new_empty(size) for one, size in enumerate(sizes)]
         step = PIECE_BYTES // message.element_size()
         for at in range(0, max(sizes), step):
             pieces = [one[at : at + step] for one in found]
@@ -436,7 +462,8 @@ class _AllGatherHandle:
         """Gather messages padded to the longest, as NCCL requires."""
         padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
-        self.transport._finish(self.transport._begin("allgather", [found], [padded]), "every worker's message")
+        work = self.transport._begin("allgather", [found], [padded], on_device=True)
+        self.transport._finish(work, "every worker's message", on_device=True)
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
 

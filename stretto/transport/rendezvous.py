@@ -67,9 +67,8 @@ class GroupRendezvous:
             return LastWorkerTransport()
         store, size = members.members[members.first].report.store, len(members.members)
         self._prefix = f"stretto/{members.generation}"
-        group = form(
-            store, rank == members.first, self._prefix, rank, size, self._patience_s, self._timeout_s, self._device
-        )
+        keeps = rank == members.first
+        group = form(store, keeps, self._prefix, rank, size, self._patience_s, self._timeout_s)
         return over_shared_memory(group, self._device)
 
     def abort(self) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.errors import TransportError
+from stretto.transport.device_groups import agreed_kind, by_host, notice_host_memory, offered_device
 from stretto.transport.gloo_ring import all_reduce_bytes
 from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
 from stretto.transport.interface import Handle, Message, Traffic, Transport
@@ -44,15 +45,20 @@ def over_shared_memory(
 ) -> ProcessGroupTransport | SharedMemoryTransport:
     """Return a transport that computes means in shared memory, or the process group if any worker can't do so.
 
+    Workers with a device each, as `device` of the model, connect their devices instead.
     All workers call this at the same time. Workers in different network namespaces count as workers on different hosts,
     so that a network that is limited or measured on purpose is used. If no host has several workers, it is of no use.
     """
-    if inner.workers == 1 or (device is not None and device.type == "cuda"):
+    if inner.workers == 1:
         return inner
     try:
         with contextlib.ExitStack() as files:
-            offer = msgspec.msgpack.encode(offer_memory(inner.workers, files))
-            offers = [msgspec.msgpack.decode(one, type=Offer) for one in inner.all_gather_bytes(offer)]
+            own_offer = (offer_memory(inner.workers, files), offered_device(device))
+            messages = inner.all_gather_bytes(msgspec.msgpack.encode(own_offer))
+            decoded = [msgspec.msgpack.decode(one, type=tuple[Offer, str]) for one in messages]
+            if device is not None and _connects_devices(inner, device, [one for _, one in decoded]):
+                return inner
+            offers = [offer for offer, _ in decoded]
             names = [one.host for one in offers]
             hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
             if not all(names) or len(hosts) == len(offers):
@@ -70,11 +76,20 @@ def over_shared_memory(
     return SharedMemoryTransport(inner, memory)
 
 
+def _connects_devices(inner: ProcessGroupTransport, device: torch.device, offers: Sequence[str]) -> bool:
+    kind, why = agreed_kind(offers)
+    if kind:
+        inner.connect_devices(device)
+    elif why and inner.worker == 0:
+        notice_host_memory(why)
+    return bool(kind)
+
+
 class SharedMemoryTransport(Transport):
     """One worker's end on a host with all workers.
 
-    Bytes, all-gathers, exchanges, other dtypes and devices go over `inner`, which also counts its bytes. A failure
-    raises the errors of `inner`, and ends the waits of all workers. `memory` is None for the only worker of a host.
+    Bytes, all-gathers, exchanges and other dtypes go over `inner`, which also counts its bytes. A failure raises
+    the errors of `inner`, and ends the waits of all workers. `memory` is None for the only worker of a host.
     """
 
     def __init__(self, inner: ProcessGroupTransport, memory: HostMemory | None) -> None:
@@ -88,7 +103,9 @@ class SharedMemoryTransport(Transport):
     def submit(self, op: CollectiveOp) -> Handle:
         """Start an operation. A mean continues while later operations are submitted and waited for."""
         tensor = op.tensor
-        is_sum = isinstance(op, AllReduceMean) and tensor.dtype in KINDS and tensor.device.type == "cpu"
+        if tensor.device.type != "cpu":
+            return by_host(self.submit, op)
+        is_sum = isinstance(op, AllReduceMean) and tensor.dtype in KINDS
         if not is_sum or self._is_closed:
             return self._inner.submit(op)
         mean = _Mean(self, tensor, tensor.contiguous(), [])

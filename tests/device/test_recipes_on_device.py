@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from device_runs import Outcome, results
+from device_runs import REFUSING, Outcome, results
 from training.test_recipes import RECIPES, SYNCHRONOUS, TIMED
 
 from stretto.recipe.parser import parse
@@ -19,7 +19,7 @@ IN_TURN = [one for one in ASYNCHRONOUS if not getattr(parse(one).when, "overlap"
 def both(tmp_path: Path, workers: int, cases: Sequence[str]) -> tuple[list[dict[str, Outcome]], ...]:
     """Return the outcomes of the workers on the CPU, and on the device."""
     near, far = (
-        results("recipe", workers, tmp_path / device[:3], device, cases, device != "cpu") for device in ("cpu", "far:0")
+        results("recipe", workers, tmp_path / device[:3], device, cases, REFUSING) for device in ("cpu", "far:0")
     )
     return near, far
 
@@ -39,7 +39,7 @@ def test_recipes_of_a_server_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_workers_of_a_server_hold_the_same_bits_at_the_end(tmp_path: Path) -> None:
-    first, second = results("recipe", 2, tmp_path / "far", "far:0", [*ASYNCHRONOUS, *TIMED], True)
+    first, second = results("recipe", 2, tmp_path / "far", "far:0", [*ASYNCHRONOUS, *TIMED], REFUSING)
     apart = {case: (first[case], second[case]) for case in first if first[case] != second[case]}
     assert not apart
     assert not [one for one in first.values() if "error" in one]

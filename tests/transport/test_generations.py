@@ -88,7 +88,7 @@ class Obeying:
         members = told["members"]
         rank, keeps = members.index(self.number), told["keeper"] == self.number
         store = None if keeps else told["store"]
-        self.wire = form(store, keeps, told["prefix"], rank, len(members), told["limit_s"], TIMEOUT_S, None)
+        self.wire = form(store, keeps, told["prefix"], rank, len(members), told["limit_s"], TIMEOUT_S)
         self.wire.all_gather_bytes(b"here")
         self.say("formed", prefix=told["prefix"])
 
