@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from stretto.collective_ops import AllGather, AllReduceMean
-from stretto.collective_ops import CollectiveOp as PendingRequests
+from stretto.collective_ops import AllReduceMean, CollectiveOp
+from stretto.collective_ops import Exchange as ExchangeOp
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
@@ -25,6 +25,7 @@ from stretto.parameter_server.client_types import (
     Channel,
     Contributions,
     Exchange,
+    ExchangeHandle,
     PushHandle,
     RollbackRequiredError,
     RuleState,
@@ -36,8 +37,17 @@ from stretto.parameter_server.framing import Chunks, concatenated
 from stretto.parameter_server.shard import by_name
 from stretto.transport.device_memory import host_copy
 from stretto.transport.elastic import GenerationSource
-from stretto.transport.interface import JoinPosition, Message, Traffic, Transport, as_bytes, made
-from stretto.transport.peer_group import no_pairs
+from stretto.transport.interface import (
+    Handle,
+    JoinPosition,
+    Message,
+    PairNumbers,
+    Traffic,
+    Transport,
+    as_bytes,
+    check_peer,
+    made,
+)
 
 
 class ParameterServerClient(Transport):
@@ -46,8 +56,6 @@ class ParameterServerClient(Transport):
     `worker` and `workers` are this worker's rank among the current members and their number. They change with the
     result of a collective operation, equally at all workers. `number` is this worker's permanent number.
     """
-
-    connects_pairs = False
 
     def __init__(
         self, worker: int, workers: int, dispatcher: Channel, shards: Sequence[Channel], elastic: bool = False
@@ -77,6 +85,7 @@ class ParameterServerClient(Transport):
         self._group: m.Group | None = None
         """Message that begins the current generation."""
         self._contributions = Contributions(elastic)
+        self._pair_numbers = PairNumbers()
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
         for channel in (dispatcher, *shards):
@@ -128,26 +137,39 @@ class ParameterServerClient(Transport):
 
     # --- collective operations ---------------------------------------------------------------------------------
 
-    def submit(self, op: PendingRequests) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
+    def submit(self, op: CollectiveOp) -> Handle:
         """Start a collective operation: each shard sums its range for a mean; one shard distributes all messages."""
-        if not isinstance(op, AllReduceMean | AllGather):
-            raise no_pairs(type(op).__name__)
+        if isinstance(op, ExchangeOp):
+            check_peer(op, self.worker, self.workers)
         if self._aborted:
             return BrokenHandle()
+        if isinstance(op, ExchangeOp):
+            return self._exchange_with(ExchangeOp(self._members[op.peer], op.tensor.detach(), op.channel))
         self._op += 1
         self._has_left_barrier = False
         flat = op.tensor.detach()
         contiguous = host_copy(flat).contiguous()
         if isinstance(op, AllReduceMean):
             request_ids = [
-                self._contributions.send(channel, self._op, "mean", contiguous[start:stop])
+                self._contributions.send(channel, m.Contribute(self._op, "mean"), contiguous[start:stop])
                 for channel, (start, stop) in zip(self.channels, ranges(contiguous.numel(), self.shards), strict=True)
             ]
             return AllReduceHandle(self._contributions, self.channels, flat, request_ids, self.workers)
         channel = self.channels[self._op % self.shards]
         return AllGatherHandle(
-            self._contributions, channel, flat, self._contributions.send(channel, self._op, "every", contiguous)
+            self._contributions,
+            channel,
+            flat,
+            self._contributions.send(channel, m.Contribute(self._op, "every"), contiguous),
         )
+
+    def _exchange_with(self, op: ExchangeOp) -> ExchangeHandle:
+        """Start an exchange with the worker of this number, through a shard that follows from the pair."""
+        generation = self._group.generation if self._group is not None else 0
+        body = m.ExchangeTensors(generation * GENERATION + self._pair_numbers.next(op), op.peer, op.channel)
+        channel = self.channels[(self._number + op.peer + op.channel) % self.shards]
+        request_id = self._contributions.send(channel, body, op.tensor.cpu().contiguous())
+        return ExchangeHandle(self._contributions, channel, op.tensor, body.series, request_id)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers, in the order of their ranks."""
@@ -232,6 +254,7 @@ class ParameterServerClient(Transport):
         self._members, self._number = sorted(members), me
         self._op = generation * GENERATION
         self._contributions.clear()
+        self._pair_numbers = PairNumbers()
         self._group = m.Group(generation, self._members)
         for channel in (self._dispatcher, *self.channels):
             channel.reset()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 from stretto.collective_ops import Answer
@@ -138,8 +139,12 @@ def split_among_shards(parts: Sequence[Tensor], shards: int) -> list[list[Tensor
 class _Contribution:
     channel: Channel
     request_id: int
-    body: m.Contribute
+    body: m.Contribute | m.ExchangeTensors
     tensors: list[Tensor]
+
+    def is_of(self, channel: Channel, series: Hashable) -> bool:
+        """Return True if its number is one of this series at this shard."""
+        return self.channel is channel and self.body.series == series
 
 
 class Contributions:
@@ -149,23 +154,25 @@ class Contributions:
         self._stores = is_stored
         self._sent: list[_Contribution] = []
 
-    def send(self, channel: Channel, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
+    def send(self, channel: Channel, body: m.Contribute | m.ExchangeTensors, tensor: Tensor) -> int:
         """Send a contribution to a shard; return the request id."""
         pending_ops = (
-            sent.body.op for sent in self._sent if sent.channel is channel and channel.is_pending(sent.request_id)
+            sent.body.op
+            for sent in self._sent
+            if sent.is_of(channel, body.series) and channel.is_pending(sent.request_id)
         )
-        body = m.Contribute(op, kind, min(pending_ops, default=op) - 1)
+        body = msgspec.structs.replace(body, received_up_to=min(pending_ops, default=body.op) - 1)
         request_id = channel.send(body, [tensor])
         if self._stores:
             self._sent.append(_Contribution(channel, request_id, body, [tensor.clone()]))
         return request_id
 
-    def wait(self, channel: Channel, request_id: int) -> tuple[m.Body, list[Chunks]]:
+    def wait(self, channel: Channel, request_id: int, series: Hashable = None) -> tuple[m.Body, list[Chunks]]:
         """Wait for the result, and drop contributions whose results all workers have."""
         body, results = channel.wait(request_id)
         if isinstance(body, m.Result | m.MembersResult):
             self._sent = [
-                sent for sent in self._sent if sent.channel is not channel or sent.body.op > body.received_up_to
+                sent for sent in self._sent if not sent.is_of(channel, series) or sent.body.op > body.received_up_to
             ]
         return body, results
 
@@ -221,6 +228,19 @@ class AllGatherHandle:
     def wait(self) -> Answer:
         results = self.contributions.wait(self.channel, self.request_id)[1]
         return [device_copy(concatenated(chunks, dtype_name(self.like)), self.like.device) for chunks in results]
+
+
+@dataclass(slots=True)
+class ExchangeHandle:
+    contributions: Contributions
+    channel: Channel
+    like: Tensor
+    series: Hashable
+    request_id: int
+
+    def wait(self) -> Answer:
+        (chunks,) = self.contributions.wait(self.channel, self.request_id, self.series)[1]
+        return concatenated(chunks, dtype_name(self.like)).to(self.like.device)
 
 
 @dataclass(frozen=True, slots=True)

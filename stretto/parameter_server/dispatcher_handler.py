@@ -68,7 +68,7 @@ class DispatcherHandler:
     ) -> None:
         self._clock, self._snapshot_interval_s = clock, snapshot_interval_s
         self._is_elastic = snapshot_interval_s is not None
-        self._collectives = CollectiveHandler(workers, _combine, PendingRequests(clock))
+        self._collectives = CollectiveHandler(range(workers), _combine, PendingRequests(clock))
         self.dispatcher = BatchDispatcher(workers)
         self._snapshots: dict[int, Snapshot] = {}
         """The newest snapshots, if lost shards are restarted."""

@@ -7,15 +7,18 @@ staleness bound delays carry the delay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from stretto.collective_ops import Exchange, swapped
+from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import KeyedBarrier, MemberResult
-from stretto.parameter_server.framing import Chunks
+from stretto.parameter_server.framing import Chunks, FramingError
+from stretto.transport.interface import CHANNELS
 
 UPDATE_REPLY = -1
 """Stands for an operation's number in requests that wait for the reply to an update."""
@@ -101,11 +104,11 @@ class CollectiveHandler:
 
     def __init__(
         self,
-        workers: int,
+        members: Iterable[int],
         combine: Callable[[Mapping[int, Any]], Any],
         pending: PendingRequests,
     ) -> None:
-        self._barrier: KeyedBarrier[Any, Any] = KeyedBarrier(range(workers), combine)
+        self._barrier: KeyedBarrier[Any, Any] = KeyedBarrier(members, combine)
         self._pending = pending
         self._names_contributors = False
         """True if results name the contributing members: after a change of members, as the last may be lost."""
@@ -183,6 +186,66 @@ class CollectiveHandler:
         if result.result is None:
             return OutgoingMessage(result.worker, request_id, m.Refused(result.problem, result.uneven))
         return OutgoingMessage(result.worker, request_id, body, result.result)
+
+
+class PairExchanges:
+    """Exchanges of tensors between two members each: each pair and channel is a collective of two."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pairs: dict[tuple[int, int, int], CollectiveHandler] = {}
+        self._generation = 0
+        self._left: set[int] = set()
+
+    def exchange(
+        self, worker: int, request_id: int, body: m.ExchangeTensors, tensor: Tensor, members: Set[int]
+    ) -> list[OutgoingMessage]:
+        """Store a worker's tensor; return the replies once both are there."""
+        if body.peer == worker or body.peer not in members or not 0 <= body.channel < CHANNELS:
+            raise FramingError(f"an exchange with worker {body.peer} in channel {body.channel}")
+        first, second = sorted((worker, body.peer))
+        pair = self._pairs.get((first, second, body.channel)) or self._begin(first, second, body.channel)
+        op = Exchange(body.peer, tensor, body.channel)
+        messages = pair.contribute(worker, body.op, request_id, op, body.received_up_to)
+        return [replace(one, tensors=one.tensors[one.worker != first :][:1]) for one in messages]
+
+    def leave(self, worker: int) -> list[OutgoingMessage]:
+        """Refuse exchanges with a worker that has left, now and later."""
+        self._left.add(worker)
+        return [message for pair in self._pairs_of(worker) for message in pair.leave(worker)]
+
+    def remove(self, worker: int) -> list[OutgoingMessage]:
+        """Refuse exchanges with a failed worker; of a generation those end with it."""
+        return [message for pair in self._pairs_of(worker) for message in pair.remove(worker)]
+
+    def join(self, worker: int) -> None:
+        """Drop the exchanges of an earlier incarnation."""
+        self._left.discard(worker)
+        self._pairs = {pair: handler for pair, handler in self._pairs.items() if worker not in pair[:2]}
+
+    def group(self, generation: int) -> None:
+        """Drop the exchanges of older generations."""
+        if generation > self._generation:
+            self._generation, self._left = generation, set()
+            self._pairs.clear()
+
+    def _begin(self, first: int, second: int, channel: int) -> CollectiveHandler:
+        pair = CollectiveHandler((first, second), _swap, PendingRequests(self._clock))
+        self._pairs[first, second, channel] = pair
+        pair.group(self._generation, (first, second))
+        for worker in self._left & {first, second}:
+            pair.leave(worker)
+        return pair
+
+    def _pairs_of(self, worker: int) -> list[CollectiveHandler]:
+        return [handler for pair, handler in self._pairs.items() if worker in pair[:2]]
+
+
+def _swap(ops: Mapping[int, Exchange]) -> list[Tensor]:
+    """Return the results of the two members, in the order of their numbers."""
+    if len(ops) < 2:
+        raise TransportError("the other worker failed")
+    return swapped(list(ops.values()))
 
 
 def listed(tensors: Sequence[tuple[str, int]]) -> str:

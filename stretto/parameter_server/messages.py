@@ -26,7 +26,7 @@ an older one are stale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -156,6 +156,26 @@ class Contribute(_Message):
     kind: Literal["mean", "every"]
     received_up_to: int = 0
     """All results of operations up to this one have arrived at the worker."""
+
+    @property
+    def series(self) -> Hashable:
+        """Key of the operations that are numbered together."""
+        return None
+
+
+class ExchangeTensors(_Message):
+    """A worker's tensor for exchange `op` with worker `peer` in this channel. The reply carries the peer's tensor."""
+
+    op: int
+    peer: int
+    channel: int = 0
+    received_up_to: int = 0
+    """All results of exchanges with this peer in this channel up to this one have arrived at the worker."""
+
+    @property
+    def series(self) -> Hashable:
+        """Key of the exchanges that are numbered together."""
+        return self.peer, self.channel
 
 
 class Gather(_Message):
@@ -405,6 +425,7 @@ Request: TypeAlias = (
     | Read
     | ReadRuleState
     | Contribute
+    | ExchangeTensors
     | Gather
     | BroadcastOrder
     | StoreOrder

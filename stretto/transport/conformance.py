@@ -43,11 +43,8 @@ def check_end(transport: Collectives, workers_per_host: int = 1) -> None:
 def check_operations(transport: Collectives, workers_per_host: int = 1) -> None:
     """Test all properties at one worker except that its end can be closed."""
     check_collectives(transport, workers_per_host)
-    if transport.connects_pairs:
-        for check in (_exchange, _exchanges_overlap, _exchange_without_peer_is_refused, _groups):
-            check(transport)
-    else:
-        _pairs_are_refused(transport)
+    for check in (_exchange, _exchanges_overlap, _exchange_without_peer_is_refused, _groups):
+        check(transport)
 
 
 def check_collectives(transport: Collectives, workers_per_host: int = 1) -> None:
@@ -191,12 +188,6 @@ def _groups(transport: Collectives) -> None:
         group.close()
     for ranks in ([], [transport.worker] * 2, [transport.worker, transport.workers]):
         assert _refuses(transport.group, ranks), f"a group of {ranks} was made"
-
-
-def _pairs_are_refused(transport: Collectives) -> None:
-    exchange = Exchange((transport.worker + 1) % transport.workers, torch.ones(1))
-    assert _refuses(transport.submit, exchange), "an exchange was accepted"
-    assert _refuses(transport.group, [transport.worker]), "a group was made"
 
 
 def _refuses(act: Callable[[Any], object], argument: object) -> bool:

@@ -403,7 +403,6 @@ class ElasticTransport(Transport):
         self._form = form
         try:
             self._inner = self._form_unless_over(form)
-            self.connects_pairs = self._inner.connects_pairs
             self._catch_up(form)
         except BrokenTransportError as error:
             self._coordinator.broken(form.generation, str(error), forming=True)

@@ -16,6 +16,8 @@ from stretto.errors import TransportError, explain
 from stretto.membership.loop_positions import LoopPosition
 
 Found = TypeVar("Found")
+CHANNELS = 8
+"""Number of channels of exchanges between two workers."""
 Message: TypeAlias = bytes | Callable[[], bytes]
 """Bytes, or a function that returns them; of a broadcast it is called at the root only."""
 
@@ -56,11 +58,6 @@ class Collectives(Protocol):
     @property
     def workers(self) -> int:
         """Number of present workers."""
-        ...
-
-    @property
-    def connects_pairs(self) -> bool:
-        """True if `Exchange` and `group` are supported."""
         ...
 
     def submit(self, op: CollectiveOp) -> Handle:
@@ -162,8 +159,6 @@ class Transport(Collectives):
     As defined here the membership is fixed: nothing joins, leaves or is repeated.
     """
 
-    connects_pairs = True
-    """True if `Exchange` and `group` are supported."""
     repeats_attempts = False
     """True if workers may fail: the others repeat an attempt, whose inputs and results have to be kept."""
     arrives = False

@@ -33,8 +33,6 @@ class PeerGroup:
     traffic, computed from the sizes, is also in that of the transport.
     """
 
-    connects_pairs = True
-
     def __init__(
         self,
         transport: Collectives,
@@ -47,8 +45,6 @@ class PeerGroup:
             problem = f"worker {worker} can't make this group"
             expected = f"different ranks below {workers}, with {worker} among them"
             raise TransportError(explain(problem, got=list(ranks), expected=expected, to_type="group([0, 1])"))
-        if not transport.connects_pairs:
-            raise no_pairs("a group of workers")
         self._transport, self._ranks, self._channel, self._check = transport, list(ranks), channel, check
         self._sent = self._received = 0
         self._is_closed = False
@@ -168,10 +164,3 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     for one in tensors[1:]:
         total += one
     return total.to(dtype)
-
-
-def no_pairs(what: str) -> TransportError:
-    """Return the error for a transport without exchanges between two workers."""
-    problem = "these workers are connected through a parameter server only"
-    expected = "means and all-gathers of all workers"
-    return TransportError(explain(problem, got=what, expected=expected, to_type="a recipe without a server"))

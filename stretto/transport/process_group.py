@@ -30,6 +30,7 @@ from stretto.transport.device_groups import GROUPS, by_host
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
 from stretto.transport.interface import (
+    CHANNELS,
     Handle,
     Message,
     PairNumbers,
@@ -62,7 +63,7 @@ QUIET_S = 0.02
 """Seconds for gloo's threads to finish a computation once no more bytes can arrive."""
 SEAL_TAG = 0
 """Tag that no message uses."""
-EXCHANGE_TAG, CHANNELS, NUMBERS = 1 << 30, 8, 1 << 26
+EXCHANGE_TAG, NUMBERS = 1 << 30, 1 << 26
 """Tags of exchanges: from the first on, two for each channel and for each number, which begin again after the last."""
 ENDED = 4
 """Number of ended operations that are kept, twice the number of gloo's threads.

@@ -83,8 +83,6 @@ class GroupRendezvous:
 class _OfGeneration:
     """Parameter-server client in one generation; closing it leaves the client connected."""
 
-    connects_pairs = False
-
     def __init__(self, client: ParameterServerClient) -> None:
         self._client, self._before = client, client.traffic()
         self.worker, self.workers = client.worker, client.workers
@@ -94,7 +92,7 @@ class _OfGeneration:
         return self._client.submit(op)
 
     def group(self, ranks: Sequence[int]) -> PeerGroup:
-        """Raise TransportError: pairs are not connected."""
+        """Return a transport among the workers of these ranks."""
         return PeerGroup(self, ranks)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:

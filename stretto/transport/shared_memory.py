@@ -32,9 +32,9 @@ from stretto.errors import TransportError
 from stretto.transport.device_groups import agreed_kind, by_host, notice_host_memory, offered_device
 from stretto.transport.gloo_ring import all_reduce_bytes
 from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
-from stretto.transport.interface import Handle, Message, Traffic, Transport
+from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport
 from stretto.transport.peer_group import PeerGroup
-from stretto.transport.process_group import CHANNELS, ProcessGroupTransport
+from stretto.transport.process_group import ProcessGroupTransport
 
 SEGMENT_BYTES = 4 << 20
 """Bytes of a tensor that hosts exchange at a time. Other workers of a host have a time limit for each segment."""

@@ -110,7 +110,7 @@ class SimChannel:
         """Send a request at this worker's virtual time, with a copy of its tensors, and return its number."""
         request = _request(body, tensors)
         number = self._session.number(request, not isinstance(body, m.WITHOUT_REPLY))
-        if isinstance(body, m.Push | m.Contribute):
+        if isinstance(body, m.Push | m.Contribute | m.ExchangeTensors):
             self._spend_codec_time()
         self._send_request(number, request)
         return number
