@@ -111,7 +111,7 @@ def measure(laboratory: Laboratory, case: Case, hosts: Sequence[int], side: str)
 
 def work(rank: int, workers: int, side: str, numbers: int, means: int, target: Path) -> None:
     """Compute means as one worker, and write its bytes and the milliseconds of a mean."""
-    config = WorkerConfig(rank=rank, options=RunConfig(Path(), workers=workers), store=f"{address(0)}:{PORT}")
+    config = WorkerConfig(worker=rank, options=RunConfig(Path(), workers=workers), store=f"{address(0)}:{PORT}")
     group = ProcessGroupTransport(open_store(config, LIMIT_S), rank, workers, LIMIT_S)
     transport = over_shared_memory(group) if side == AS_ONE else group
     assert isinstance(transport, HostsTransport) == (side == AS_ONE)

@@ -115,7 +115,7 @@ class Laboratory:
         """
         options = RunConfig(Path(), workers=hosts, recipe=recipe)
         store = f"{address(0)}:{PORT}"
-        config = WorkerConfig(rank=host, options=options, store=store, run=str(run)).environment()
+        config = WorkerConfig(worker=host, options=options, store=store, run=str(run)).environment()
         return {
             **(config if run is not None else {}),
             "RANK": str(host),

@@ -97,7 +97,7 @@ class WorkerGroup:
             options=RunConfig(Path(), workers=workers), store=f"127.0.0.1:{port}", run=self._folder.name
         )
         places = [
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **replace(base, rank=rank).environment()}
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **replace(base, worker=rank).environment()}
             for rank in range(workers)
         ]
         self._workers = [self._start(command, place if workers > 1 else {"OMP_NUM_THREADS": "1"}) for place in places]

@@ -61,7 +61,7 @@ def exchange(connect: Callable[[ProcessGroupTransport], Transport], case: str, p
     config = worker_config()
     assert config is not None
     store = open_store(config, TIMEOUT_S)
-    transport = connect(ProcessGroupTransport(store, config.rank, config.world_size, TIMEOUT_S))
+    transport = connect(ProcessGroupTransport(store, config.worker, config.world_size, TIMEOUT_S))
     tensor = torch.zeros(CASES[case].numbers)
     pace.begin()
     while True:

@@ -3,12 +3,12 @@
 No process reads the log to decide what to do: if the log cannot be written, the run continues without it.
 
 Every event has `event` (its kind), `t` (seconds since the start of training, with one zero for all workers) and
-`process` ("worker 3", "server 0" or "coordinator"); those of workers have `worker` too, the number. The kinds and their
-other fields:
+`process` ("worker 3", "worker 3 rank 1", "server 0" or "coordinator"); those of workers have `worker` too, the number,
+and `rank` unless the process is rank 0 of its worker. The kinds and their other fields:
 
 | kind | fields |
 | --- | --- |
-| start | workers, servers, pid, host, device, threads, recipe |
+| start | workers, servers, pid, host, device, threads, recipe; rank, ranks of a worker with several ranks |
 | warning | text: a message for the user |
 | log | step, samples, values: the arguments of `stretto.log` |
 | progress | step, samples, rounds, time_breakdown, bytes_sent, bytes_received, bytes_counted, blocked_s, traffic, |
@@ -20,7 +20,8 @@ other fields:
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
 | error | kind, text, traceback, consequence (true when the failure of another worker caused it) |
 | end | the fields of progress, and training_s |
-| membership | what (joined, failed, left, slow or formed), incarnation, generation, why, at; for formed: members |
+| membership | what (joined, failed, left, slow or formed), incarnation, generation, why, at; for formed: members; |
+| | for failed: rank, the first one that failed, of a worker with several ranks |
 | fault_injected | verb, kind, numbers, text, at: a fault that was injected into a process |
 | samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
@@ -72,6 +73,9 @@ from stretto.notices import say
 PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
 """Phases of a worker's time. `waiting` is for a slower worker, `exchanging` is the transfer itself."""
 
+OF_RANK_0 = ("log", "evaluation", "epoch", "check", "samples_reassigned", "generation_changed")
+"""Kinds of events that a worker's rank 0 writes for the worker; readers skip those of its other ranks."""
+
 COORDINATOR = -1000
 """Number of the coordinator. Workers are numbered by rank from 0; server s has the number -1 - s."""
 
@@ -96,6 +100,11 @@ def of_process(number: int, rank: int = 0) -> Event:
     """Return the fields of an event that name its process; `rank` is among them unless it is 0."""
     fields = {"worker": number} | ({"rank": rank} if rank else {}) if number >= 0 else {}
     return {"process": process_name(number, rank)} | fields
+
+
+def counts_for_worker(event: Event) -> bool:
+    """Return False for an event that another rank than 0 wrote, of a kind that rank 0 writes for its worker."""
+    return not event.get("rank") or event.get("event") not in OF_RANK_0
 
 
 class LogFile:
@@ -142,21 +151,21 @@ class LogFile:
 
 
 class EventLog:
-    """Events of one worker, buffered and appended to a file every `FLUSH_BYTES` and at `flush`.
+    """Events of one rank of a worker, buffered and appended to a file every `FLUSH_BYTES` and at `flush`.
 
     While the disk is full, up to `max_buffered` bytes stay in the buffer and are written when there is room; further
     events are lost.
     """
 
-    def __init__(self, file: LogFile, worker: int, max_buffered: int = MAX_BUFFERED_BYTES) -> None:
+    def __init__(self, file: LogFile, worker: int, max_buffered: int = MAX_BUFFERED_BYTES, rank: int = 0) -> None:
         self._file, self._max_buffered = file, max_buffered
-        self.worker = worker
+        self.worker, self._process = worker, of_process(worker, rank)
         self._lines = bytearray()
         self._is_blocked = False
 
     def write(self, kind: str, t: float, /, **fields: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
-        event = {"event": kind, "t": round(t, 6), **of_process(self.worker), **fields}
+        event = {"event": kind, "t": round(t, 6), **self._process, **fields}
         self._lines += msgspec.json.encode(event) + b"\n"
         if len(self._lines) >= FLUSH_BYTES and not self._is_blocked:
             self.flush()
@@ -186,7 +195,7 @@ class EventLog:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal's output may be redirected to the full disk
-            say(f"worker {self.worker}: {text}")
+            say(f"{self._process['process']}: {text}")
 
 
 def read_events(path: Path) -> Iterator[Event]:

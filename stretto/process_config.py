@@ -69,7 +69,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Configuration of a worker process."""
 
+    worker: int = 0
+    """Number of the worker, from 0."""
     rank: int = 0
+    """Number of this process within its worker."""
+    ranks: int = 1
+    """Number of processes of each worker."""
     incarnation: int = 0
     """Number of earlier starts of this worker."""
     store: str | None = None
@@ -92,12 +97,12 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     @property
     def joins(self) -> bool:
         """True if this process joins a run that has begun."""
-        return self.incarnation > 0 or self.rank >= self.world_size
+        return self.incarnation > 0 or self.worker >= self.world_size
 
     @property
     def slowdown(self) -> float:
         """Factor by which the compute time is prolonged (`--stragglers`)."""
-        return factors(self.options.stragglers, self.options.workers).get(self.rank, 1.0)
+        return factors(self.options.stragglers, self.options.workers).get(self.worker, 1.0)
 
     @property
     def store_address(self) -> tuple[str, int] | None:
@@ -162,7 +167,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> WorkerConfig:
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     return WorkerConfig(
-        rank=_number(environment, "RANK", 0),
+        worker=_number(environment, "RANK", 0),
         store=store,
         store_prefix=f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -29,7 +29,7 @@ data = TensorDataset(x, x.sum(1, keepdim=True))
 from stretto.process_config import WorkerConfig, worker_config
 
 config = worker_config() or WorkerConfig()
-rank, life, fails = config.rank, config.incarnation, "fails" in sys.argv
+rank, life, fails = config.worker, config.incarnation, "fails" in sys.argv
 
 def wait(is_there):
     limit = time.monotonic() + 60

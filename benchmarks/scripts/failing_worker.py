@@ -25,7 +25,7 @@ arguments = parser.parse_args()
 
 ranks, signal_name, phase = (arguments.strike or "::").split(":")
 config = worker_config() or WorkerConfig()
-is_target = str(config.rank) in ranks.split(",") and config.incarnation == 0
+is_target = str(config.worker) in ranks.split(",") and config.incarnation == 0
 
 
 def send_signal(now: str) -> None:

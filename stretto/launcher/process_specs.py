@@ -99,7 +99,7 @@ class ProcessPlan:
             options=config,
             run=self._run,
             listen_fd=self.listener.fileno() if self.listener is not None and not number else None,
-            rank=number,
+            worker=number,
             incarnation=incarnation if config.elastic else 0,
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,

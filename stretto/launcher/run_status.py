@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.events import Event
+from stretto.events import Event, counts_for_worker
 from stretto.report import formatting, traffic
 
 RECENT_S = 10.0
@@ -27,7 +27,8 @@ class Progress:
     step: int = 0
     values: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    counts: dict[int, Event] = field(default_factory=dict)
+    counts: dict[tuple[int, int], Event] = field(default_factory=dict)
+    """Last totals by worker and rank."""
     updates: int = 0
     staleness: int = 0
     stalest: int = 0
@@ -39,7 +40,7 @@ class Progress:
     def take(self, event: Event) -> str | None:
         """Update the status; return the line to print for this event, if any."""
         handler = getattr(self, f"_on_{event.get('event')}", None)
-        return handler(event) if handler is not None else None
+        return handler(event) if handler is not None and counts_for_worker(event) else None
 
     def facts(self) -> list[str]:
         """Return the facts to display, the most important first."""
@@ -105,8 +106,10 @@ class Progress:
         self.values |= event.get("values", {})
 
     def _on_progress(self, event: Event) -> None:
-        worker = event["worker"]
-        self.counts[worker] = event
+        worker, rank = event["worker"], event.get("rank", 0)
+        self.counts[worker, rank] = event
+        if rank:  # rank 0 counts the samples of its worker
+            return
         self.step = max(self.step, event.get("step", 0))
         points = self._recent.setdefault(worker, deque([(0.0, 0)]))
         points.append((event["t"] - event.get("time_breakdown", {}).get("evaluating", 0.0), event.get("samples", 0)))

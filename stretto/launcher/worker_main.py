@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto.errors import BrokenTransportError, LogError, MemberOutError, StrettoError, TransportError
-from stretto.events import Event, LogFile, of_process
+from stretto.events import Event, LogFile, of_process, process_name
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import after_import, seed_libraries
@@ -60,7 +60,7 @@ def main() -> None:
         status.finish()
     except BaseException as error:
         _report_written(written, config)
-        fail(error, config.rank, config.run)
+        fail(error, config.worker, config.run, config.rank)
 
 
 def _record_creation(_torch: ModuleType) -> None:
@@ -73,7 +73,7 @@ def _watch(config: WorkerConfig) -> Written:
     written = Written(own_folders(config.run or ""))
     if config.world_size > 1:
         written.begin()
-        if config.rank == 0:
+        if config.worker == 0 and config.rank == 0:
             notice_steps_alone(config.world_size)
     return written
 
@@ -82,7 +82,7 @@ def _report_written(written: Written, config: WorkerConfig) -> None:
     """Write the files that the script has written to the event log. A full disk there fails no run."""
     if written.paths:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
-        event = {"event": "written", "t": 0.0, **of_process(config.rank), **about}
+        event = {"event": "written", "t": 0.0, **of_process(config.worker, config.rank), **about}
         with contextlib.suppress(LogError):
             _append(config.run, event)
 
@@ -140,10 +140,11 @@ def _finish() -> None:
     close()
 
 
-def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
+def fail(error: BaseException, number: int, run: str | None, rank: int = 0) -> NoReturn:
     """Record the error and exit, without waiting for threads or exit handlers, which may hang.
 
-    `number` is that of the process. A worker that was evicted is no failure of the run, and writes a warning instead.
+    `number` is that of the process, or that of its worker. A worker that was evicted is no failure of the run, and
+    writes a warning instead.
     """
     is_evicted = isinstance(error, MemberOutError | BrokenTransportError)
     try:
@@ -154,8 +155,8 @@ def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
             stream.flush()
         event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
         if is_evicted:
-            event = {"event": "warning", "text": f"worker {number} stops itself: {error}"}
-        _append(run, {**event, "t": _leave_training(), **of_process(number)})
+            event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {error}"}
+        _append(run, {**event, "t": _leave_training(), **of_process(number, rank)})
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()

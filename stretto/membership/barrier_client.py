@@ -162,7 +162,7 @@ def barrier_of(config: WorkerConfig) -> Barrier | None:
     limit_s = config.options.timeout_s
     if config.coordinator is not None:
         keys = worker_keys(config.keys)
-        return CoordinatorBarrier(config.rank, config.incarnation, config.coordinator, keys, limit_s)
+        return CoordinatorBarrier(config.worker, config.incarnation, config.coordinator, keys, limit_s)
     if config.world_size == 1:
         return None
 
@@ -171,4 +171,4 @@ def barrier_of(config: WorkerConfig) -> Barrier | None:
 
         return open_store(config, limit_s)
 
-    return StoreBarrier(config.rank, config.world_size, store, limit_s)
+    return StoreBarrier(config.worker, config.world_size, store, limit_s)

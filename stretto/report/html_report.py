@@ -189,7 +189,7 @@ def of_what(record: Record) -> str:
 
 def _figures(record: Record) -> str:
     pace = f"{formatting.count(record['samples'])} samples at {formatting.count(record['samples_per_second'])} a second"
-    sent = formatting.figure(megabytes(record["bytes_sent"]))
+    sent = formatting.figure(megabytes(record, "sent"))
     rounds = formatting.plural(record["rounds"], "round")
     if record["staleness"]:
         return f"{pace}; up to {rounds} per worker, and {sent} MB sent per worker on average."

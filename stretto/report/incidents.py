@@ -58,7 +58,8 @@ def _membership_incident(event: Event, history: History, kills: Sequence[Event])
     """Return the incident that the coordinator or the launcher has recorded."""
     change, reason = str(event["what"]), str(event.get("why") or "")
     ends = change == "failed"
-    details = [reason] * bool(reason) + ["injected"] * (ends and _is_injected(event, history, kills))
+    rank = [f"rank {event['rank']}"] if ends and "rank" in event else []
+    details = rank + [reason] * bool(reason) + ["injected"] * (ends and _is_injected(event, history, kills))
     description = DESCRIPTIONS[change] + f" ({', '.join(details)})" * bool(details)
     downtime_s = _downtime_s(event, history) if ends else None
     absent = "did not rejoin" if "worker" in event else "not restarted"

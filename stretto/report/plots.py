@@ -196,12 +196,12 @@ class Bars:
 
 
 def bars_of(record: Record, title: str, colour: str) -> Bars:
-    """Return a bar for each worker, or one with the mean of more than MOST_BARS workers."""
+    """Return a bar for each worker or rank, or one with the mean of more than MOST_BARS."""
     splits = record["time_breakdown"]
     if len(splits) > MOST_BARS:
         mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
         return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
-    return Bars(title, colour, tuple(Bar(f"worker {i}", split) for i, split in enumerate(splits)))
+    return Bars(title, colour, tuple(map(Bar, record["processes"], splits)))
 
 
 BAR, GAP, KEY = 0.19, 0.12, 0.42

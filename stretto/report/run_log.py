@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError, explain
-from stretto.events import COORDINATOR, PHASES, Event, process_name, read_events
+from stretto.events import COORDINATOR, PHASES, Event, counts_for_worker, process_name, read_events
 
 Point = tuple[float, float]
 PER_INCARNATION = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
@@ -53,6 +53,14 @@ class History:
         started = (1 + int(event["worker"]) for event in self.of("start"))
         return max(int(self.run.get("workers") or 1), *started, 1)
 
+    @cached_property
+    def processes(self) -> list[tuple[int, int]]:
+        """Worker and rank of each process of a worker."""
+        ranks = dict.fromkeys(range(self.workers), 1)
+        for event in self.of("start"):
+            ranks[event["worker"]] = max(ranks[event["worker"]], int(event.get("ranks") or 1))
+        return [(worker, rank) for worker, count in ranks.items() for rank in range(count)]
+
     @property
     def ended(self) -> bool:
         """True if every worker finished, apart from failed or departed workers that the others continued without.
@@ -61,7 +69,7 @@ class History:
         """
         if self.of("section"):
             return True
-        ended = {event["worker"] for event in self.of("end")}
+        ended = {event["worker"] for event in self.of("end") if not event.get("rank")}
         return bool(ended) and len(ended | self._absent()) >= self.workers
 
     def _absent(self) -> set[int]:
@@ -71,23 +79,23 @@ class History:
         last_changes |= {event["worker"]: event["what"] for event in changes}
         return {worker for worker, change in last_changes.items() if change != "joined"}
 
-    def counts(self, worker: int) -> list[Event]:
-        """Return the progress and end events of one worker, totals over all its incarnations, oldest first."""
-        return self._counts.get(worker, [])
+    def counts(self, worker: int, rank: int = 0) -> list[Event]:
+        """Return the progress and end events of one rank of a worker, totals over all incarnations, oldest first."""
+        return self._counts.get((worker, rank), [])
 
     @cached_property
-    def _counts(self) -> dict[int, list[Event]]:
-        by_worker: dict[int, list[Event]] = defaultdict(list)
+    def _counts(self) -> dict[tuple[int, int], list[Event]]:
+        by_process: dict[tuple[int, int], list[Event]] = defaultdict(list)
         for event in [*self.of("progress"), *self.of("end")]:
-            by_worker[event["worker"]].append(event)
-        return {worker: _over_incarnations(events, self._starts[worker]) for worker, events in by_worker.items()}
+            by_process[_place(event)].append(event)
+        return {place: _over_incarnations(events, self._starts[place]) for place, events in by_process.items()}
 
     @cached_property
-    def _starts(self) -> dict[int, list[float]]:
-        """Start times of the incarnations of each worker, in order."""
-        starts: dict[int, list[float]] = defaultdict(list)
+    def _starts(self) -> dict[tuple[int, int], list[float]]:
+        """Start times of the incarnations of each rank of a worker, in order."""
+        starts: dict[tuple[int, int], list[float]] = defaultdict(list)
         for event in sorted(self.of("start"), key=lambda event: event["t"]):
-            starts[event["worker"]].append(event["t"])
+            starts[_place(event)].append(event["t"])
         return starts
 
     @property
@@ -96,8 +104,12 @@ class History:
         return any(len(starts) > 1 for starts in self._starts.values())
 
     def last_counts(self) -> list[Event]:
-        """Return the last totals of every worker; an empty event for a worker that never wrote any."""
+        """Return the last totals of every worker, those of rank 0; an empty event for a worker that never wrote any."""
         return [(self.counts(worker) or [{}])[-1] for worker in range(self.workers)]
+
+    def last_counts_by_process(self) -> list[Event]:
+        """Return the last totals of each of `processes`; an empty event for a process that never wrote any."""
+        return [(self.counts(*place) or [{}])[-1] for place in self.processes]
 
     @property
     def trained(self) -> list[int] | None:
@@ -123,6 +135,11 @@ class History:
             first = errors[0]
             return f"{first['process']} failed: {first.get('kind')}: {first.get('text')}"
         return None if self.ended else "the run did not finish"
+
+
+def _place(event: Event) -> tuple[int, int]:
+    """Return the worker and the rank of the process that wrote an event."""
+    return event["worker"], event.get("rank") or 0
 
 
 def _over_incarnations(events: list[Event], starts: Sequence[float]) -> list[Event]:
@@ -157,7 +174,7 @@ def read(folder: Path) -> History:
     events: dict[str, list[Event]] = defaultdict(list)
     path = folder / "events.jsonl"
     for event in read_events(path) if path.exists() else ():
-        if isinstance(event.get("event"), str) and _names_process(event):
+        if isinstance(event.get("event"), str) and _names_process(event) and counts_for_worker(event):
             events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
     run = read_json(folder / "run.json")
     if isinstance(run.get("section"), int):
@@ -170,7 +187,7 @@ def read(folder: Path) -> History:
 
 def _names_process(event: Event) -> bool:
     """Return True if an event names its process, and the worker unless the kind may be of another process."""
-    is_of_worker = isinstance(event.get("worker"), int)
+    is_of_worker = isinstance(event.get("worker"), int) and isinstance(event.get("rank", 0), int)
     return isinstance(event.get("process"), str) and (is_of_worker or event["event"] in RUN_WIDE_KINDS)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
+from stretto.events import process_name
 from stretto.report import incidents, staleness, traffic
 from stretto.report.run_log import History, number, read, split_of
 from stretto.whole_files import written_whole
@@ -25,8 +26,9 @@ def record(run_folder: Path) -> Record:
 
     `seconds` is training time without evaluations, in virtual time if the run is `simulated`; `samples` counts all
     workers. `failed` is None for a run that finished, and else the reason. Fields that only a comparison can fill are
-    None. `steps` and `rounds` are the largest of any worker; workers of asynchronous runs differ. `bytes_sent` and
-    `bytes_received` are measured at the transport; `traffic.fields` describes the raw and encoded bytes and residuals.
+    None. `steps` and `rounds` are the largest of any worker; workers of asynchronous runs differ. `bytes_sent`,
+    `bytes_received` and `time_breakdown` have an entry for each of `processes`, the workers or their ranks; the bytes
+    are measured at the transport. `traffic.fields` describes the raw and encoded bytes and residuals.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -58,7 +60,15 @@ BEYOND_ONE_RUN: Record = {
 """Fields of a record that a comparison fills."""
 
 
-LISTS = ("bytes_sent", "bytes_received", "time_breakdown", "samples_by_worker", "sample_counts", "failures")
+LISTS = (
+    "processes",
+    "bytes_sent",
+    "bytes_received",
+    "time_breakdown",
+    "samples_by_worker",
+    "sample_counts",
+    "failures",
+)
 
 
 def unstarted(
@@ -142,8 +152,9 @@ def _metrics(history: History) -> Record:
 
 
 def _counted(history: History) -> Record:
-    counts = history.last_counts()
+    counts = history.last_counts_by_process()
     return {
+        "processes": [process_name(*place) for place in history.processes],
         "steps": max(int(event.get("step") or 0) for event in counts),
         "rounds": max(int(event.get("rounds") or 0) for event in counts),
         "bytes_sent": [int(event.get("bytes_sent") or 0) for event in counts],

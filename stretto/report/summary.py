@@ -66,7 +66,7 @@ def _summary(record: dict[str, Any]) -> list[str]:
     duration = f"{seconds(record['seconds'])} of {html_report.of_what(record)}"
     speed = f"{duration}, {count(record['samples_per_second'])} samples/s"
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in record["metrics"].items())
-    waiting, sent = percent(share(record, "waiting")), figure(megabytes(record["bytes_sent"]))
+    waiting, sent = percent(share(record, "waiting")), figure(megabytes(record, "sent"))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(record['rounds'], 'round')}"
     name = f"{record['recipe']}, {plural(record['workers'], 'worker')}"
     lines = [f"{name}: {speed}", metrics, cost, traffic.summary(record), staleness_section.summary(record)]

@@ -222,16 +222,17 @@ def _reached(heading: str, measure: Measure, write: Callable[[float | None], str
 
 def _cost() -> list[Column]:
     return [
-        _measured("MB sent per worker", lambda r: megabytes(r["bytes_sent"]), in_megabytes),
-        _measured("MB received per worker", lambda r: megabytes(r["bytes_received"]), in_megabytes),
+        _measured("MB sent per worker", lambda r: megabytes(r, "sent"), in_megabytes),
+        _measured("MB received per worker", lambda r: megabytes(r, "received"), in_megabytes),
         _measured("rounds", lambda r: r["rounds"], formatting.count),
         _measured("steps per worker", lambda r: r["steps"], formatting.count),
     ]
 
 
-def megabytes(per_worker: Sequence[float]) -> float | None:
-    """Return the mean over workers in units of 10^6 bytes."""
-    return sum(per_worker) / len(per_worker) / 1e6 if per_worker else None
+def megabytes(record: Record, direction: str) -> float | None:
+    """Return the mean over workers of their bytes `sent` or `received`, in units of 10^6 bytes."""
+    total: list[float] = record[f"bytes_{direction}"]
+    return sum(total) / record["workers"] / 1e6 if total else None
 
 
 def in_megabytes(value: float | None) -> str:
@@ -269,7 +270,7 @@ DIRECTION_HEADINGS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, rece
 
 
 def _megabytes_in(record: Record, direction: str) -> float | None:
-    return traffic.megabytes(record.get("traffic") or [], direction)
+    return traffic.megabytes(record.get("traffic") or [], direction, record["workers"])
 
 
 def _staleness(groups: Sequence[Group]) -> list[Sheet]:

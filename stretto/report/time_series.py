@@ -141,20 +141,20 @@ def _bytes_sent(event: Event) -> float:
 
 def _counted(history: History, count: Callable[[Event], float]) -> Curve:
     """Return a total at the times of worker 0's progress events, from the first above zero: the mean over workers."""
-    lines = [interpolate(_counted_by(history, worker, count)) for worker in range(history.workers)]
+    lines = [interpolate(_counted_by(history, place, count)) for place in history.processes]
     locate, events = _locator(history), history.counts(0)
-    means = ((event, statistics.fmean(line(event["t"]) for line in lines) / 1e6) for event in events)
+    means = ((event, math.fsum(line(event["t"]) for line in lines) / history.workers / 1e6) for event in events)
     samples = [locate(event, value) for event, value in means if value > 0]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
 
-def _counted_by(history: History, worker: int, count: Callable[[Event], float]) -> list[Point]:
-    return sorted(({0.0: 0.0} | {event["t"]: count(event) for event in history.counts(worker)}).items())
+def _counted_by(history: History, place: tuple[int, int], count: Callable[[Event], float]) -> list[Point]:
+    return sorted(({0.0: 0.0} | {event["t"]: count(event) for event in history.counts(*place)}).items())
 
 
 def residual(history: History) -> Curve:
     """Return the norm of all residuals over that of all inputs of codecs, at the measurements of the first worker."""
-    measured = [norms for worker in range(history.workers) if (norms := _norms(history, worker))]
+    measured = [norms for place in history.processes if (norms := _norms(history, place))]
     lines = [[interpolate([(t, norms[index]) for t, norms in of_worker]) for index in (0, 1)] for of_worker in measured]
     locate, times = _locator(history), [t for t, _ in measured[0]] if measured else []
     shares = (
@@ -165,10 +165,10 @@ def residual(history: History) -> Curve:
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
 
-def _norms(history: History, worker: int) -> list[tuple[float, tuple[float, float]]]:
-    """Return the norms of one worker at each measurement; events repeat them until the next one."""
+def _norms(history: History, place: tuple[int, int]) -> list[tuple[float, tuple[float, float]]]:
+    """Return the norms of one process at each measurement; events repeat them until the next one."""
     measured: list[tuple[float, tuple[float, float]]] = []
-    for event in history.counts(worker):
+    for event in history.counts(*place):
         norms = traffic.norms(event)
         if norms is not None and (not measured or measured[-1][1] != norms):
             measured.append((event["t"], norms))
@@ -215,8 +215,8 @@ def _clock(history: History) -> Callable[[float], float]:
 
 def _sent(history: History) -> Callable[[float], float]:
     """Return the function from the time of an event to the megabytes sent per worker, mean over workers."""
-    lines = [interpolate(_counted_by(history, worker, _bytes_sent)) for worker in range(history.workers)]
-    return lambda t: statistics.fmean(line(t) for line in lines) / 1e6
+    lines = [interpolate(_counted_by(history, place, _bytes_sent)) for place in history.processes]
+    return lambda t: math.fsum(line(t) for line in lines) / history.workers / 1e6
 
 
 def not_finite(history: History) -> int:

@@ -46,6 +46,8 @@ def _two(row: object) -> tuple[float | None, float | None]:
 def fields(history: History) -> dict[str, Any]:
     """Return the traffic fields of a run record: empty lists and None for a single process.
 
+    A list has an entry for each of the `processes`: for each worker, or each of its ranks.
+
     - `traffic`: for each worker and purpose the bytes `raw_sent`, `sent`, `raw_received`, `received`: as unencoded
       values and as encoded, before the transport multiplies them or adds headers (`bytes_sent`, `bytes_received`)
     - `values_sent`: for each worker the number of values in its messages (`sent`) and the number of values that they
@@ -56,7 +58,7 @@ def fields(history: History) -> dict[str, Any]:
       transport bytes including evaluation syncs: `wire_sent`, `wire_received`
     - `values_sent_share`: values sent over all values; `residual_share`: norm of all residuals over that of all inputs
     """
-    counts = history.last_counts()
+    counts = history.last_counts_by_process()
     by_worker: dict[str, Any] = {
         "traffic": _known([accounts(event) for event in counts]),
         "values_sent": _known([_values_sent(event) for event in counts]),
@@ -137,9 +139,9 @@ def total(traffic: Sequence[Accounts], direction: str, *, evaluation: bool = Fal
     return sum(account[direction] for purpose, account in accounts if evaluation or purpose != EVALUATION_SYNC)
 
 
-def megabytes(traffic: Sequence[Accounts], direction: str) -> float | None:
+def megabytes(traffic: Sequence[Accounts], direction: str, workers: int) -> float | None:
     """Return the mean over workers in units of 10^6 bytes, without evaluation syncs."""
-    return total(traffic, direction) / len(traffic) / 1e6 if traffic else None
+    return total(traffic, direction) / workers / 1e6 if traffic else None
 
 
 def purposes(traffic: Sequence[Accounts]) -> list[str]:
@@ -159,7 +161,8 @@ def summary(record: Mapping[str, Any]) -> str:
     if not is_encoded(record):
         return ""
     raw, sent, received = (
-        formatting.figure(megabytes(record["traffic"], direction)) for direction in ("raw_sent", "sent", "received")
+        formatting.figure(megabytes(record["traffic"], direction, record["workers"]))
+        for direction in ("raw_sent", "sent", "received")
     )
     ratios = {direction: formatting.times(record["compression"][direction]) for direction in ("sent", "received")}
     texts = [

@@ -39,15 +39,12 @@ def sheet(record: Record) -> list[Sheet]:
     """Return the table of a run: the mean over workers and each worker, by purpose; nothing without traffic."""
     if not record["traffic"]:
         return []
-    workers = _shown(record)
-    mean = Group(f"mean of {formatting.plural(record['workers'], 'worker')}", record["workers"], 1, (record,))
-    by_worker = [Group(f"worker {worker}", 1, 1, (_of_worker(record, worker),)) for worker in workers]
-    omitted = (
-        f" The {len(workers)} of {record['workers']} workers that sent most."
-        if len(workers) < record["workers"]
-        else ""
-    )
-    return [_sheet("worker", (), [mean, *by_worker], omitted)]
+    shown, names = _shown(record), record["processes"]
+    noun = "worker" if len(names) == record["workers"] else "rank"
+    mean = Group(f"mean of {formatting.plural(len(names), noun)}", record["workers"], 1, (record,))
+    by_process = [Group(names[index], 1, 1, (_of_process(record, index),)) for index in shown]
+    omitted = f" The {len(shown)} of {len(names)} {noun}s that sent most." if len(shown) < len(names) else ""
+    return [_sheet(noun, (), [mean, *by_process], omitted)]
 
 
 def in_full(short: Sequence[Sheet], records: Sequence[Record]) -> list[Sheet]:
@@ -64,15 +61,15 @@ def of_recipes(records: Sequence[Record]) -> list[Sheet]:
 
 
 def _shown(record: Record) -> list[int]:
-    """Return all workers, or of many the MOST_WORKERS that sent most."""
+    """Return the indices of all processes of workers, or of many the MOST_WORKERS that sent most."""
     sent = record["bytes_sent"]
-    return sorted(sorted(range(len(sent)), key=lambda worker: -sent[worker])[:MOST_WORKERS])
+    return sorted(sorted(range(len(sent)), key=lambda index: -sent[index])[:MOST_WORKERS])
 
 
-def _of_worker(record: Record, worker: int) -> Record:
-    """Return the record with the traffic of one worker only."""
+def _of_process(record: Record, index: int) -> Record:
+    """Return the record with the traffic of one process of a worker only."""
     lists = ("traffic", "values_sent", "residual_norms", "bytes_sent", "bytes_received")
-    fields = {name: record[name][worker : worker + 1] for name in lists}
+    fields = {name: record[name][index : index + 1] for name in lists}
     return {**record, **fields, **traffic.shares(**fields)}
 
 

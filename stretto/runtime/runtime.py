@@ -27,11 +27,12 @@ class StopTraining(BaseException):
 
 
 class Runtime:
-    """Runtime of a worker that is a process of its own, or a thread."""
+    """Runtime of a worker that is a process of its own, or a thread; or of one of the `ranks` of a worker."""
 
-    def __init__(self, own_process: bool = False) -> None:
+    def __init__(self, own_process: bool = False, rank: int = 0, ranks: int = 1) -> None:
         self.own_process = own_process
         """True if the script is the only one in this process, so that the state of the process is its own."""
+        self.rank, self.ranks = rank, ranks
 
     progress_interval_s = 0.5
     """Seconds between progress events."""
@@ -53,11 +54,12 @@ class Runtime:
 
     def log(self, folder: Path, worker: int) -> EventLog:
         """Return the event log of this worker."""
-        return EventLog(LogFile(folder / "events.jsonl"), worker)
+        return EventLog(LogFile(folder / "events.jsonl"), worker, rank=self.rank)
 
     def process_info(self) -> dict[str, Any]:
         """Return facts about the process for the start event."""
-        return {"pid": os.getpid(), "host": socket.gethostname()}
+        place = {"rank": self.rank, "ranks": self.ranks} if self.ranks > 1 else {}
+        return {"pid": os.getpid(), "host": socket.gethostname(), **place}
 
     def on_distribute(self, model: nn.Module, loader: Any) -> None:
         """Note that the script has called `distribute` with these arguments."""

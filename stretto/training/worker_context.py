@@ -144,11 +144,11 @@ def _context(config: WorkerConfig) -> WorkerContext:
     address, options = config.store_address, config.options
     return WorkerContext(
         **fields_of(options),
-        worker=config.rank,
+        worker=config.worker,
         transport=_transport(config),
         run=Path(config.run) if config.run else None,
         opens_folder=config.run is None,
-        runtime=Runtime(own_process=True),
+        runtime=Runtime(own_process=True, rank=config.rank, ranks=config.ranks),
         seed=options.seed if config.run else None,
         server=_server(config),
         lead_host=address[0] if address is not None else "127.0.0.1",
@@ -173,7 +173,7 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
     from stretto.transport.rendezvous import GroupRendezvous
 
     rendezvous = GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
-    return ElasticTransport(config.rank, _membership(config), rendezvous)
+    return ElasticTransport(config.worker, _membership(config), rendezvous)
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:
@@ -190,7 +190,9 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
     keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
     options = config.options
     away_s = options.failure_timeout_s + RETURN_S if is_elastic else None
-    open_client = functools.partial(connect_client, config.rank, config.world_size, addresses, keys, options.timeout_s)
+    open_client = functools.partial(
+        connect_client, config.worker, config.world_size, addresses, keys, options.timeout_s
+    )
 
     def connect(recipe: Recipe) -> Transport:
         if not is_elastic:
@@ -199,7 +201,9 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         if not recipe.asynchronous:
             from stretto.transport.rendezvous import ServerRendezvous
 
-            return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(config.incarnation, away_s)))
+            return ElasticTransport(
+                config.worker, membership, ServerRendezvous(open_client(config.incarnation, away_s))
+            )
         membership.await_generation(ReadyReport(0))
         try:
             client = open_client(config.incarnation, away_s, config.joins)
@@ -219,5 +223,12 @@ def _membership(config: WorkerConfig) -> MembershipClient:
     incarnation, limit_s = config.incarnation, config.options.timeout_s if config.incarnation else FIRST_S
     keys = worker_keys(config.keys)
     return MembershipClient(
-        config.rank, incarnation, config.coordinator, keys, config.options.failure_timeout_s, limit_s
+        config.worker,
+        incarnation,
+        config.coordinator,
+        keys,
+        config.options.failure_timeout_s,
+        limit_s,
+        config.rank,
+        config.ranks,
     )

@@ -19,7 +19,7 @@ from stretto.transport.shared_memory import over_shared_memory
 def connect(config: WorkerConfig, timeout_s: float, device: torch.device) -> Transport:
     """Join the other workers at the store of the run."""
     store = open_store(config, timeout_s)
-    return over_shared_memory(ProcessGroupTransport(store, config.rank, config.world_size, timeout_s), device)
+    return over_shared_memory(ProcessGroupTransport(store, config.worker, config.world_size, timeout_s), device)
 
 
 def open_store(config: WorkerConfig, timeout_s: float) -> Store:
@@ -29,9 +29,9 @@ def open_store(config: WorkerConfig, timeout_s: float) -> Store:
         problem = f"{config.world_size} workers are announced, but no address for their rendezvous"
         expected = "the environment variables MASTER_ADDR and MASTER_PORT"
         raise LaunchError(explain(problem, got="neither", expected=expected, to_type="stretto run, or torchrun"))
-    is_keeper = config.rank == 0 and not config.agent_store
+    is_keeper = config.worker == 0 and not config.agent_store
     listen_fd = config.listen_fd if is_keeper else None
-    store = _store(*address, config.rank, config.world_size, timeout_s, is_keeper, listen_fd)
+    store = _store(*address, config.worker, config.world_size, timeout_s, is_keeper, listen_fd)
     return PrefixStore(config.store_prefix, store)
 
 

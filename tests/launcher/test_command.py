@@ -23,9 +23,9 @@ WITHIN_S = 10.0
 SLEEPERS = """
 import os, pathlib, signal, subprocess, time
 subprocess.Popen(["sleep", "60"])
-if config.rank == 1:
+if config.worker == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path(f"ready-{config.rank}").touch()
+pathlib.Path(f"ready-{config.worker}").touch()
 time.sleep(60)
 """
 """Two workers that never end, each with a child process; one worker ignores SIGTERM."""
@@ -93,7 +93,7 @@ def test_failed_run_is_reported_once_with_exit_code_1(place: Place) -> None:
         """
         import os, time
         print("hello", flush=True)
-        if config.rank == 0:
+        if config.worker == 0:
             raise ValueError("boom")
         time.sleep(60)
         """
@@ -107,7 +107,7 @@ def test_failed_run_is_reported_once_with_exit_code_1(place: Place) -> None:
 
 
 def test_all_words_after_the_script_are_its_arguments(place: Place) -> None:
-    place.script("import os, sys; print(sys.argv[1:], config.rank, config.world_size)")
+    place.script("import os, sys; print(sys.argv[1:], config.worker, config.world_size)")
     own = ["data.csv", "--seed", "5", "--workers=8", "--resume", "x", "--epochs", "1", "--recipe", "--help", "--", "-n"]
     line = ["run", "--seed", "3", "-n2", "--quiet", "--out=here", "train.py", *own]
     code, out, err = wait_for_end(place, place.stretto(*line))

@@ -37,7 +37,7 @@ for epoch in range({EPOCHS}):
         optimizer.step()
         steps += 1
         time.sleep(0.02)
-        if config.incarnation == 0 and steps == {{1: 5, 2: 13}}.get(config.rank):
+        if config.incarnation == 0 and steps == {{1: 5, 2: 13}}.get(config.worker):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 

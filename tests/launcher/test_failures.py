@@ -28,7 +28,7 @@ WITHIN_S = 3.0
 
 WAIT = """
 import os, sys, time
-rank = config.rank
+rank = config.worker
 open(f"started-{rank}", "w").close()
 """
 
@@ -233,7 +233,7 @@ def test_worker_may_end_while_others_continue(place: Place) -> None:
     folder = place.run(
         """
         import os, pathlib, time
-        rank, gone = config.rank, pathlib.Path("gone")
+        rank, gone = config.worker, pathlib.Path("gone")
         if rank == 0:
             gone.write_text(str(os.getpid()))
         while not gone.exists() or (rank and pathlib.Path("/proc", gone.read_text() or "self").exists()):

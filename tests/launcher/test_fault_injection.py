@@ -24,7 +24,7 @@ LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s;
 
 LOOP = """
 import os, pathlib, signal, time
-rank, life = config.rank, config.incarnation
+rank, life = config.worker, config.incarnation
 with open(f"lives-{rank}", "a") as file:
     file.write(f"{time.time()}\\n")
 limit, last, longest = time.monotonic() + 15, time.monotonic(), 0.0

@@ -225,7 +225,7 @@ def test_invitation_is_private_and_complete(place: Place) -> None:
         assert isinstance(config, WorkerConfig)
         assert config.coordinator == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
         assert config.keys == servers.worker_keys
-        assert (config.rank, config.world_size, part.environment["OMP_NUM_THREADS"]) == (4, 2, "3")
+        assert (config.worker, config.world_size, part.environment["OMP_NUM_THREADS"]) == (4, 2, "3")
         assert [part.number for part in one.all()] == [2, 3]
 
 

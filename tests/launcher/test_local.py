@@ -24,7 +24,7 @@ def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> No
         """
         import json, os
         names = json.dumps(dict(os.environ))
-        open(f"environment-{config.rank}.json", "w").write(names)
+        open(f"environment-{config.worker}.json", "w").write(names)
         """,
         workers=3,
         recipe="local_sgd(every=4)",
@@ -37,7 +37,7 @@ def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> No
         given = json.loads(Path(f"environment-{rank}.json").read_text())
         config = worker_config(given)
         assert config is not None and config.store is not None
-        assert (config.rank, config.world_size) == (rank, 3)
+        assert (config.worker, config.world_size) == (rank, 3)
         assert config.store.startswith("127.0.0.1:")
         assert not set(OF_TORCHRUN) & set(given), "other libraries would open a process group"
         assert config.run == str(folder.resolve())
@@ -110,7 +110,7 @@ def test_workers_connect_to_the_socket_that_worker_0_inherits(place: Place) -> N
         """
         import os, socket
         port = config.store_address[1]
-        if config.rank == 0:
+        if config.worker == 0:
             listener = socket.socket(fileno=config.listen_fd)
             assert listener.getsockname() == ("127.0.0.1", port)
             listener.accept()[0].send(b"welcome")
@@ -166,8 +166,8 @@ def test_names_of_the_script_exist_after_its_end(place: Place) -> None:
 FLOOD = """
 import os, sys
 for number in range(3000):
-    print(f"{config.rank}:{number}:" + "x" * 90)
-    print(f"{config.rank}:{number}:error", file=sys.stderr)
+    print(f"{config.worker}:{number}:" + "x" * 90)
+    print(f"{config.worker}:{number}:error", file=sys.stderr)
 print("end", end="")
 """
 
@@ -279,7 +279,7 @@ def test_failure_to_start_a_process_is_reported_and_started_ones_end(
     begin = processes.subprocess.Popen
 
     def fail_at_the_third(command: list[str], **options: object) -> object:
-        if '"rank":2' in options.get("env", {}).get(VARIABLE, ""):  # type: ignore[attr-defined]
+        if '"worker":2' in options.get("env", {}).get(VARIABLE, ""):  # type: ignore[attr-defined]
             raise BlockingIOError(11, os.strerror(11))
         return begin(command, **options)  # type: ignore[call-overload]
 

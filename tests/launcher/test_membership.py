@@ -14,7 +14,7 @@ import os, time
 from stretto.membership.messages import GenerationView, ReadyReport
 from stretto.security import worker_keys
 from stretto.membership.client import MembershipClient
-rank, incarnation = config.rank, config.incarnation
+rank, incarnation = config.worker, config.incarnation
 keys, limit_s = worker_keys(config.keys), config.options.failure_timeout_s
 client = MembershipClient(rank, incarnation, config.coordinator, keys, limit_s)
 step, until, deadline = 0, 0, time.monotonic() + 40

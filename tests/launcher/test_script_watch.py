@@ -19,7 +19,7 @@ from stretto.launcher.worker_main import failure
 
 WRITES = """
 import os
-number = str(config.rank)
+number = str(config.worker)
 open(f"mine-{number}", "w").close()
 with open("theirs.txt", "a") as file:
     file.write(number)

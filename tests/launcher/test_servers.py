@@ -38,7 +38,7 @@ time.sleep(60)
 """
 WAIT = """
 import os, pathlib, time
-rank, shards = str(config.rank), len(config.servers) - 1
+rank, shards = str(config.worker), len(config.servers) - 1
 while not all(pathlib.Path(f"server-{shard}.pid").exists() for shard in range(shards)):
     time.sleep(0.01)
 """

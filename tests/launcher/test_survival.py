@@ -23,7 +23,7 @@ WITHIN_S = 3.0
 HEAD = """
 import os, pathlib, sys, time
 from stretto.membership.worker_status import ReportedError, status
-rank, life = config.rank, config.incarnation
+rank, life = config.worker, config.incarnation
 def until(*names):
     limit = time.monotonic() + 10
     while not all(pathlib.Path(name).exists() for name in names):

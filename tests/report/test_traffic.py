@@ -144,7 +144,9 @@ def test_the_table_of_a_run_says_what_its_record_says(tmp_path: Path) -> None:
     assert shown["worker 0", "updates"]["residual"] == "0.50"
     assert shown["worker 1", "updates"]["residual"] == "0.25"
     mean = shown["mean of 2 workers", ALL_BUT_EVALUATION]
-    assert float(mean["raw, sent"]) == pytest.approx(traffic.megabytes(found["traffic"], "raw_sent"), rel=5e-3)
+    assert float(mean["raw, sent"]) == pytest.approx(
+        traffic.megabytes(found["traffic"], "raw_sent", found["workers"]), rel=5e-3
+    )
     assert shown["mean of 2 workers", "updates"]["values sent"] == "10%"
 
 
@@ -264,7 +266,7 @@ def test_the_curves_end_where_the_record_does(tmp_path: Path) -> None:
     found, read = record(folder), run_log.read(folder)
     for way in traffic.DIRECTIONS:
         curve = time_series.traffic_curve(read, way)
-        assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["traffic"], way))
+        assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["traffic"], way, found["workers"]))
         values = [sample.value for sample in curve.samples]
         assert values == sorted(values)
     assert time_series.on_wire(read).samples[-1].value == pytest.approx(150 * 7000 / 1e6)

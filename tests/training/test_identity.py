@@ -189,7 +189,7 @@ def test_a_barrier_that_one_worker_skips_fails_with_its_number() -> None:
 LIVE = """
 import json, os, pathlib, sys
 from stretto.process_config import worker_config
-with open(f"names-{worker_config().rank}.json", "w") as file:
+with open(f"names-{worker_config().worker}.json", "w") as file:
     json.dump(sorted(os.environ), file)
 import torch, stretto
 from torch.utils.data import DataLoader, TensorDataset

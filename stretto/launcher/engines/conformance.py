@@ -45,7 +45,7 @@ class _Trial:
     def start(self, number: int, code: str) -> Process:
         """Start a process that runs a Python program."""
         command = [sys.executable, "-I", "-S", "-c", code]
-        spec = ProcessSpec(number, 1, command, dict(os.environ), WorkerConfig(rank=number))
+        spec = ProcessSpec(number, 1, command, dict(os.environ), WorkerConfig(worker=number))
         self._started.append(self.engine.start(spec))
         return self._started[-1]
 
