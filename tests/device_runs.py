@@ -48,12 +48,23 @@ def run_cases(
 
     torch.set_num_threads(1)
     if device != "cpu":
-        importlib.import_module("second_device")
+        _use_streams()
     found = {}
     for number, case in enumerate(cases):
         run = Run(worker, workers, f"{folder}/{number}", carrier)
         found[case] = contextvars.Context().run(run.outcome, program, case, device)
     return found
+
+
+def _use_streams() -> None:
+    """Have copies between the second device and the host end late, as those of a GPU with pinned memory."""
+    import torch
+
+    from stretto.transport import device_memory
+
+    importlib.import_module("second_device")
+    device_memory.STREAMS.append("far")
+    device_memory.host_memory = lambda like, _: torch.empty(like.shape, dtype=like.dtype)  # none can be pinned
 
 
 @dataclass
@@ -67,6 +78,13 @@ class Run:
     has_started: bool = False
     """True if the program trains."""
 
+    @property
+    def folder(self) -> Path:
+        """Run directory, created."""
+        folder = Path(f"{self.file}.run")
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def transport(self, device: Any) -> Any:
         """Return the transport for a model on a device; a server is met over one for the CPU."""
         import torch.distributed as dist
@@ -75,18 +93,23 @@ class Run:
         from stretto.transport.shared_memory import over_shared_memory
         from stretto.transport.single_worker import SingleWorkerTransport
         from tests import device_group
-        from tests.device_transport import DeviceTransport
 
         if self.workers == 1:
-            alone = SingleWorkerTransport()
-            return DeviceTransport(alone) if self.carrier == REFUSING and device.type != "cpu" else alone
+            return self._refusing(SingleWorkerTransport(), device)
         store = dist.FileStore(self.file, self.workers)
         group = ProcessGroupTransport(store, self.worker, self.workers, TIMEOUT_S)
         if self.carrier == REFUSING:
-            return DeviceTransport(group) if device.type != "cpu" else group
+            return self._refusing(group, device)
         if self.carrier in (GROUP, SHARING):
             device_group.register(shares_device=self.carrier == SHARING)
         return over_shared_memory(group, device)
+
+    def _refusing(self, transport: Any, device: Any) -> Any:
+        if self.carrier != REFUSING or device.type == "cpu":
+            return transport
+        from tests.device_transport import DeviceTransport
+
+        return DeviceTransport(transport)
 
     def start(self, recipe: str, **options: Any) -> None:
         """Let the next call of `stretto.distribute` take part in a run of this recipe."""
@@ -97,8 +120,11 @@ class Run:
 
     def outcome(self, program: str, case: str, device: str) -> Outcome:
         """Run a case."""
+        import torch
+
         from stretto.api import abandon, close
 
+        torch.manual_seed(0)
         try:
             state = globals()[program](self, case, device)
             if self.has_started:
@@ -220,3 +246,103 @@ def elastic_operations(run: Run, case: str, device: str) -> dict[str, Any]:
         later = "BrokenTransportError"
     transport.close()
     return {"is_aborted": group.is_aborted, "later": later}
+
+
+def uses(run: Run, case: str, device: str) -> list[Any]:
+    """Train in one of the ways of `device_uses`, a case of which is its name and a recipe."""
+    from tests import device_uses
+
+    name, _, recipe = case.partition(": ")
+    run.start(recipe, run=run.folder)
+    return device_uses.USES[name](device)
+
+
+def host_reads(run: Run, case: str, device: str) -> dict[str, Any]:
+    """Return the reads of the host in each of 12 steps of a plain loop, the first steps of an epoch left out."""
+    import torch
+    from second_device import HOST_READS
+    from thread_workers import regression, small_net
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    import stretto
+
+    run.start(case)
+    net = small_net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5, foreach=True)
+    found = []
+    for x, y in stretto.distribute(net, optimizer, DataLoader(regression(400), batch_size=8)):
+        near, far = x.to(device), y.to(device)
+        HOST_READS.clear()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(near), far).backward()
+        optimizer.step()
+        found.append(dict(HOST_READS))
+    return {"steps": found[-13:-1]}
+
+
+def random_numbers(run: Run, case: str, device: str) -> list[Any]:
+    """Return numbers drawn on the device in each of two epochs."""
+    import torch
+    from thread_workers import regression, small_net
+    from torch.utils.data import DataLoader
+
+    import stretto
+    from tests.device_uses import sgd, train
+
+    run.start("allreduce", run=run.folder)
+    net = small_net().to(device)
+
+    def evaluate(_: Any) -> dict[str, float]:
+        torch.rand(5 if case == "evaluates" else 0, device=device)
+        return {"zero": 0.0}
+
+    optimizer, drawn = sgd(net), []
+    loader = stretto.distribute(net, optimizer, DataLoader(regression(34), batch_size=8), evaluate=evaluate)
+    for _ in range(2):
+        drawn.append(torch.rand(2, device=device))
+        train(net, optimizer, loader, device, 1)
+    return drawn
+
+
+def restores_random_states() -> list[bool]:
+    """Return if restored random states give the same numbers on the device, also after a message."""
+    import second_device  # noqa: F401
+    import torch
+
+    from stretto.checkpoint import state_transfer
+
+    own = state_transfer.random_states(None)
+    drawn = torch.rand(3, device="far").cpu()
+    found = []
+    for states in (own, state_transfer.unpack_own(state_transfer.pack_own(own))):
+        state_transfer.restore_random_states(states, None)
+        found.append(bool(torch.equal(drawn, torch.rand(3, device="far").cpu())))
+    return found
+
+
+def counters_after_loading(options: dict[str, bool]) -> list[list[str]]:
+    """Return the devices of Adam's state on the device, before it was saved and loaded, and afterwards."""
+    import second_device  # noqa: F401
+    import torch
+    from thread_workers import small_net
+
+    from stretto.checkpoint.state_transfer import load_optimizers, optimizer_tensors
+    from stretto.strategies.optimizers import Optimizers
+
+    net = small_net().to("far")
+    optimizer = torch.optim.Adam(net.parameters(), foreach=not options.get("fused"), **options)
+    if options.get("capturable"):  # steps of such optimizers are for CUDA alone
+        optimizer.state.update({one: {"step": torch.zeros((), device="far")} for one in net.parameters()})
+    else:
+        net(torch.ones(2, 6, device="far")).sum().backward()
+        optimizer.step()
+    found = []
+    for _ in range(2):
+        found.append(
+            [f"{name} {one.device}" for state in optimizer.state.values() for name, one in sorted(state.items())]
+        )
+        tensors = {name: one.cpu().clone() for name, one in optimizer_tensors(Optimizers([optimizer])).items()}
+        optimizer.state = {} if not optimizer.state else optimizer.state
+        load_optimizers(Optimizers([optimizer]), tensors)
+    return found

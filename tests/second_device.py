@@ -39,9 +39,31 @@ HALVED = ("aten::linear", "aten::addmm", "aten::mm", "aten::matmul")
 HOST_READS: Counter[str] = Counter()
 """Number of reads by the host, by operation."""
 
+GARBAGE = -12345.0
+"""Value of numbers on their way to the host without a wait, until an event after the copy was waited for."""
+
+_late: list[tuple[Tensor, Tensor]] = []
+"""Copies to the host that have not ended: targets and values."""
 _capsule = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule.restype, _capsule.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 _below = DispatchKeySet(DispatchKey.CPU)
+
+
+class FarStream:
+    """The only stream of the device, also as an event in it."""
+
+    def wait_stream(self, other: FarStream) -> None:
+        """Do nothing: there is one stream."""
+
+    def record_event(self) -> FarStream:
+        """Return an event after all copies so far."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait for all copies so far."""
+        while _late:
+            target, values = _late.pop(0)
+            target.copy_(values)
 
 
 class FarModule(_DummyBackendModule):
@@ -49,6 +71,11 @@ class FarModule(_DummyBackendModule):
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
+        self._stream = FarStream()
+
+    def current_stream(self, device: Any = NAME) -> FarStream:
+        """Return the stream of the device."""
+        return self._stream
 
     device = contextlib.nullcontext
     """Context in which a device is the current one."""
@@ -162,6 +189,9 @@ def _resize(tensor: Tensor, size: Any, **_: Any) -> Tensor:
 def _copy(name: str, one: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
     source, target = (other, one) if name == "aten::copy_" else (one, other)
     if is_far(source) and not is_far(target):
+        if non_blocking:
+            _late.append((target, _near(source).clone()))
+            return target.fill_(GARBAGE) if target.is_floating_point() else target.fill_(0)
         HOST_READS["copy"] += 1
     _near(target).copy_(_near(source))
     return target

@@ -39,7 +39,7 @@ class Snapshots:
         """Return memory for a tensor that is not in use."""
         entries = [entry for entry in self._kept.get(name, ()) if _alike(entry[0], tensor)]
         free = next((entry for entry in entries if entry[1]() is None), None)
-        memory = free[0] if free is not None else host_memory(tensor)
+        memory = free[0] if free is not None else host_memory(tensor, tensor.device)
         copy = memory.detach()
         entries = [entry for entry in entries if entry is not free]
         self._kept[name] = [*entries, (memory, weakref.ref(copy))] if len(entries) < 2 else entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from stretto.checkpoint.storage import State
 from stretto.errors import ModelError, explain
+from stretto.runtime.device_random import device_states, set_device_states
 from stretto.strategies.model_sync import plain_name, state_of
-from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.optimizers import Optimizers, device_of_state
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 Own = tuple[dict[str, Any], dict[str, Tensor]]
@@ -145,6 +147,7 @@ def _unsaved(state: Mapping[str, Any]) -> list[str]:
 def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
     """Replace the optimizers' state. Raises ModelError for state of parameters that no optimizer holds."""
     parameters = optimizers.parameters
+    groups = [group for group in optimizers.param_groups for _ in group["params"]]
     states: list[tuple[nn.Parameter, dict[str, Any]]] = [(parameter, {}) for parameter in parameters]
     for path, value in tensors.items():
         kind, _, index_and_name = path.partition("/")
@@ -161,7 +164,7 @@ def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
                 )
             )
         parameter, state = states[int(index)]
-        state[name] = value.to(parameter.device if value.dim() else "cpu").clone()
+        state[name] = value.to(device_of_state(groups[int(index)], parameter, value.dim())).clone()
     optimizers.replace_states(states)
     for optimizer in optimizers:
         vars(optimizer)["_opt_called"] = True  # schedulers check it; it stepped in an earlier process
@@ -176,6 +179,7 @@ def random_states(loader: Any) -> Own:
     kind, keys, *position_and_gauss = np.random.get_state()
     facts = {"python": [version, list(numbers), gauss], "numpy": [kind, *position_and_gauss]}
     tensors = {"random/torch": torch.get_rng_state(), "random/numpy": torch.from_numpy(np.array(keys, np.int64))}
+    tensors |= {f"random/device/{index}": state for index, state in enumerate(device_states())}
     for index, generator in enumerate(_generators(loader)):
         tensors[f"random/loader/{index}"] = generator.get_state()
     return facts, tensors
@@ -191,6 +195,8 @@ def restore_random_states(own: Own, loader: Any) -> None:
     kind, *position_and_gauss = facts["numpy"]
     np.random.set_state((kind, tensors["random/numpy"].numpy().astype(np.uint32), *position_and_gauss))
     torch.set_rng_state(tensors["random/torch"])
+    numbers = itertools.takewhile(lambda index: f"random/device/{index}" in tensors, itertools.count())
+    set_device_states([tensors[f"random/device/{index}"] for index in numbers])
     for index, generator in enumerate(_generators(loader)):
         if f"random/loader/{index}" in tensors:
             generator.set_state(tensors[f"random/loader/{index}"])

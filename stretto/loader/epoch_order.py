@@ -343,7 +343,7 @@ class _Rows(DataLoader[Any]):
             found: list[torch.Tensor] = default_collate([data[index] for index in indices])
             return found
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
-        return [item[rows].contiguous() for item in data.tensors]
+        return [item[rows.to(item.device)].contiguous() for item in data.tensors]
 
 
 @dataclass(frozen=True)

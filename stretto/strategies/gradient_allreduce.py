@@ -341,26 +341,26 @@ class GradientAllReduce:
         self._began = self._timer.spent["exchanging"]
         results = self._transport.attempt(lambda: finish(self._operations), self._retry)
         self._timer.switch("encoding")
-        counts = self._buffer_sets[0].counts
-        if not self._counts_in_tail:
-            counts = results.pop()
-            if counts[-1] > 0:
-                results = [one.fill_(torch.nan) for one in results]
+        gradient_slots = self._buffer_sets[0].gradient_slots
+        without_gradient = gradient_slots if self._idle else self._without_gradient
+        first = 0 if without_gradient else len(gradient_slots)  # of the counts that are read, all in one read
+        numbers = results.pop()[first:].tolist() if not self._counts_in_tail else []
+        if numbers and numbers[-1] > 0:
+            results = [one.fill_(torch.nan) for one in results]
         for bucket, result in zip(self.buckets, results, strict=True):
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result)
-        gradient_slots = self._buffer_sets[0].gradient_slots
+        numbers = numbers or self._buffer_sets[0].counts[first:].tolist()
         for gradient_slot in self._buffer_sets[0].copied:
             if gradient_slot.slot.parameter.grad is not None:
                 gradient_slot.place()
-        if without_gradient := gradient_slots if self._idle else self._without_gradient:
-            workers_with = dict(zip(map(id, gradient_slots), counts[: len(gradient_slots)].tolist(), strict=True))
-            for gradient_slot in without_gradient:
-                if workers_with[id(gradient_slot)] > 0:
-                    gradient_slot.place()
-                else:
-                    gradient_slot.slot.parameter.grad = None
-        has_changed = bool(counts[len(gradient_slots)] > 0)
+        workers_with = dict(zip(map(id, gradient_slots), numbers, strict=False))
+        for gradient_slot in without_gradient:
+            if workers_with[id(gradient_slot)] > 0:
+                gradient_slot.place()
+            else:
+                gradient_slot.slot.parameter.grad = None
+        has_changed = numbers[len(gradient_slots) - first] > 0
         self._running = False
         self._own_gradients.clear()
         self.codec_states.end()

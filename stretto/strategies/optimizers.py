@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
@@ -18,6 +19,12 @@ from stretto.recipe.what import gradients
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
     """Return the parameters of all groups of an optimizer."""
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def device_of_state(group: dict[str, Any], parameter: Parameter, dims: int) -> torch.device:
+    """Return the device of an entry of a parameter's state: of counters the CPU, unless the optimizer is fused."""
+    on_device = dims or group.get("fused") or group.get("capturable")
+    return parameter.device if on_device else torch.device("cpu")
 
 
 class Optimizers:

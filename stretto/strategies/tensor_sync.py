@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.codecs import exact
 from stretto.strategies.collective_runner import CollectiveRunner
+from stretto.strategies.optimizers import device_of_state
 from stretto.strategies.parameter_view import local
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
@@ -66,11 +67,16 @@ class OptimizerState:
 
     def layout(self) -> Layout:
         """Return the layout of the state's tensors, in a fixed order."""
-        return [
-            (index, str(name), list(local(value).shape), str(value.dtype), None if value.dim() else float(value))
+        entries = [
+            (index, str(name), value)
             for index, parameter in enumerate(self._parameters)
             for name, value in sorted(self._optimizer.state.get(parameter, {}).items())
             if isinstance(value, Tensor)
+        ]
+        counters = iter(numbers([value for _, _, value in entries if not value.dim()]))
+        return [
+            (index, name, list(local(value).shape), str(value.dtype), None if value.dim() else next(counters))
+            for index, name, value in entries
         ]
 
     def to_average(self) -> FlatTensors:
@@ -98,6 +104,7 @@ class OptimizerState:
         ]
 
     def _adopt(self, layouts: Sequence[bytes]) -> None:
+        groups = [group for group in self._optimizer.param_groups for _ in group["params"]]
         for layout in layouts:
             for index, name, shape, dtype, counter in msgspec.msgpack.decode(layout, type=Layout):
                 parameter = self._parameters[index]
@@ -108,8 +115,18 @@ class OptimizerState:
                 if counter is None and shape == list(local(parameter.detach()).shape):
                     state[name] = torch.zeros_like(parameter, dtype=kind)
                     continue
-                device = parameter.device if counter is None else "cpu"
+                device = device_of_state(groups[index], parameter, len(shape))
                 state[name] = torch.full(shape, counter or 0.0, dtype=kind, device=device)
+
+
+def numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the numbers in 0-dimensional tensors, with one read of each device."""
+    devices = dict.fromkeys(one.device for one in tensors)
+    read = {
+        device: iter(torch.stack([one.double() for one in tensors if one.device == device]).tolist())
+        for device in devices
+    }
+    return [next(read[one.device]) for one in tensors]
 
 
 def _digest(message: bytes) -> bytes:

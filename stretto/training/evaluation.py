@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.errors import EvaluateError, explain
+from stretto.runtime.device_random import device_states, set_device_states
 from stretto.strategies.model_sync import given
 
 Metrics = dict[str, float]
@@ -89,7 +90,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    of_devices = device_states()
     try:
         yield
     finally:
@@ -101,5 +102,4 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_device_states(of_devices)

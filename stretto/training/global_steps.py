@@ -32,7 +32,7 @@ from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
-from stretto.training.not_finite import has_non_finite_gradient, non_finite_parameter
+from stretto.training.not_finite import GradientCheck, has_non_finite_gradient
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
@@ -101,6 +101,7 @@ class GlobalSteps:
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._step_record = StepRecord()
+        self._gradient_check = GradientCheck(trainer.model)
         self._samples_sent = 0
         self._is_held = False
         """True if every trainable parameter was found in an optimizer, in this epoch."""
@@ -176,6 +177,8 @@ class GlobalSteps:
             return
         self._timer.switch("other")
         self.pace.go_on()
+        if left:
+            self._refuse_not_finite(self._gradient_check.settle())
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped
@@ -251,7 +254,7 @@ class GlobalSteps:
         before = self._timer.switch("other")
         self.pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
-            self._refuse_not_finite(optimizer)
+            self._refuse_not_finite(self._gradient_check.after_step(optimizer, self._progress.steps + 1))
         self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients)
         self._count_step(index)
         self._timer.switch(before)
@@ -288,15 +291,14 @@ class GlobalSteps:
         is_training = torch.is_grad_enabled() and any(one.training for one in models)
         return not self._progress.has_stepped_in_epoch and not is_training
 
-    def _refuse_not_finite(self, optimizer: Optimizer) -> None:
-        """Raise NotFiniteError if the last parameter's gradient is not finite: a NaN in the loss reaches it first."""
-        name = non_finite_parameter(self._trainer.model, optimizer)
-        if name is None:
+    def _refuse_not_finite(self, found: tuple[str, int] | None) -> None:
+        """Raise NotFiniteError if a gradient was not finite, given its parameter and its step."""
+        if found is None:
             return
         self._events.flush()
         raise NotFiniteError(
-            f"the loss became NaN or infinite: the gradient of {name} is not finite "
-            f"at step {self._progress.steps + 1} on worker {self._transport.worker}; {ADVICE}"
+            f"the loss became NaN or infinite: the gradient of {found[0]} is not finite "
+            f"at step {found[1]} on worker {self._transport.worker}; {ADVICE}"
         )
 
     @contextmanager

@@ -6,10 +6,12 @@ import math
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import parameters_of
+from stretto.transport.device_memory import Arriving
 
 
 def has_non_finite_gradient(optimizer: Optimizer) -> bool:
@@ -18,11 +20,32 @@ def has_non_finite_gradient(optimizer: Optimizer) -> bool:
     return any(not bool(torch.isfinite(gradient.sum())) for gradient in gradients)
 
 
-def non_finite_parameter(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Return the name of the optimizer's last parameter if its gradient is not finite: a NaN in the loss reaches it."""
-    parameters = reversed(optimizer.param_groups[-1]["params"])
-    last = next((parameter for parameter in parameters if parameter.grad is not None), None)
-    if last is None or math.isfinite(last.grad.sum()):
-        return None
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    return names.get(id(last), "a parameter outside the model")
+class GradientCheck:
+    """Check of the gradient of an optimizer's last parameter after each step: a NaN in the loss reaches it.
+
+    The result on a device is read after the next step, or at the end of the epoch: no step waits for it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._pending: tuple[Arriving, Parameter, int] | None = None
+        """Sum of a gradient, its parameter, and the number of the step."""
+
+    def after_step(self, optimizer: Optimizer, step: int) -> tuple[str, int] | None:
+        """Return the name of a parameter whose gradient was not finite, and the number of that step."""
+        found = self.settle()
+        parameters = reversed(optimizer.param_groups[-1]["params"])
+        last = next((parameter for parameter in parameters if parameter.grad is not None), None)
+        if last is None:
+            return found
+        total = Arriving(last.grad.detach().sum())
+        self._pending = total, last, step
+        return found if total.is_late or found is not None else self.settle()
+
+    def settle(self) -> tuple[str, int] | None:
+        """Return what `after_step` returns, for the last step."""
+        pending, self._pending = self._pending, None
+        if pending is None or math.isfinite(pending[0].read()):
+            return None
+        names = {id(parameter): plain_name(name) for name, parameter in self._model.named_parameters()}
+        return names.get(id(pending[1]), "a parameter outside the model"), pending[2]

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PINNED = ("cuda",)
-"""Kinds of devices for which memory of the host is pinned."""
-STREAMS = ("cuda", "xpu")
-"""Kinds of devices whose operations run in streams."""
+STREAMS = ["cuda", "xpu"]
+"""Kinds of devices whose operations run in streams, and for which memory of the host is pinned."""
 
 
-def host_memory(like: Tensor) -> Tensor:
-    """Return new memory of the host for the values of a tensor, pinned for a GPU."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type in PINNED)
+def host_memory(like: Tensor, device: torch.device) -> Tensor:
+    """Return new memory of the host for values that are copied from or to a device, pinned for a GPU."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=device.type in STREAMS)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -35,26 +33,45 @@ def host_copy(tensor: Tensor) -> Tensor:
     Waits until the values are computed and copied.
     """
     tensor = tensor.detach()
-    if tensor.device.type not in PINNED:
+    if tensor.device.type not in STREAMS:
         return tensor.cpu()
-    return host_memory(tensor).copy_(tensor)
+    return host_memory(tensor, tensor.device).copy_(tensor)
 
 
 def device_copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on another device; itself on the CPU. Its memory may be used again afterwards."""
-    if device.type in PINNED and not tensor.is_pinned():
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-    return tensor.to(device, non_blocking=device.type in PINNED)
+    if device.type in STREAMS and not tensor.is_pinned():
+        tensor = host_memory(tensor, device).copy_(tensor)
+    return tensor.to(device, non_blocking=device.type in STREAMS)
 
 
 def write_back(target: Tensor, values: Tensor) -> Tensor:
     """Set a tensor of any device to values of the CPU, which were copied by `host_copy`, and return it."""
-    return target.copy_(values, non_blocking=target.device.type in PINNED)
+    return target.copy_(values, non_blocking=target.device.type in STREAMS)
 
 
 def streams_of(device: torch.device) -> Any:
     """Return the module of torch with `current_stream` for a kind of device; None if it has no streams."""
     return torch.get_device_module(device) if device.type in STREAMS else None
+
+
+class Arriving:
+    """A number of a device on its way to the host, for which only `read` waits."""
+
+    def __init__(self, number: Tensor) -> None:
+        module = streams_of(number.device)
+        self.is_late = module is not None
+        """True if `read` may have to wait."""
+        self._host, self._copied = number, None
+        if module is not None:
+            self._host = host_memory(number, number.device).copy_(number, non_blocking=True)
+            self._copied = module.current_stream(number.device).record_event()
+
+    def read(self) -> float:
+        """Return the number."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._host)
 
 
 class Writers:

@@ -1,0 +1,49 @@
+"""Random states of the accelerators of this process, beside those of Python, NumPy and torch's CPU generator.
+
+Only a device that the process has used has a state: asking an unused GPU for one would take memory on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def device_states() -> list[Tensor]:
+    """Return the random states of all devices that this process has used, as tensors of the CPU."""
+    module = _module()
+    if module is None:
+        return []
+    states = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    return [state.cpu() for state in states]
+
+
+def set_device_states(states: Sequence[Tensor]) -> None:
+    """Set the random states of the devices; those of devices that this process has not are dropped."""
+    module = _module()
+    if module is None or not states:
+        return
+    if not hasattr(module, "get_rng_state_all"):
+        module.set_rng_state(states[0])
+        return
+    for device, state in zip(range(module.device_count()), states, strict=False):
+        module.set_rng_state(state, device)
+
+
+def seed_devices(seed: int) -> None:
+    """Seed the generators of all devices, also of those that the process uses later."""
+    module = _module(used=False)
+    if module is not None:
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def _module(used: bool = True) -> Any:
+    """Return torch's module of the accelerator; None without one, or without one that this process has `used`."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+    module: Any = torch.get_device_module(device)
+    return module if not used or getattr(module, "is_initialized", lambda: True)() else None
