@@ -30,6 +30,8 @@ class Cause:
     root: bool
     reported: bool
     """True if the process reported its error, so that the tail of its output is not needed."""
+    rank: int = 0
+    """Rank of the process within its worker."""
 
 
 def first_cause(ends: Sequence[Exited], running: Mapping[int, ReportedError], failures: Sequence[Exited] = ()) -> Cause:
@@ -39,7 +41,7 @@ def first_cause(ends: Sequence[Exited], running: Mapping[int, ReportedError], fa
     run has not recovered from. Without a root the first failure is the cause.
     """
     causes = [_of_exit(end) for end in ends if end.failed]
-    causes += [_of_error(worker, error) for worker, error in running.items()]
+    causes += [_of_error(worker, 0, error) for worker, error in running.items()]
     causes += [_of_exit(failure) for failure in reversed(failures)]
     return next((cause for cause in causes if cause.root), None) or _with_finished(causes[0], ends)
 
@@ -55,30 +57,35 @@ def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
 
 def _of_exit(end: Exited) -> Cause:
     if end.record.error is not None:
-        return _of_error(end.worker, end.record.error)
+        return _of_error(end.worker, end.rank, end.record.error)
     if end.code == EVICTED and end.worker >= 0:
-        return Cause(end.worker, f"{process_name(end.worker)} {in_words(end)}", "", True, False)
+        return Cause(end.worker, f"{_name(end)} {in_words(end)}", "", True, False, end.rank)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
 
-def _of_error(worker: int, error: ReportedError) -> Cause:
+def _name(end: Exited) -> str:
+    return process_name(end.worker, end.rank)
+
+
+def _of_error(worker: int, rank: int, error: ReportedError) -> Cause:
     is_bystander = error.kind == UnevenLoopsError.__name__  # which waits for the worker that left
-    subject = "" if is_bystander else f"{process_name(worker)} failed: "
+    subject = "" if is_bystander else f"{process_name(worker, rank)} failed: "
     headline = f"{subject}{error.kind}: {error.text}".rstrip(": ")
-    return Cause(worker, headline, error.traceback.rstrip("\n"), not error.consequence, True)
+    return Cause(worker, headline, error.traceback.rstrip("\n"), not error.consequence, True, rank)
 
 
 def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
     hint = "this launcher did not send it; a system that runs out of memory does" if name == "SIGKILL" else ""
     hint = "--faults sent it" if end.injected else hint
-    return Cause(end.worker, f"{process_name(end.worker)} was killed by {name}", hint, True, False)
+    return Cause(end.worker, f"{_name(end)} was killed by {name}", hint, True, False, end.rank)
 
 
 def _of_silence(end: Exited) -> Cause:
     how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
-    headline = f"{process_name(end.worker)} ended with exit code {end.code}{_within(end.record.place)} {how}"
-    return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)
+    headline = f"{_name(end)} ended with exit code {end.code}{_within(end.record.place)} {how}"
+    details = NO_END if end.worker >= 0 and not end.code else ""
+    return Cause(end.worker, headline, details, True, False, end.rank)
 
 
 def _within(place: LoopPosition) -> str:
@@ -105,8 +112,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def readable(cause: Cause, tail: Callable[[int], str], log: str) -> str:
+def readable(cause: Cause, tail: Callable[[int, int], str], log: str) -> str:
     """Return the text of a cause: what failed, its traceback or last output, and the log file."""
-    lines = [] if cause.reported else tail(cause.worker).splitlines()[-TAIL_LINES:]
+    lines = [] if cause.reported else tail(cause.worker, cause.rank).splitlines()[-TAIL_LINES:]
     output_lines = ["the last lines of its output:", *(f"  {line}" for line in lines)] if lines else []
     return "\n".join(filter(None, [cause.headline, cause.details, *output_lines, f"the whole log: {log}"]))

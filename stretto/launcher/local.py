@@ -110,7 +110,7 @@ def _report_shared_files(folder: Path, relay: LogRelay) -> None:
 
 def _text(cause: Cause, relay: LogRelay, folder: Path) -> str:
     """Return the text of a cause; an error that a process reported is also written to its log file."""
-    log = log_of(folder, cause.worker)
+    log = log_of(folder, cause.worker, cause.rank)
     if cause.reported:
         with contextlib.suppress(OSError), log.open("a") as file:
             file.write(f"{cause.headline}\n{cause.details}\n")

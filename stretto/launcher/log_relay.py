@@ -33,9 +33,9 @@ DRAIN_S = 0.7
 """Time that a pipe may stay open after the workers: a process that left its group may hold it."""
 
 
-def log_of(folder: Path, worker: int) -> Path:
+def log_of(folder: Path, worker: int, rank: int = 0) -> Path:
     """Return the log file of a process."""
-    return folder / f"{process_name(worker).replace(' ', '-')}.log"
+    return folder / f"{process_name(worker, rank).replace(' ', '-')}.log"
 
 
 @dataclass
@@ -43,6 +43,7 @@ class _Output:
     """Output of one process: its pipe and its log file."""
 
     worker: int
+    rank: int
     pipe: IO[bytes]
     log: Path
     file: int | None
@@ -67,16 +68,17 @@ class LogRelay(threading.Thread):
         self._display: ProgressDisplay | None = display
         self._limit: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[tuple[int, int], _Output] = {}
+        """Outputs by worker and rank."""
         self._notes: SimpleQueue[str] = SimpleQueue()
 
-    def add(self, worker: int, pipe: IO[bytes], life: int = 0) -> None:
+    def add(self, worker: int, pipe: IO[bytes], life: int = 0, rank: int = 0) -> None:
         """Add the output of a process. That of a later incarnation is appended to the same log file."""
-        source = _output_of(worker, pipe, self._folder)
+        source = _output_of(worker, rank, pipe, self._folder)
         if life:
-            source.tail = self._outputs[worker].tail
-            self._store(source, b"stretto: restart %d of %s\n" % (life, process_name(worker).encode()))
-        self._outputs[worker] = source
+            source.tail = self._outputs[worker, rank].tail
+            self._store(source, b"stretto: restart %d of %s\n" % (life, process_name(worker, rank).encode()))
+        self._outputs[worker, rank] = source
         self._selector.register(pipe, selectors.EVENT_READ, source)
 
     def note(self, text: str) -> None:
@@ -105,9 +107,9 @@ class LogRelay(threading.Thread):
         else:
             self.join(timeout=DRAIN_S + 2 * TICK_S)
 
-    def tail(self, worker: int) -> str:
+    def tail(self, worker: int, rank: int = 0) -> str:
         """Return the last lines of a process."""
-        return self._outputs[worker].tail.decode(errors="replace").strip("\n")
+        return self._outputs[worker, rank].tail.decode(errors="replace").strip("\n")
 
     def _is_over(self) -> bool:
         return self._limit is not None and time.monotonic() > self._limit
@@ -142,14 +144,14 @@ class LogRelay(threading.Thread):
                 self.note(f"{source.log} cannot be written any more: {error.strerror}; the run continues")
 
     def _relay(self, source: _Output, data: bytes) -> None:
-        if self._output == "rank0" and source.worker == 0:
+        if self._output == "rank0" and (source.worker, source.rank) == (0, 0):
             self._show(lambda display: display.say(data))
         elif self._output == "all" or source.worker == COORDINATOR:
             lines = _whole_lines(source, data)
             if source.worker == COORDINATOR:
                 self._note_lines(lines)
             else:
-                self._show(lambda display: display.say(_labelled(source.worker, lines)))
+                self._show(lambda display: display.say(_labelled(source, lines)))
 
     def _note_lines(self, lines: Sequence[bytes]) -> None:
         """Show lines of the coordinator as notes."""
@@ -173,11 +175,11 @@ def _note(display: ProgressDisplay, text: str) -> None:
     display.note(text)
 
 
-def _output_of(worker: int, pipe: IO[bytes], folder: Path) -> _Output:
-    log = log_of(folder, worker)
+def _output_of(worker: int, rank: int, pipe: IO[bytes], folder: Path) -> _Output:
+    output = _Output(worker, rank, pipe, log_of(folder, worker, rank), None)
     with contextlib.suppress(OSError):
-        return _Output(worker, pipe, log, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-    return _Output(worker, pipe, log, None)
+        output.file = os.open(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return output
 
 
 def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
@@ -186,7 +188,8 @@ def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
     return [*lines, source.partial] if not data and source.partial else lines
 
 
-def _labelled(worker: int, lines: Sequence[bytes]) -> bytes:
+def _labelled(source: _Output, lines: Sequence[bytes]) -> bytes:
     """Return the lines, each with the process that printed it."""
-    process_label = str(worker) if worker >= 0 else process_name(worker)
+    is_whole_worker = source.worker >= 0 and not source.rank
+    process_label = str(source.worker) if is_whole_worker else process_name(source.worker, source.rank)
     return b"".join(b"[%s] %s\n" % (process_label.encode(), line) for line in lines)

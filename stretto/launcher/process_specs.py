@@ -39,9 +39,11 @@ class ProcessSpec:
     environment: dict[str, str] = field(repr=False)
     config: Config = field(repr=False)
     fds: list[int] = field(default_factory=list)
+    rank: int = 0
+    """Rank of the process within its worker."""
 
     def __str__(self) -> str:
-        return process_name(self.number) + (f" of {self.of}" if self.number != COORDINATOR else "")
+        return process_name(self.number, self.rank) + (f" of {self.of}" if self.number != COORDINATOR else "")
 
 
 def shard_of(number: int) -> int:
@@ -58,7 +60,8 @@ def server_of(shard: int) -> int:
 class ProcessPlan:
     """Plan of the processes of a run; `zero` is the reading of `time.perf_counter` at its start.
 
-    `joining` are the ranks of workers that join the run of another launcher; there are no other processes then.
+    `joining` are the numbers of workers that join the run of another launcher; there are no other processes then. Each
+    worker has this number of `ranks`.
     """
 
     config: RunConfig
@@ -67,6 +70,7 @@ class ProcessPlan:
     servers: Servers
     zero: float = 0.0
     joining: tuple[int, ...] = ()
+    ranks: int = 1
 
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
@@ -75,31 +79,39 @@ class ProcessPlan:
         numbers = [*(self.joining or range(self.config.workers)), *map(server_of, range(self.servers.shards))]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
-        return map(self.part, numbers)
+        return (part for number in numbers for part in self.parts(number))
 
-    def part(self, number: int, incarnation: int = 0) -> ProcessSpec:
-        """Return the specification of one process, for its first start or a restart."""
+    def parts(self, number: int, incarnation: int = 0) -> list[ProcessSpec]:
+        """Return the specifications of the ranks of a worker, or of a service, for its first start or a restart."""
+        ranks = range(self.ranks if number >= 0 else 1)
+        return [self.part(number, incarnation, rank) for rank in ranks]
+
+    def part(self, number: int, incarnation: int = 0, rank: int = 0) -> ProcessSpec:
+        """Return the specification of one process."""
         if number == COORDINATOR:
             return self._coordinator()
-        return self._worker(number, incarnation) if number >= 0 else self._server(number, incarnation)
+        return self._worker(number, incarnation, rank) if number >= 0 else self._server(number, incarnation)
 
-    def _worker(self, number: int, incarnation: int) -> ProcessSpec:
-        """Return a worker. Worker 0 inherits the listening socket of the rendezvous, so its port cannot be taken."""
-        config, listener = self.config, None if number else self.listener
+    def _worker(self, number: int, incarnation: int, rank: int) -> ProcessSpec:
+        """Return a rank of a worker. Worker 0 inherits the listening socket of the rendezvous: its port stays free."""
+        config, listener = self.config, None if number or rank else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
         command += [MODULE if config.module else FILE, str(config.script), *config.args]
         workers = max(config.workers, *(rank + 1 for rank in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number, config)
-        return ProcessSpec(number, workers, command, environment, self._worker_config(number, incarnation), fds)
+        process = self._worker_config(number, incarnation, rank, listener)
+        return ProcessSpec(number, workers, command, environment, process, fds, rank)
 
-    def _worker_config(self, number: int, incarnation: int) -> WorkerConfig:
+    def _worker_config(self, number: int, incarnation: int, rank: int, listener: socket | None) -> WorkerConfig:
         config, servers = self.config, self.servers
         return WorkerConfig(
             options=config,
             run=self._run,
-            listen_fd=self.listener.fileno() if self.listener is not None and not number else None,
+            listen_fd=listener.fileno() if listener is not None else None,
             worker=number,
+            rank=rank,
+            ranks=self.ranks,
             incarnation=incarnation if config.elastic else 0,
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,

@@ -7,7 +7,7 @@ import heapq
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty
 from typing import Literal
@@ -62,20 +62,33 @@ def pause_s(restart: int) -> float:
 
 @dataclass
 class _Member:
-    """A process of the run, over all its incarnations; `process` is the newest one.
+    """A worker or a service of the run, over all its incarnations; `processes` are the ranks of the newest one.
 
     `back_after_s` is the pause before its restart where a fault asks for one, `short_lives` the number of short
     incarnations in a row, `stopped_s` the time that it was seen stopped before it registered.
     """
 
     number: int
-    process: Process
+    processes: list[Process]
     began: float
     incarnation: int = 0
     short_lives: int = 0
     state: State = "running"
     back_after_s: float | None = None
     stopped_s: float = 0.0
+    finished: set[int] = field(default_factory=set)
+    """Ranks that have exited without a failure."""
+
+    def rank_of(self, process: Process | None) -> int | None:
+        """Return the rank of a process; None for a process of an earlier incarnation."""
+        return next((rank for rank, one in enumerate(self.processes) if one is process), None)
+
+    def end_ranks(self, exited: Process) -> None:
+        """Release the process that has exited, and kill the other ranks: they fail together."""
+        exited.release()
+        for process in self.processes:
+            if process is not exited:
+                process.kill()
 
 
 class Supervisor:
@@ -105,14 +118,15 @@ class Supervisor:
     def start(self) -> None:
         """Start all processes."""
         for spec in self._plan.all():
-            self._members[spec.number] = _Member(spec.number, self._started(spec), time.perf_counter())
+            member = self._members.setdefault(spec.number, _Member(spec.number, [], time.perf_counter()))
+            member.processes.append(self._started(spec))
         self._schedule_fault()
         if self._config.elastic:
             self._poll()
 
     def _started(self, spec: ProcessSpec, incarnation: int = 0) -> Process:
         process = self._engine.start(spec)
-        self._relay.add(spec.number, process.output, incarnation)
+        self._relay.add(spec.number, process.output, incarnation, spec.rank)
         return process
 
     def wait(self) -> Cause | None:
@@ -145,19 +159,29 @@ class Supervisor:
 
     def _handle(self, end: Exited) -> Cause | None:
         """Handle the exit of a process; return the cause if it ends the run."""
-        member = self._members[end.worker]
-        if end.process is not member.process or member.state != "running":
-            return None  # reported late or twice
+        member, process = self._members[end.worker], end.process
+        rank = member.rank_of(process)
+        if process is None or rank is None or member.state != "running" or rank in member.finished:
+            if process is not None:  # reported late or twice, or killed after another rank of its worker
+                process.release()
+            return None
+        end = replace(end, rank=rank)
         if not end.failed:
-            member.process.release()
-            member.state = "left" if end.record.left else "done"
-            self._finished.append(end)
+            self._note_finished(member, end, process)
             return None
         if not self._is_survivable(end):
-            member.process.release()
+            member.end_ranks(process)
             member.state = "lost"
             return self._find_cause(end)
-        return self._survive(member, end)
+        return self._survive(member, end, process)
+
+    def _note_finished(self, member: _Member, end: Exited, process: Process) -> None:
+        """Note a rank that exited without a failure; its worker has finished when all its ranks have."""
+        process.release()
+        member.finished.add(end.rank)
+        if len(member.finished) == len(member.processes):
+            member.state = "left" if end.record.left else "done"
+            self._finished.append(end)
 
     def _is_survivable(self, end: Exited) -> bool:
         """Return True if the others may continue: the process did not report an error of the script."""
@@ -165,13 +189,14 @@ class Supervisor:
             return False
         return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
 
-    def _survive(self, member: _Member, end: Exited) -> Cause | None:
+    def _survive(self, member: _Member, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and self._is_ending())
         member.state = "restarting" if returns else "lost"
         stopped = f"was stopped for {member.stopped_s:g} s before it registered, and was "
-        self._report(member, stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
-        member.process.release()
+        why = stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end)
+        self._report(member, why, returns, end.rank)
+        member.end_ranks(process)
         self._survived.append((end, member.incarnation))
         if returns:
             now = time.perf_counter()
@@ -181,11 +206,11 @@ class Supervisor:
             return None
         return self._too_few(end)
 
-    def _report(self, member: _Member, why: str, returns: bool) -> None:
-        """Report a failure: of a worker to the coordinator; of a server or the coordinator to the event log."""
+    def _report(self, member: _Member, why: str, returns: bool, rank: int) -> None:
+        """Report a failure: of a worker's rank to the coordinator; of a server or the coordinator to the event log."""
         if member.number >= 0:
             assert self._exit_notifier is not None
-            self._exit_notifier.gone(member.number, member.incarnation, why, returns)
+            self._exit_notifier.gone(member.number, member.incarnation, why, returns, rank)
             return
         self._write("membership", member.number, what="failed", incarnation=member.incarnation, generation=0, why=why)
         if returns:
@@ -218,15 +243,17 @@ class Supervisor:
                 news = self._inbox.get(timeout=min(0.05, left_s))
                 if isinstance(news, Signalled):
                     raise Stopped(news.number)
-                if news.process is self._members[news.worker].process:
+                member = self._members[news.worker]
+                rank = member.rank_of(news.process)
+                if news.process is not None:
                     news.process.release()
-                    ends.append(news)
+                if rank is not None and member.state == "running":
+                    ends.append(replace(news, rank=rank))
 
     def _errors(self) -> dict[int, ReportedError]:
         """Return the errors that running processes have recorded before their exits."""
-        records = (
-            (member.number, member.process.record()) for member in self._members.values() if member.state == "running"
-        )
+        running = (member for member in self._members.values() if member.state == "running")
+        records = ((member.number, process.record()) for member in running for process in reversed(member.processes))
         return {number: record.error for number, record in records if record.error is not None}
 
     def _abandoned(self) -> Cause:
@@ -254,10 +281,11 @@ class Supervisor:
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
         for member in self._in("running"):
-            is_unregistered = member.process.is_stopped() and not self._has_joined(member)
+            stopped = [process for process in member.processes if process.is_stopped()]
+            is_unregistered = stopped and not self._has_joined(member)
             member.stopped_s = member.stopped_s + POLL_S if is_unregistered else 0.0
             if member.stopped_s > self._config.failure_timeout_s:
-                member.process.kill()
+                stopped[0].kill()
 
     def _restart(self, member: _Member) -> None:
         member.incarnation, member.short_lives, member.state, member.back_after_s = (
@@ -268,7 +296,8 @@ class Supervisor:
         )
         member.stopped_s = 0.0
         member.began = time.perf_counter()
-        member.process = self._started(self._plan.part(member.number, member.incarnation), member.incarnation)
+        parts = self._plan.parts(member.number, member.incarnation)
+        member.processes, member.finished = [self._started(part, member.incarnation) for part in parts], set()
         if member.number < 0:
             self._write(
                 "membership",
@@ -299,7 +328,7 @@ class Supervisor:
         self._write("fault_injected", number, **event.words())
         if event.verb == "kill":
             self._members[number].back_after_s = event.back_after_s
-        self._members[number].process.inject(signum)
+        self._members[number].processes[0].inject(signum)
 
     def _number(self, event: FaultEvent) -> int:
         """Return the number of the process that the fault is for."""
@@ -338,7 +367,7 @@ class Supervisor:
 
     def _has_joined(self, member: _Member) -> bool:
         """Return True if a running worker is or was a member."""
-        return member.process.record().joined
+        return member.processes[0].record().joined
 
     def _is_recovered(self, number: int, incarnation: int) -> bool:
         """Return True if the others have formed a generation without a failed process, or if it has been restarted."""

@@ -75,6 +75,8 @@ class Exited:
     injected: bool = False
     record: ProcessRecord = FINISHED
     process: Process | None = field(default=None, compare=False, repr=False)
+    rank: int = 0
+    """Rank of the process within its worker, which the supervisor fills in."""
 
     @property
     def failed(self) -> bool:

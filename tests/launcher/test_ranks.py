@@ -1,0 +1,133 @@
+"""Runs whose workers have several ranks: the launcher starts, ends and restarts the ranks of a worker together."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_place import Place
+
+from stretto.errors import LaunchError
+from stretto.events import read_events
+from stretto.launcher import local
+from stretto.launcher.process_specs import ProcessPlan
+
+HEAD = """
+import os, pathlib, time
+from stretto.errors import MemberOutError
+from stretto.membership.client import MembershipClient
+from stretto.membership.messages import GenerationView, ReadyReport
+from stretto.security import worker_keys
+
+worker, rank, ranks, incarnation = config.worker, config.rank, config.ranks, config.incarnation
+pathlib.Path(f"begun-{worker}-{rank}-{incarnation}").write_text(str(os.getpid()))
+def until(*names):
+    limit = time.monotonic() + 40
+    while not all(pathlib.Path(name).exists() for name in names):
+        assert time.monotonic() < limit, names
+        time.sleep(0.01)
+def until_exited(pid):
+    limit = time.monotonic() + 40
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < limit, pid
+        time.sleep(0.01)
+def connect():
+    keys, limit_s = worker_keys(config.keys), config.options.failure_timeout_s
+    return MembershipClient(worker, incarnation, config.coordinator, keys, limit_s, 40.0, rank, ranks)
+"""
+MEMBERS = """
+client = connect()
+view = client.await_generation(ReadyReport(0))
+assert (ranks, view.numbers) == (2, (0, 1)), view
+until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")
+if worker == 1 and incarnation == 0:
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)  # it does not notice that it is evicted
+if worker == 1:
+    until_exited(int(pathlib.Path("begun-1-0-0").read_text()))
+step = 1
+while len(view.members) == 1 or not view.members[1].incarnation:
+    report = ReadyReport(view.generation, step, step)
+    reply = None
+    if client.aborted >= view.generation:
+        reply = client.await_generation(report)
+    elif client.pause_requested:
+        reply = client.pause_between_steps(ReadyReport(view.generation, step, step, True))
+    if isinstance(reply, GenerationView):
+        view = reply
+    step += 1
+    time.sleep(0.01)
+client.leave()
+client.close()
+"""
+
+
+@pytest.fixture
+def place_with_ranks(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a place whose runs have workers of two ranks."""
+    monkeypatch.setattr(local, "ProcessPlan", functools.partial(ProcessPlan, ranks=2))
+    place.recovers = True
+    return place
+
+
+def changes(folder: Path) -> list[tuple[Any, ...]]:
+    events = (event for event in read_events(folder / "events.jsonl") if event["event"] == "membership")
+    return [
+        (event["what"], event["members"]) if event["what"] == "formed" else (event["what"], event["worker"])
+        for event in events
+    ]
+
+
+def test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole(place_with_ranks: Place) -> None:
+    place = place_with_ranks
+    folder = place.run(HEAD + MEMBERS, workers=2, failure_timeout_s=20.0)
+    happened = changes(folder)
+    formations = [members for what, members in happened if what == "formed"]
+    assert formations == [[0, 1], [0], [0, 1]], happened
+    assert [change for change in happened if change[0] == "failed"] == [("failed", 1)]
+    failure = next(event for event in read_events(folder / "events.jsonl") if event.get("what") == "failed")
+    assert (failure["rank"], failure["why"]) == (1, "killed by SIGKILL")
+    assert sorted(path.name for path in folder.glob("worker-*.log")) == [
+        "worker-0-rank-1.log",
+        "worker-0.log",
+        "worker-1-rank-1.log",
+        "worker-1.log",
+    ]
+    begun = sorted(path.name for path in place.folder.glob("begun-*"))
+    assert begun == [f"begun-{name}" for name in ("0-0-0", "0-1-0", "1-0-0", "1-0-1", "1-1-0", "1-1-1")]
+    assert place.left() == []
+
+
+def test_the_error_of_a_rank_names_it_and_ends_the_run(place_with_ranks: Place) -> None:
+    text = """
+until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")
+if (worker, rank) == (1, 1):
+    raise ValueError("a wrong shape")
+time.sleep(600)
+"""
+    with pytest.raises(LaunchError) as raised:
+        place_with_ranks.run(HEAD + text, workers=2)
+    assert str(raised.value).startswith("worker 1 rank 1 failed: ValueError: a wrong shape")
+    assert "worker-1-rank-1.log" in str(raised.value)
+    assert place_with_ranks.left() == []
+
+
+def test_a_worker_has_finished_when_all_its_ranks_have(place_with_ranks: Place) -> None:
+    text = """
+if rank == 1 or worker == 0:
+    pathlib.Path(f"ended-{worker}-{rank}").touch()
+else:
+    for name in ("0-0", "0-1", "1-1"):
+        until(f"ended-{name}")
+        until_exited(int(pathlib.Path(f"begun-{name}-0").read_text()))
+    time.sleep(1)  # in which the launcher would end a run that it holds for finished
+    pathlib.Path("last").touch()
+"""
+    place_with_ranks.run(HEAD + text, workers=2)
+    assert (place_with_ranks.folder / "last").exists()
+
+
+test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole.limit_s = 90  # type: ignore[attr-defined]
