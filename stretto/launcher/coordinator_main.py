@@ -30,6 +30,8 @@ from stretto.process_config import CoordinatorConfig, KeyTexts
 
 WRITE_AHEAD_LOG = "coordinator.wal"
 """File name of the write-ahead log in the run directory."""
+DISPATCHER_LOG = "dispatcher.wal"
+"""File name of the dispatcher's log there."""
 REPEAT_S = 2.0
 """Interval between repeated notices of failures: a restarted parameter server has lost the earlier ones."""
 
@@ -53,7 +55,10 @@ def _coordinate(config: CoordinatorConfig) -> None:
     path = folder / WRITE_AHEAD_LOG
     records = read_records(path)
     if config.dispatcher_fd is not None:
-        threading.Thread(target=_serve_dispatcher, args=(config, folder, bool(records)), daemon=True).start()
+        restarted, dispatcher_log = bool(records), folder / DISPATCHER_LOG
+        if not restarted:
+            dispatcher_log.touch()  # before any record: a restarted process that finds no such file knows that it is lost
+        threading.Thread(target=_serve_dispatcher, args=(config, dispatcher_log, restarted), daemon=True).start()
     log = WriteAheadLog(path)
     if log.cut_off:
         problem = f"{log.cut_off} bytes after record {len(records)} of the write-ahead log were damaged and are lost"
@@ -76,12 +81,12 @@ def _coordinate(config: CoordinatorConfig) -> None:
     ).run(threading.Event())  # never set: it serves until SIGTERM
 
 
-def _serve_dispatcher(config: CoordinatorConfig, folder: Path, restarted: bool) -> None:
+def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:
     """Serve the batch dispatcher in this thread: its modules take longer to import than membership may wait."""
     try:
         from stretto.parameter_server.rpc_server import serve_dispatcher
 
-        serve_dispatcher(config, folder, restarted).wait()
+        serve_dispatcher(config, log, restarted).wait()
     except BaseException as error:
         fail(error, COORDINATOR, config.run)
 

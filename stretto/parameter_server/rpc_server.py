@@ -37,8 +37,6 @@ from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, rou
 from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
-DISPATCHER_LOG = "dispatcher.wal"
-"""File name of the dispatcher's log in the run directory."""
 DEATH_NOTIFIER = b"herald"
 """Socket identity of the process that reports failed workers to the services."""
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
@@ -60,11 +58,11 @@ def serve(config: ShardConfig) -> None:
     server.wait()
 
 
-def serve_dispatcher(config: CoordinatorConfig, folder: Path, restarted: bool) -> ServerThreads:
+def serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> ServerThreads:
     """Start to serve the batch dispatcher in the coordinator's process; a `restarted` one continues from its log."""
     clock = RecordedClock(time.monotonic)
     handler = DispatcherHandler(config.options.workers, clock, config.snapshot_interval_s)
-    service = Service(handler, StateLog(folder / DISPATCHER_LOG, handler, clock, restarted))
+    service = Service(handler, StateLog(log, handler, clock, restarted))
     server = ServerThreads(server_keys(config.keys), config.max_rank)
     server.open(socket.socket(fileno=config.dispatcher_fd), service)
     return server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -411,13 +412,17 @@ def formed_of(folder: Path) -> list[int]:
 class Process:
     """A coordinator in a process of its own, that can be killed and started again at the same socket."""
 
-    def __init__(self, folder: Path, expected: int, failure_timeout_s: float = START_S) -> None:
+    def __init__(
+        self, folder: Path, expected: int, failure_timeout_s: float = START_S, has_dispatcher: bool = False
+    ) -> None:
         self.folder = folder
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self.dispatcher = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
         config = CoordinatorConfig(
             run=str(folder),
             listen_fd=self.listener.fileno(),
+            dispatcher_fd=self.dispatcher.fileno() if has_dispatcher else None,
             options=RunConfig(Path("train.py"), workers=expected, failure_timeout_s=failure_timeout_s),
             zero=time.perf_counter(),
             keys=(SERVER_KEYS.secret.decode(), SERVER_KEYS.public.decode(), SERVER_KEYS.workers.decode()),
@@ -427,7 +432,8 @@ class Process:
 
     def start(self) -> None:
         command = [sys.executable, "-P", "-m", "stretto.launcher.coordinator_main"]
-        self.process = subprocess.Popen(command, env=self.environment, pass_fds=[self.listener.fileno()])
+        sockets = [self.listener.fileno(), self.dispatcher.fileno()]
+        self.process = subprocess.Popen(command, env=self.environment, pass_fds=sockets)
 
     def kill(self) -> None:
         self.process.kill()
@@ -437,6 +443,7 @@ class Process:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(LIMIT_S) in (0, -signal.SIGKILL)
         self.listener.close()
+        self.dispatcher.close()
 
 
 def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path) -> None:
@@ -482,4 +489,20 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         for one in crew:
             one.close()
         pool.shutdown()
+        place.close()
+
+
+@pytest.mark.plain_processes
+def test_a_coordinator_killed_before_its_dispatcher_has_begun_is_restarted(tmp_path: Path) -> None:
+    """The dispatcher takes longer to begin than membership, so there is a record of members before its first."""
+    place = Process(tmp_path, 1, has_dispatcher=True)
+    log = tmp_path / "dispatcher.wal"
+    try:
+        with contextlib.closing(MembershipClient(0, 0, place.address, WORKER_KEYS, START_S, START_S)):
+            until(lambda: bool(read(tmp_path / "coordinator.wal")))
+            place.kill()
+            place.start()
+            until(lambda: log.stat().st_size > 0 or place.process.poll() is not None)
+            assert place.process.poll() is None
+    finally:
         place.close()
