@@ -78,7 +78,7 @@ class Process:
             if message.sent is not None:
                 message.sent()
             channel = self.channels.get((message.worker, self.service.incarnation(message.worker)))
-            if channel is not None and channel.is_up:
+            if channel is not None and channel.is_up and not channel.is_broken:
                 channel.incoming.append((message.request_id, message.body, tensors))
 
 
@@ -94,6 +94,8 @@ class FaultyChannel:
         self.incoming: deque[tuple[int, m.Body, list[Tensor]]] = deque()
         self.client: Any = None
         self.is_up = True
+        self.is_broken = False
+        """True until the worker notices that the connection is lost, which it does when it waits or polls."""
         process.channels[worker, incarnation] = self
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
@@ -102,11 +104,15 @@ class FaultyChannel:
         return number
 
     def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
+        if self.is_broken:
+            return
         header = m.Header(number, body, layout_of(tensors), self.session.answered_below)
         self.outgoing.append((header, [[one.detach().clone()] if one.numel() else [] for one in tensors]))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
         while number not in self.replies:
+            self.tend()
+            self.client.tend(self)
             self._cluster.hub.switch()
         body, tensors = self.replies.pop(number)
         raise_refusals("the service", body)
@@ -116,6 +122,7 @@ class FaultyChannel:
         return body, [[one] for one in tensors]
 
     def poll(self, number: int) -> bool:
+        self.tend()
         return number in self.replies
 
     def is_pending(self, number: int) -> bool:
@@ -156,9 +163,16 @@ class FaultyChannel:
             self.replies[number] = body, tensors
 
     def break_connection(self) -> None:
-        """Lose all messages under way, then repeat the requests without a reply."""
+        """Lose all messages under way, and later ones until the worker has connected again."""
         self.outgoing.clear()
         self.incoming.clear()
+        self.is_broken = True
+
+    def tend(self) -> None:
+        """Repeat the requests without a reply over a new connection, if the last one is lost."""
+        if not self.is_broken:
+            return
+        self.is_broken = False
         if self.client is not None:
             self.client.replay(self)
         for number, (body, tensors) in self.session.unanswered():
@@ -249,17 +263,21 @@ class FaultyCluster:
     def step(self) -> bool:
         """Deliver one message, chosen at random; return False if none is under way."""
         self.now += 1.0
-        channels = [channel for one in self.workers_now for channel in one.channels]
-        deliveries: list[Callable[[], None]] = [
-            channel.arrive for channel in [*channels, *self._channels_of_failed] if channel.outgoing
-        ]
-        deliveries += [channel.arrive_reply for channel in channels if channel.incoming]
+        deliveries = self._deliveries()
+        if not deliveries:  # workers notice lost connections
+            self.start()
+            deliveries = self._deliveries()
         if not deliveries:
             return False
         self.random.choice(deliveries)()
         for one in self.workers_now:
             one.resume()
         return True
+
+    def _deliveries(self) -> list[Callable[[], None]]:
+        channels = [channel for one in self.workers_now for channel in one.channels]
+        outgoing = [channel.arrive for channel in [*channels, *self._channels_of_failed] if channel.outgoing]
+        return outgoing + [channel.arrive_reply for channel in channels if channel.incoming]
 
     def kill_worker(self, number: int) -> None:
         """End a worker's process; the services are notified later."""

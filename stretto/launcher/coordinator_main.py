@@ -57,7 +57,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
     if config.dispatcher_fd is not None:
         restarted, dispatcher_log = bool(records), folder / DISPATCHER_LOG
         if not restarted:
-            dispatcher_log.touch()  # before any record: a restarted process that finds no such file knows that it is lost
+            dispatcher_log.touch()  # before any record: to a restarted process no file means a lost log
         threading.Thread(target=_serve_dispatcher, args=(config, dispatcher_log, restarted), daemon=True).start()
     log = WriteAheadLog(path)
     if log.cut_off:

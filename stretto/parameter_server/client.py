@@ -576,6 +576,12 @@ class ParameterServerClient(Transport):
                 channel.send_oneway(self._group)
             self._contributions.replay(channel)
 
+    def tend(self, waiting: Channel) -> None:
+        """Let the other channels connect again while one waits."""
+        for channel in (self._dispatcher, *self.channels):
+            if channel is not waiting:
+                channel.tend()
+
     def _bytes_of(self, tensors: Sequence[Chunks]) -> list[bytes]:
         """Return the bytes in the tensors of a reply."""
         return [bytes(concatenated(chunks, "uint8").numpy()) for chunks in tensors]

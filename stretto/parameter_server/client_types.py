@@ -67,6 +67,10 @@ class Replaying(Protocol):
         """Send a restarted service the state that it may have lost."""
         ...
 
+    def tend(self, waiting: Channel) -> None:
+        """Let the other channels connect again while one waits: another worker may need what they then repeat."""
+        ...
+
 
 class Channel(Protocol):
     """A worker's connection to one service: requests and their replies."""
@@ -100,6 +104,10 @@ class Channel(Protocol):
 
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message whose reply is not waited for."""
+        ...
+
+    def tend(self) -> None:
+        """Connect again if the service was lost and is back, without waiting."""
         ...
 
     def abort(self) -> None:

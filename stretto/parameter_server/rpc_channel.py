@@ -130,10 +130,15 @@ class RpcChannel:
         """Return True if the reply has arrived, without waiting."""
         while request_id not in self._replies and self._take(zmq.NOBLOCK):
             pass
-        if request_id not in self._replies and self._failure_timeout_s is not None:
+        if request_id not in self._replies:
+            self.tend()
+        return request_id in self._replies
+
+    def tend(self) -> None:
+        """Connect again if the service was lost and is back."""
+        if self._failure_timeout_s is not None and not self._socket.closed:
             self._process_events()
             self._reconnect()
-        return request_id in self._replies
 
     def is_pending(self, request_id: int) -> bool:
         """Return True if a request has no reply yet."""
@@ -201,6 +206,8 @@ class RpcChannel:
             return
         self._process_events()
         self._reconnect()
+        if self._client is not None:
+            self._client.tend(self)
         if self._problem:
             raise TransportError(f"{self.peer} at {self.address} {self._problem}")
         now_s, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None

@@ -121,6 +121,9 @@ class SimChannel:
         self._replies.pop(number, None)
         self._mark_read(number)
 
+    def tend(self) -> None:
+        """Do nothing: the restarted server calls `resend`."""
+
     def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message that has no reply."""
         self._send_request(0, _request(body, tensors))
