@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from stretto.events import COORDINATOR, Event, of_process
+from stretto.membership.announcements import Announcements
 from stretto.membership.coordinator_records import (
     AnyRecord,
     ContinuedTo,
@@ -102,10 +103,7 @@ class MembershipCoordinator:
         """Reason why the run cannot continue, if the workers' loops are of unequal length."""
         self._outgoing: list[Outgoing] = []
         self._records: list[bytes] = []
-        self.notices: list[str] = []
-        """Notices for the user since they were last taken."""
-        self.events: list[Event] = []
-        """Events for the event log since they were last taken."""
+        self.announcements = Announcements()
         self._record(rules)
 
     @classmethod
@@ -128,6 +126,16 @@ class MembershipCoordinator:
     def phase(self) -> Phase:
         """Phase of the coordinator."""
         return self._phase
+
+    @property
+    def notices(self) -> list[str]:
+        """Notices for the user since they were last taken."""
+        return self.announcements.notices
+
+    @property
+    def events(self) -> list[Event]:
+        """Events for the event log since they were last taken."""
+        return self.announcements.events
 
     @property
     def members(self) -> dict[int, int]:
@@ -207,7 +215,8 @@ class MembershipCoordinator:
         for rank, silent in replica.silent_ranks(self._rules.failure_timeout_s / 2, now):
             if not rank.slow:
                 rank.slow = True
-                self._note_slow(replica, rank, silent, now)
+                limit_s = self._rules.failure_timeout_s
+                self.announcements.slow(replica, rank, self.generation, silent, limit_s, now)
 
     def extend_timeouts(self, seconds: float) -> None:
         """Extend all failure timeouts after a time in which no message was received."""
@@ -263,7 +272,7 @@ class MembershipCoordinator:
         is_news = replica.state == "in" and message.generation == self.generation
         if is_news and self._phase in ("running", "pausing") and not self._rules.asynchronous:
             problem = f"a collective operation of {replica.name_of(rank)} broke off"
-            self.notices.append(f"{problem} ({message.why}); re-forming the group")
+            self.announcements.notices.append(f"{problem} ({message.why}); re-forming the group")
             self._abort(f"{problem}: {message.why}", now)
             self._is_exchange_broken = not message.forming
 
@@ -454,7 +463,7 @@ class MembershipCoordinator:
         why = self._why
         if len(history) == 1 and len(self.workers.view.members) > 1:
             why += f"; worker {history[0]} continues alone: no other worker has what it commits now"
-            self.notices.append(why)
+            self.announcements.notices.append(why)
         return self._form(history, why, now)
 
     def _is_stuck(self, members: list[Replica]) -> bool:
@@ -481,7 +490,7 @@ class MembershipCoordinator:
         if not waiting or len(waiting) + self.workers.finished_count() < self._rules.min_workers:
             return self._stop(self._few(len(waiting)))
         if why:
-            self.notices.append(why)
+            self.announcements.notices.append(why)
         return self._form(waiting, why, now)
 
     def _stop_if_few(self, now: float) -> bool:
@@ -535,7 +544,8 @@ class MembershipCoordinator:
         if replica.is_running:
             replica.why, replica.failed_rank = why, rank
         if replica.is_running and state == "gone":
-            self._note_failed(replica, restart_note, now)
+            remaining = sum(member != replica.worker for member in self.members)
+            self.announcements.failed(replica, self.generation, remaining, restart_note, now)
             self._send_all(replica, Evicted(why), without=rank)
         if state == "left":
             self._note("left", of_process(replica.worker), replica.incarnation, why)
@@ -618,7 +628,7 @@ class MembershipCoordinator:
         self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
         self._record(Stopped(why, uneven))
         if not uneven:
-            self.notices.append(f"the run cannot continue: {why}")
+            self.announcements.notices.append(f"the run cannot continue: {why}")
         for replica in self.workers.replicas.values():
             if replica.is_running:
                 self._send_all(replica, Shutdown(why, uneven))
@@ -670,29 +680,7 @@ class MembershipCoordinator:
         self._records.append(encode_record(record))
 
     def _note(self, change: str, process: Event, incarnation: int, why: str, **further: object) -> None:
-        fields = {"what": change, "incarnation": incarnation, "generation": self.generation, "why": why}
-        self.events.append({"event": "membership", **process, **fields, **further})
-
-    def _note_failed(self, replica: Replica, restart_note: str, now: float) -> None:
-        worker, why, failed_rank = replica.worker, replica.why, replica.ranks[replica.failed_rank]
-        remaining_count = sum(member != worker for member in self.members)
-        activity = failed_rank.described_activity(now)
-        doing = f" while {activity}" if activity else ""
-        remaining = f"continuing with {remaining_count} {'worker' if remaining_count == 1 else 'workers'}"
-        self.notices.append(f"{replica.name_of(failed_rank)} failed ({why}){doing}; {remaining}{restart_note}")
-        cause = {"rank": failed_rank.number} if len(replica.ranks) > 1 else {}
-        self._note("failed", of_process(worker), replica.incarnation, why, **cause)
-
-    def _note_slow(self, replica: Replica, rank: Rank, silent: float, now: float) -> None:
-        activity = rank.described_activity(now - silent)
-        doing = f" It was {activity}." if activity else ""
-        remaining_s = self._rules.failure_timeout_s - silent
-        self.notices.append(
-            f"{replica.name_of(rank)} has sent no heartbeat for {silent:.1f} s.{doing} "
-            f"In {max(remaining_s, 0.0):.1f} s it is declared failed"
-        )
-        process = of_process(replica.worker, rank.number)
-        self._note("slow", process, replica.incarnation, f"no heartbeat for {silent:.1f} s")
+        self.announcements.changed(change, process, incarnation, self.generation, why, **further)
 
 
 def _refusal(

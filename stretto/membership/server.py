@@ -157,8 +157,7 @@ class MembershipServer:
             for post in outgoing:
                 name = connection_name(post.worker, post.incarnation, post.rank, post.ranks)
                 self._send(name, _ENCODER.encode(post.message))
-        notices, self._coordinator.notices = self._coordinator.notices, []
-        events, self._coordinator.events = self._coordinator.events, []
+        notices, events = self._coordinator.announcements.take()
         if events and self._launchers:
             failures = _ENCODER.encode(self._coordinator.failures)
             for launcher in self._launchers:

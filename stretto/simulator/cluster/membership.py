@@ -342,8 +342,7 @@ class SimCoordinator:
             is_current = client is not None and client.incarnation == message.incarnation
             if client is not None and is_current and self._is_reachable(client, awake=False):
                 self._after_latency(client, self._delivery(client, message.message))
-        notices, membership.notices = membership.notices, []
-        events, membership.events = membership.events, []
+        notices, events = membership.announcements.take()
         for notice in notices:
             self._notify(notice)
         for event in events:
