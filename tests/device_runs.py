@@ -204,6 +204,8 @@ def _noted(group: Any) -> list[str]:
 
 def group_operations(run: Run, case: str, device: str) -> dict[str, Any]:
     """Return which operations the group of the devices has carried."""
+    import torch
+
     from tests import device_group
 
     made: list[Any] = []
@@ -216,7 +218,7 @@ def group_operations(run: Run, case: str, device: str) -> dict[str, Any]:
     device_group.DeviceGroup.__init__ = init  # type: ignore[method-assign]
     operations(run, case, device)
     ((group, names),) = made
-    return {"operations": names, "is_shut": group.is_shut}
+    return {"operations": names, "is_shut": group.is_shut, "used": torch.far.used}  # type: ignore[attr-defined]
 
 
 def elastic_operations(run: Run, case: str, device: str) -> dict[str, Any]:
@@ -255,6 +257,42 @@ def uses(run: Run, case: str, device: str) -> list[Any]:
     name, _, recipe = case.partition(": ")
     run.start(recipe, run=run.folder)
     return device_uses.USES[name](device)
+
+
+def one_device(run: Run, case: str, device: str) -> list[Any]:
+    """Train by a recipe, on the CPU at the second worker."""
+    return recipe(run, case, "cpu" if run.worker else device)
+
+
+def simulated_recipes(cases: list[str]) -> dict[str, str]:
+    """Return the recipes whose simulated workers do not have the bits of the CPU on the device, and the reason."""
+    import second_device  # noqa: F401
+    import torch
+    from simulator.harness import simulated
+    from thread_workers import regression, small_net
+    from torch.utils.data import DataLoader
+
+    import stretto
+    from tests.device_uses import sgd, train
+
+    def work(device: str) -> Any:
+        def run(_: int) -> list[Any]:
+            net = small_net().to(device)
+            optimizer: Any = sgd(net, momentum=0.0)
+            loader = stretto.distribute(net, optimizer, DataLoader(regression(34), batch_size=4))
+            return [one.detach().cpu().clone() for one in train(net, optimizer, loader, device, 1)]
+
+        return run
+
+    wrong = {}
+    for case in cases:
+        try:
+            near, far = (simulated(3, work(device), case).found for device in ("cpu", "far:0"))
+            equal = all(map(torch.equal, *([one for each in found for one in each] for found in (near, far))))
+            wrong |= {} if equal else {case: "other bits"}
+        except Exception:
+            wrong[case] = traceback.format_exc()
+    return wrong
 
 
 def host_reads(run: Run, case: str, device: str) -> dict[str, Any]:
@@ -303,6 +341,32 @@ def random_numbers(run: Run, case: str, device: str) -> list[Any]:
         drawn.append(torch.rand(2, device=device))
         train(net, optimizer, loader, device, 1)
     return drawn
+
+
+def not_finite(run: Run, case: str, device: str) -> dict[str, Any]:
+    """Train with a NaN in the loss of step 3, or of the last step; return the error and the steps that were done."""
+    import torch
+    from thread_workers import regression, small_net
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    import stretto
+    from stretto.errors import NotFiniteError
+
+    run.start("local_sgd(every=100)")
+    net, steps = small_net().to(device), 0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, foreach=True)
+    try:
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(48), batch_size=8)):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x.to(device)), y.to(device))
+            steps += 1
+            (loss * (torch.nan if steps == int(case) else 1.0)).backward()
+            optimizer.step()
+    except NotFiniteError as error:
+        run.has_started = False
+        return {"error text": str(error), "steps": steps}
+    return {"error text": "", "steps": steps}
 
 
 def restores_random_states() -> list[bool]:

@@ -72,6 +72,12 @@ class FarModule(_DummyBackendModule):
     def __init__(self) -> None:
         self.generator = torch.Generator()
         self._stream = FarStream()
+        self.used: list[str] = []
+        """Devices that were made the current one."""
+
+    def set_device(self, device: Any) -> None:
+        """Make a device the current one."""
+        self.used.append(str(device))
 
     def current_stream(self, device: Any = NAME) -> FarStream:
         """Return the stream of the device."""

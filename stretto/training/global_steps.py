@@ -173,12 +173,12 @@ class GlobalSteps:
 
         `left` is True if the script has left its epoch in the middle of the step.
         """
+        if left:
+            self._refuse_not_finite(self._gradient_check.settle())
         if self.current is None:
             return
         self._timer.switch("other")
         self.pace.go_on()
-        if left:
-            self._refuse_not_finite(self._gradient_check.settle())
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped

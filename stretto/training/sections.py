@@ -175,9 +175,10 @@ class Sections:
             )
         self._context.runtime.on_distribute(arguments.model, arguments.loader)  # before the others are waited for
         if self._transport is None:
-            named = trainable(arguments.model, arguments.optimizers)
+            devices = [one.device for _, one in trainable(arguments.model, arguments.optimizers)]
+            accelerator = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
             self._kind = kind
-            self._transport = self._context.transport_for(recipe, named[0][1].device if named else torch.device("cpu"))
+            self._transport = self._context.transport_for(recipe, accelerator)
             if self._context.opens_folder:
                 self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
             self._entered = self._where(self._transport)

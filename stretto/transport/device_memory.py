@@ -55,6 +55,13 @@ def streams_of(device: torch.device) -> Any:
     return torch.get_device_module(device) if device.type in STREAMS else None
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device the current one of this process, so that nothing in it takes memory on another by default."""
+    module = streams_of(device)
+    if module is not None and device.index is not None:
+        module.set_device(device)
+
+
 class Arriving:
     """A number of a device on its way to the host, for which only `read` waits."""
 

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport.device_groups import GROUPS, by_host
+from stretto.transport.device_memory import use_device
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
 from stretto.transport.interface import (
@@ -108,6 +109,7 @@ class ProcessGroupTransport(Transport):
     def connect_devices(self, device: torch.device) -> None:
         """Form the group of all workers' devices of this kind, which carries their means and all-gathers."""
         self._device_kind = device.type
+        use_device(device)
         if self._sockets is not None:  # the thread of NCCL would end this process after an abort
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         kind = getattr(dist, GROUPS[device.type])

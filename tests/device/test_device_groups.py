@@ -52,6 +52,14 @@ def test_training_has_the_bits_of_the_cpu_through_each_transport(carrier: str, t
     assert not [one for one in near[0].values() if "error" in one]
 
 
+@pytest.mark.parametrize("carrier", [LIVE, GROUP])
+def test_workers_train_together_if_only_some_have_a_device(carrier: str, tmp_path: Path) -> None:
+    near = results("recipe", 2, tmp_path / "cpu", "cpu", RECIPES, carrier)
+    mixed = results("one_device", 2, tmp_path / "far", "far:0", RECIPES, carrier)
+    assert near == mixed
+    assert not [one for one in near[0].values() if "error" in one]
+
+
 @pytest.mark.parametrize("carrier", [LIVE, GROUP, SHARING, REFUSING])
 def test_operations_on_tensors_of_a_device_return_tensors_of_the_device(carrier: str, tmp_path: Path) -> None:
     (first, second) = results("operations", 2, tmp_path / "far", "far:0", ["once"], carrier)
@@ -62,7 +70,8 @@ def test_operations_on_tensors_of_a_device_return_tensors_of_the_device(carrier:
 def test_a_group_of_devices_carries_tensors_of_the_device_and_no_others(tmp_path: Path) -> None:
     """Each worker notes the operations of its group of devices: one to connect, a mean, an all-gather."""
     (first, _) = results("group_operations", 2, tmp_path / "far", "far:0", ["once"], GROUP)
-    assert first["once"].get("facts") == {"operations": ["allreduce", "allreduce", "allgather"], "is_shut": True}
+    operations = ["allreduce", "allreduce", "allgather"]
+    assert first["once"].get("facts") == {"operations": operations, "is_shut": True, "used": ["far:0"]}
 
 
 @pytest.mark.parametrize("carrier", [GROUP])
@@ -98,6 +107,14 @@ def test_a_buffer_is_sent_after_all_streams_that_wrote_it(monkeypatch: pytest.Mo
     assert sender.waited == [first, second]
     writers.join()
     assert sender.waited == [first, second]
+
+
+def test_memory_of_the_host_is_pinned_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = list[bool]()
+    monkeypatch.setattr(torch, "empty", lambda *_, pin_memory, **__: pinned.append(pin_memory))
+    for kind in ("cpu", "cuda", "xpu", "mps"):
+        device_memory.host_memory(torch.ones(2), torch.device(kind))
+    assert pinned == [False, True, True, False]
 
 
 def test_a_buffer_of_the_cpu_has_no_streams() -> None:

@@ -91,7 +91,7 @@ def test_a_resumed_run_continues_with_the_random_numbers_of_the_device(recipe: s
     assert same(whole, resumed)
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd(shards=2)"])
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
 def test_a_run_survives_a_killed_worker(recipe: str) -> None:
     folder, model = trained("far", "far:0", "3", "0.0", "killed", recipe=recipe)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

@@ -98,6 +98,8 @@ def test_gpus_are_assigned_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
     assert [devices(worker) for worker in range(4)] == ["4", "GPU-7", "2", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c3b,MIG-GPU-7f/1/0")
+    assert [devices(worker) for worker in range(3)] == ["MIG-5c3b", "MIG-GPU-7f/1/0", "MIG-5c3b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices(0) == ""
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-caps"):
