@@ -341,6 +341,30 @@ def test_exchanges_within_a_host_leave_the_link_between_hosts_free() -> None:
     assert exchange_ends(net, {0: [2], 1: [3], 2: [0], 3: [1]}) == pytest.approx([2.0 + 2 * FRAME_S] * 4)
 
 
+@pytest.mark.parametrize(
+    ("net", "share"),
+    [
+        ("8Mbit/s", [1.5] * 4),
+        ("hosts of 4 on 80Mbit/s, 8Mbit/s between", [1.5] * 4),
+        ("hosts of 2 on 80Mbit/s, 8Mbit/s between", [1.0, 0.0] * 2),
+    ],
+)
+def test_bytes_of_a_mean_are_those_of_live_workers(net: str, share: list[float]) -> None:
+    """Workers alone on their hosts, and those of one host, count a ring; of several hosts their first workers count.
+
+    Each sends 2(N-1)/N of the tensor: N is the number of workers, or of hosts.
+    """
+    sent = {}
+
+    def live(worker: Worker, transport: SimTransport) -> None:
+        before = transport.traffic().bytes_sent
+        transport.submit(AllReduceMean(torch.ones(1_000_000))).wait()
+        sent[worker.number] = transport.traffic().bytes_sent - before
+
+    Scene(4, net).lived(live)
+    assert [sent[number] / 4_000_000 for number in range(4)] == pytest.approx(share, rel=0.02)
+
+
 def test_a_worker_without_its_peer_is_named() -> None:
     def live(worker: Worker, transport: SimTransport) -> None:
         if worker.number == 0:

@@ -88,9 +88,9 @@ class SimGroup:
             self._start(collective)
 
     def mean_bytes(self, rank: int, nbytes: int, item_bytes: int) -> tuple[int, int]:
-        """Return the bytes of a mean on a worker's sockets."""
+        """Return the bytes of a mean on a worker's sockets; within one host, as computed for memory."""
         leaders, worker = self._leaders, self.members[rank]
-        if len(leaders) == self.workers:
+        if len(leaders) in (1, self.workers):
             return _all_reduce_bytes(rank, self.workers, nbytes, item_bytes)
         if worker not in leaders:
             return 0, 0
