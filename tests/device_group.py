@@ -1,6 +1,7 @@
 """A group of second devices for tests, in the place of NCCL: tensors of the device alone, of one length at all workers.
 
 A result is in the tensor once `wait` was called. A wait with a limit ends the group at the limit, as that of NCCL does.
+An abort makes the operations look complete, unless the device hangs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from stretto.transport import device_groups
 NAME = "ProcessGroupOfTests"
 
 
-def register(shares_device: bool = False) -> None:
-    """Have the workers' devices connected by this group; or not, if they share one device."""
+def register(shares_device: bool = False, hangs: bool = False) -> None:
+    """Have the workers' devices connected by this group; or not, if they share one device.
+
+    A device that `hangs` is not stopped by an abort.
+    """
+    DeviceGroup.hangs = hangs
     device_groups.GROUPS["far"] = NAME
     device_groups.PLACES["far"] = lambda _: "the only device" if shares_device else f"device of process {os.getpid()}"
     setattr(dist, NAME, DeviceGroup)
@@ -27,6 +32,8 @@ def register(shares_device: bool = False) -> None:
 
 class DeviceGroup:
     """One worker's end."""
+
+    hangs = False
 
     def __init__(self, store: Any, worker: int, workers: int, timeout: timedelta) -> None:
         self._inner = dist.ProcessGroupGloo(store, worker, workers, timeout)
@@ -59,7 +66,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return True if a wait would not block."""
-        return bool(self._inner.is_completed())
+        return not self._group.hangs if self._group.is_aborted else bool(self._inner.is_completed())
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for the result."""

@@ -247,7 +247,7 @@ def elastic_operations(run: Run, case: str, device: str) -> dict[str, Any]:
     except BrokenTransportError:
         later = "BrokenTransportError"
     transport.close()
-    return {"is_aborted": group.is_aborted, "later": later}
+    return {"state": group.state.value, "later": later}
 
 
 def uses(run: Run, case: str, device: str) -> list[Any]:
@@ -410,3 +410,41 @@ def counters_after_loading(options: dict[str, bool]) -> list[list[str]]:
         optimizer.state = {} if not optimizer.state else optimizer.state
         load_optimizers(Optimizers([optimizer]), tensors)
     return found
+
+
+def failed_operations(run: Run, case: str, device: str) -> dict[str, Any]:
+    """Wait at worker 0 for a mean that worker 1 does not take part in, until an abort; return what is raised.
+
+    The device hangs in a case of this name.
+    """
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    from stretto.collective_ops import AllReduceMean
+    from stretto.errors import StrettoError
+    from stretto.transport.process_group import ProcessGroupTransport
+    from stretto.transport.shared_memory import over_shared_memory
+    from tests import device_group
+
+    device_group.register(hangs=case == "hangs")
+    store = dist.FileStore(run.file, run.workers)
+    transport: Any = ProcessGroupTransport(store, run.worker, run.workers, TIMEOUT_S, elastic=True)
+    transport = over_shared_memory(transport, torch.device(device), 0.5 if case == "hangs" else TIMEOUT_S)
+    raised: list[str] = []
+
+    def note(act: Any) -> None:
+        try:
+            act()
+        except StrettoError as error:
+            raised.append(type(error).__name__)
+
+    if run.worker == 0:
+        mean = transport.submit(AllReduceMean(torch.ones(3, device=device)))
+        threading.Timer(0.1, transport.abort).start()
+        note(mean.wait)
+    else:
+        note(lambda: transport.all_gather_bytes(b""))
+    note(transport.close)
+    return {"raised": raised}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import struct
 import threading
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, Exchange
-from stretto.errors import BrokenTransportError, TransportError
+from stretto.errors import BrokenTransportError, MemberOutError, TransportError
 from stretto.transport.device_groups import GROUPS, by_host
 from stretto.transport.device_memory import use_device
 from stretto.transport.gloo_sockets import GroupSockets
@@ -42,6 +41,7 @@ from stretto.transport.interface import (
     made,
     nbytes,
 )
+from stretto.transport.nccl_communicator import abortable_group
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -50,8 +50,6 @@ PIECE_BYTES = 16 << 20
 """Bytes of a piece of longer messages. Each piece has its own time limit, so that a slow link is not a failure."""
 LOOK_S = 0.02
 """Seconds between two checks of a wait for an abort."""
-POLL_S = 0.0002
-"""Seconds between two checks of an operation of devices."""
 LOOK = timedelta(seconds=LOOK_S)
 EXCHANGE_FRAME = struct.Struct("<q24s")
 """Frame of an exchange: the number of numbers, and their dtype."""
@@ -106,14 +104,19 @@ class ProcessGroupTransport(Transport):
         self._ended: deque[Any] = deque(maxlen=ENDED)
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if elastic else None
 
-    def connect_devices(self, device: torch.device) -> None:
-        """Form the group of all workers' devices of this kind, which carries their means and all-gathers."""
+    def connect_devices(self, device: torch.device, failure_timeout_s: float | None = None) -> None:
+        """Form the group of all workers' devices of this kind, which carries their means and all-gathers.
+
+        That of an elastic transport ends its waits after an abort, and the abort after `failure_timeout_s`.
+        """
         self._device_kind = device.type
         use_device(device)
-        if self._sockets is not None:  # the thread of NCCL would end this process after an abort
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        kind = getattr(dist, GROUPS[device.type])
-        self._devices = _form(kind, self._store, "tensors", self.worker, self.workers, self.timeout_s)
+        if self._sockets is None:
+            kind = getattr(dist, GROUPS[device.type])
+            self._devices = _form(kind, self._store, "tensors", self.worker, self.workers, self.timeout_s)
+        else:
+            store, limit_s = PrefixStore("tensors", self._store), failure_timeout_s or self.timeout_s
+            self._devices = abortable_group(store, self.worker, self.workers, device, self.timeout_s, limit_s)
         self.submit(AllReduceMean(torch.zeros(1, device=device))).wait()  # connects now, and not in the first step
 
     def carries(self, op: CollectiveOp) -> bool:
@@ -180,21 +183,30 @@ class ProcessGroupTransport(Transport):
         if self._sockets is None:
             raise TransportError("only an elastic transport can be aborted")
         self._broken.set()
-        self._sockets.shut()
         if (devices := self._devices) is not None:
-            with contextlib.suppress(RuntimeError):
-                devices.abort()
+            devices.abort()
+        self._sockets.shut()
 
     def close(self) -> None:
-        """Close the groups. A group with operations that gloo has not ended is kept for `drop_parked`."""
+        """Close the groups. A group with operations that gloo has not ended is kept for `drop_parked`.
+
+        Raise MemberOutError if a device may still write to tensors: this process can't use it any more.
+        """
         self.traffic()
+        has_ended = self._devices is None or self._close_devices()
         if self._sockets is not None and self._control is not None:
             self._park(self._broken.is_set())
-        elif self._devices is not None:
-            self._devices.shutdown()
         self._opened = frozenset()
         self._control = self._devices = None
         self._ended.clear()
+        if not has_ended:
+            raise MemberOutError(f"the operations of {self._device_kind} could not be aborted; restarting this worker")
+
+    def _close_devices(self) -> bool:
+        if self._sockets is not None:
+            return bool(self._devices.close())
+        self._devices.shutdown()
+        return True
 
     def _park(self, broken: bool) -> None:
         if broken:
@@ -203,7 +215,7 @@ class ProcessGroupTransport(Transport):
         self._sealed_at = min(self._sealed_at, time.monotonic())
         if self._sockets is not None:
             self._sockets.close()
-        _parked.append(_Parked(self._control, self._devices, self._under_way))
+        _parked.append(_Parked(self._control, self._under_way))
         if not broken:
             drop_parked()
 
@@ -247,14 +259,14 @@ class ProcessGroupTransport(Transport):
             raise TransportError("the transport is closed")
         return self._devices if on_device else self._control
 
-    def _finish(self, work: Any, what: str, on_device: bool = False) -> None:
+    def _finish(self, work: Any, what: str) -> None:
         """Wait for an operation. Of devices, unless the transport is elastic, only the current stream waits for it."""
         began = time.monotonic()
         try:
             if self._sockets is None:
                 work.wait()
             else:
-                self._watch(work, on_device)
+                self._watch(work)
         except RuntimeError as error:
             raise self.failure(error, what, time.monotonic() - began) from error
         self._ended.append(work)
@@ -278,14 +290,11 @@ class ProcessGroupTransport(Transport):
         if errors:
             raise self.failure(RuntimeError(errors[0]), what, time.monotonic() - began)
 
-    def _watch(self, work: Any, on_device: bool) -> None:
-        """Wait for an operation, or for an abort. A wait of NCCL with a limit would abort the group at the limit."""
+    def _watch(self, work: Any) -> None:
+        """Wait for an operation, or for an abort."""
         while not work.is_completed():
             if self._broken.is_set():
                 raise RuntimeError("it was aborted")
-            if on_device:
-                time.sleep(POLL_S)
-                continue
             with contextlib.suppress(RuntimeError):
                 work.wait(LOOK)
                 break
@@ -294,12 +303,14 @@ class ProcessGroupTransport(Transport):
         self._under_way.discard(work)
 
     def _let_go(self) -> None:
-        """Wait until gloo can no longer write into the tensors of broken operations.
+        """Wait until gloo, or a device, can no longer write into the tensors of broken operations.
 
         Most operations end with an error immediately. Gloo forgets one whose message was cut off until its time-out:
         its thread sleeps and holds the tensor. It is abandoned once nothing more can be read and the thread had time to
         finish a computation.
         """
+        if self._devices is not None:
+            self._devices.settle()
         self._seal()
         while not all(work.is_completed() for work in self._under_way) and time.monotonic() < self._sealed_at + QUIET_S:
             time.sleep(0.0005)
@@ -332,7 +343,6 @@ class _Parked:
     """Groups of a closed transport, and operations that gloo may still be running."""
 
     control: Any
-    devices: Any
     under_way: set[Any]
 
     def idle(self) -> bool:
@@ -366,8 +376,7 @@ class _AllReduceHandle:
     work: Any
 
     def wait(self) -> Tensor:
-        on_device = self.tensor.device.type != "cpu"
-        self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers", on_device)
+        self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
         return self.tensor
 
 
@@ -466,7 +475,7 @@ class _AllGatherHandle:
         padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
         work = self.transport._begin("allgather", [found], [padded], on_device=True)
-        self.transport._finish(work, "every worker's message", on_device=True)
+        self.transport._finish(work, "every worker's message")
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
 

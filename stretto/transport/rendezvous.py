@@ -69,7 +69,7 @@ class GroupRendezvous:
         self._prefix = f"stretto/{members.generation}"
         keeps = rank == members.first
         group = form(store, keeps, self._prefix, rank, size, self._patience_s, self._timeout_s)
-        return over_shared_memory(group, self._device)
+        return over_shared_memory(group, self._device, self._patience_s)
 
     def abort(self) -> None:
         """Abort the connecting in progress, or the group that it has returned."""

@@ -41,7 +41,7 @@ SEGMENT_BYTES = 4 << 20
 
 
 def over_shared_memory(
-    inner: ProcessGroupTransport, device: torch.device | None = None
+    inner: ProcessGroupTransport, device: torch.device | None = None, failure_timeout_s: float | None = None
 ) -> ProcessGroupTransport | SharedMemoryTransport:
     """Return a transport that computes means in shared memory, or the process group if any worker can't do so.
 
@@ -56,7 +56,7 @@ def over_shared_memory(
             own_offer = (offer_memory(inner.workers, files), offered_device(device))
             messages = inner.all_gather_bytes(msgspec.msgpack.encode(own_offer))
             decoded = [msgspec.msgpack.decode(one, type=tuple[Offer, str]) for one in messages]
-            if device is not None and _connects_devices(inner, device, [one for _, one in decoded]):
+            if device is not None and _connects_devices(inner, device, [one for _, one in decoded], failure_timeout_s):
                 return inner
             offers = [offer for offer, _ in decoded]
             names = [one.host for one in offers]
@@ -76,10 +76,12 @@ def over_shared_memory(
     return SharedMemoryTransport(inner, memory)
 
 
-def _connects_devices(inner: ProcessGroupTransport, device: torch.device, offers: Sequence[str]) -> bool:
+def _connects_devices(
+    inner: ProcessGroupTransport, device: torch.device, offers: Sequence[str], failure_timeout_s: float | None
+) -> bool:
     kind, why = agreed_kind(offers)
     if kind:
-        inner.connect_devices(device)
+        inner.connect_devices(device, failure_timeout_s)
     elif why and inner.worker == 0:
         notice_host_memory(why)
     return bool(kind)

@@ -75,12 +75,19 @@ def test_a_group_of_devices_carries_tensors_of_the_device_and_no_others(tmp_path
 
 
 @pytest.mark.parametrize("carrier", [GROUP])
-def test_an_elastic_transport_waits_for_devices_without_a_limit_and_aborts_their_group(
-    carrier: str, tmp_path: Path
-) -> None:
+def test_an_elastic_transport_aborts_the_group_of_its_devices(carrier: str, tmp_path: Path) -> None:
     (first, second) = results("elastic_operations", 2, tmp_path / "far", "far:0", ["once"], carrier)
     assert "error" not in first["once"], first["once"]["error"]
-    assert first["once"]["facts"] == second["once"]["facts"] == {"is_aborted": True, "later": "BrokenTransportError"}
+    assert first["once"]["facts"] == second["once"]["facts"] == {"state": "aborted", "later": "BrokenTransportError"}
+
+
+def test_a_worker_whose_device_does_not_stop_has_to_restart(tmp_path: Path) -> None:
+    """Its tensors may still be written to, so it neither repeats the operation nor forms the next group."""
+    (first, second) = results("failed_operations", 2, tmp_path / "far", "far:0", ["stops", "hangs"], GROUP)
+    assert not [one for outcomes in (first, second) for one in outcomes.values() if "error" in one]
+    assert first["stops"]["facts"] == {"raised": ["BrokenTransportError"]}
+    assert first["hangs"]["facts"] == {"raised": ["BrokenTransportError", "MemberOutError"]}
+    assert second["stops"] == second["hangs"] == first["stops"]
 
 
 class FakeStream:
