@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo test test-long check bench docs clean
+.PHONY: help install demo test test-long test-gpu check bench bench-gpu docs clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
@@ -28,7 +28,7 @@ demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
 
 # Compiled files are kept, whatever the environment asks for: the processes of the tests would compile all modules again.
-test test-long: export PYTHONDONTWRITEBYTECODE :=
+test test-long test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY)      ## the test suite
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -36,11 +36,20 @@ test: $(READY)      ## the test suite
 test-long: $(READY) ## the test suite with forty times the examples of property tests, and its slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) -m "" --hypothesis-profile=long
 
+# Without a GPU these two do nothing: the bodies of the tests run on the CPU in `make test` and `make test-long`.
+GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+
+test-gpu: $(READY)  ## the tests that need a GPU, or several
+	@if $(GPU); then $(BIN)/python -m pytest -m gpu tests/gpu; else echo "skipped: no GPU"; fi
+
 check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench-gpu: $(READY) ## speed, codecs, overhead and memory on GPUs, beside torch's DistributedDataParallel
+	$(BIN)/python -m benchmarks.gpu
 
 bench: $(READY)     ## the figures of docs/figures.md
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,76 @@
+"""Runs of `stretto run` whose model is on a device, and what they left."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.events import read_events
+
+SCRIPT = Path(__file__).with_name("train_on_device.py")
+TESTS = Path(__file__).resolve().parents[1]
+LIMIT_S = 300.0
+STATE = re.compile(r"worker (\d+) on (.+): state ([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended. `states` has the digest of each worker's model, `places` its device."""
+
+    code: int
+    output: str
+    events: list[dict[str, Any]]
+
+    @property
+    def states(self) -> dict[int, str]:
+        """Digests of the models by worker."""
+        return {int(worker): state for worker, _, state in STATE.findall(self.output)}
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the evaluations."""
+        return [event["metrics"]["loss"] for event in self.events if event["event"] == "evaluation"]
+
+    @property
+    def devices(self) -> set[str]:
+        """Devices of the model in the event log."""
+        return {event["device"].partition(":")[0] for event in self.events if event["event"] == "start"}
+
+    @property
+    def failures(self) -> int:
+        """Number of workers that failed."""
+        return sum(event["event"] == "membership" and event.get("what") == "failed" for event in self.events)
+
+    def check(self, device: str, is_synchronous: bool = True) -> None:
+        """Raise AssertionError unless the run has trained on the device, with each sample once."""
+        assert self.code == 0, self.output[-3000:]
+        assert self.devices == {device}
+        assert self.losses[-1] < 0.9 * self.losses[0], self.losses
+        assert len(set(self.states.values())) == 1 or not is_synchronous, self.states
+        counts = [event["sample_counts"] for event in self.events if event["event"] == "epoch"]
+        assert counts
+        assert not any(one["twice"] or one["never"] for one in counts), counts
+
+
+def train(
+    folder: Path,
+    device: str,
+    recipe: str,
+    *options: str,
+    script: tuple[str, ...] = (),
+    workers: int = 2,
+    **variables: str,
+) -> Finished:
+    """Run the script with some workers on a device."""
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(workers), "--recipe", recipe, "--out", str(folder)]
+    command += ["--output", "all", *options, str(SCRIPT), "--device", device, *script]
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    log = folder / "events.jsonl"
+    return Finished(done.returncode, done.stdout + done.stderr, list(read_events(log)) if log.exists() else [])

@@ -1,0 +1,75 @@
+"""Training on GPUs: `make test-gpu` runs these tests on them. Elsewhere their bodies run on the CPU.
+
+Two workers on a machine with one GPU share it, through gloo and the memory of the host; with two GPUs they use NCCL.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.gpu_runs import train
+
+CPU, FAR = pytest.param("cpu"), pytest.param("far")
+CPU_LONG = pytest.param("cpu", marks=pytest.mark.long)
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+CUDAS = pytest.param("cuda", marks=pytest.mark.gpu(count=2))
+RECIPES = [
+    "allreduce",
+    "local_sgd(every=4)",
+    "diloco(every=4)",
+    "allreduce(how=error_feedback(top_k(0.1)))",
+    "allreduce(how=error_feedback(sign()))",
+    "power_sgd(rank=2)",
+    "async_sgd",
+]
+SHORT = "allreduce(how=error_feedback(top_k(0.1)))"
+
+
+def recipes() -> list[object]:
+    """Return each recipe on a GPU, and on the CPU: one in the ordinary suite, and all in the long one."""
+    on_cpu = [pytest.param(one, "cpu", marks=() if one == SHORT else pytest.mark.long) for one in RECIPES]
+    return [*on_cpu, *(pytest.param(one, "cuda", marks=pytest.mark.gpu) for one in RECIPES)]
+
+
+@pytest.mark.parametrize(("recipe", "device"), recipes())
+def test_a_recipe_trains_on_the_device(recipe: str, device: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", device, recipe)
+    run.check(device, is_synchronous="async" not in recipe)
+
+
+@pytest.mark.parametrize("device", [CPU_LONG, CUDA])
+def test_a_run_is_resumed_from_a_checkpoint_on_the_device(device: str, tmp_path: Path) -> None:
+    saved = ["--checkpoint-every", "1 rounds"]
+    first = train(tmp_path / "one", device, "allreduce", *saved, script=("--epochs", "2"))
+    first.check(device)
+    again = train(tmp_path / "two", device, "allreduce", "--resume", str(tmp_path / "one"), script=("--epochs", "4"))
+    again.check(device)
+    whole = train(tmp_path / "whole", device, "allreduce", script=("--epochs", "4"))
+    assert again.states == whole.states
+
+
+@pytest.mark.parametrize("device", [FAR, CPU_LONG, CUDAS])
+def test_a_killed_worker_leaves_its_group_and_joins_the_next(device: str, tmp_path: Path) -> None:
+    """With a group of the devices in each generation: NCCL on GPUs, and on the device of the tests its own."""
+    workers = min(torch.cuda.device_count(), 3) if device == "cuda" else 3
+    options, script = ("--failure-timeout", "4s"), ("--epochs", "6", "--kill", "1")
+    run = train(tmp_path / "run", device, "allreduce", *options, script=script, workers=workers)
+    run.check(device)
+    assert run.failures == 1
+    assert "pass through the memory" not in run.output
+
+
+@pytest.mark.gpu
+def test_workers_that_share_a_gpu_use_the_memory_of_the_host_and_say_so(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "cuda", "allreduce", CUDA_VISIBLE_DEVICES="0")
+    run.check("cuda")
+    assert "share a device" in run.output
+
+
+@pytest.mark.gpu(count=2)
+def test_nccl_and_gloo_compute_the_same_mean(tmp_path: Path) -> None:
+    nccl = train(tmp_path / "nccl", "cuda", "allreduce")
+    gloo = train(tmp_path / "gloo", "cuda", "allreduce", CUDA_VISIBLE_DEVICES="0")
+    assert nccl.losses == pytest.approx(gloo.losses, rel=1e-4)

@@ -1,0 +1,66 @@
+"""A plain loop on a device, for tests on GPUs and, reduced, on machines without one.
+
+Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 in its
+second epoch, while the others wait for it; a restarted worker does not get it again. The device `far` is the second
+device of the tests, with a group of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.process_config import WorkerConfig, worker_config
+
+SAMPLES, BATCH = 256, 8
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device, and register that of the tests."""
+    if name == "far":
+        import device_group
+        import second_device  # noqa: F401
+
+        device_group.register()
+        return torch.device("far", 0)
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def main() -> None:
+    """Train, and print the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--kill", type=int, default=-1)
+    options = parser.parse_args()
+    device, config = device_of(options.device), worker_config() or WorkerConfig()
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 16)
+    data = TensorDataset(x, x @ torch.randn(16, 4))
+    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5, foreach=True)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"loss": float(nn.functional.mse_loss(model(x.to(device)), data.tensors[1].to(device)))}
+
+    loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), evaluate=evaluate)
+    for epoch in range(options.epochs):
+        for step, (inputs, targets) in enumerate(loader):
+            if (epoch, step) == (1, 3) and config.worker == options.kill and config.incarnation == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+    state = b"".join(one.detach().cpu().numpy().tobytes() for one in net.parameters())
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    print(f"worker {config.worker} on {place}: state {hashlib.blake2b(state, digest_size=8).hexdigest()}", flush=True)
+
+
+main()
