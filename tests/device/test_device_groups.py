@@ -45,14 +45,14 @@ def test_every_kind_of_device_has_a_place() -> None:
     assert offered_device(torch.device("mps")).startswith("mps ")
 
 
-@pytest.mark.parametrize("carrier", [LIVE, GROUP, SHARING])
+@pytest.mark.parametrize("carrier", [LIVE, GROUP, pytest.param(SHARING, marks=pytest.mark.long)])
 def test_training_has_the_bits_of_the_cpu_through_each_transport(carrier: str, tmp_path: Path) -> None:
     near, far = (results("recipe", 2, tmp_path / one[:3], one, RECIPES, carrier) for one in ("cpu", "far:0"))
     assert near == far
     assert not [one for one in near[0].values() if "error" in one]
 
 
-@pytest.mark.parametrize("carrier", [LIVE, GROUP])
+@pytest.mark.parametrize("carrier", [LIVE, pytest.param(GROUP, marks=pytest.mark.long)])
 def test_workers_train_together_if_only_some_have_a_device(carrier: str, tmp_path: Path) -> None:
     near = results("recipe", 2, tmp_path / "cpu", "cpu", RECIPES, carrier)
     mixed = results("one_device", 2, tmp_path / "far", "far:0", RECIPES, carrier)
@@ -60,7 +60,10 @@ def test_workers_train_together_if_only_some_have_a_device(carrier: str, tmp_pat
     assert not [one for one in near[0].values() if "error" in one]
 
 
-@pytest.mark.parametrize("carrier", [LIVE, GROUP, SHARING, REFUSING])
+@pytest.mark.parametrize(
+    "carrier",
+    [LIVE, GROUP, pytest.param(SHARING, marks=pytest.mark.long), pytest.param(REFUSING, marks=pytest.mark.long)],
+)
 def test_operations_on_tensors_of_a_device_return_tensors_of_the_device(carrier: str, tmp_path: Path) -> None:
     (first, second) = results("operations", 2, tmp_path / "far", "far:0", ["once"], carrier)
     assert "error" not in first["once"] | second["once"], (first, second)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from child_process import call
 from device_runs import REFUSING, Outcome, results
 from training.test_recipes import RECIPES, SYNCHRONOUS, TIMED
@@ -39,11 +40,13 @@ def test_recipes_of_a_server_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
     assert not wrong(*both(tmp_path, 1, IN_TURN))
 
 
+@pytest.mark.long
 def test_simulated_workers_have_the_bits_of_the_cpu() -> None:
     """In virtual time the updates of several workers arrive in the same order on both devices."""
     assert not call("device_runs", "simulated_recipes", [*ASYNCHRONOUS, "allreduce", "local_sgd(every=2)", "gossip"])
 
 
+@pytest.mark.long
 def test_workers_of_a_server_hold_the_same_bits_at_the_end(tmp_path: Path) -> None:
     first, second = results("recipe", 2, tmp_path / "far", "far:0", [*ASYNCHRONOUS, *TIMED], REFUSING)
     apart = {case: (first[case], second[case]) for case in first if first[case] != second[case]}

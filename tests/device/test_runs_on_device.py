@@ -75,14 +75,23 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "power_sgd", "gossip"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "allreduce",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("local_sgd(every=2)", "power_sgd", "gossip")),
+    ],
+)
 def test_a_run_has_the_bits_of_one_on_the_cpu(recipe: str) -> None:
     _, near = trained("near", "cpu", "2", "0.0", recipe=recipe)
     _, far = trained("far", "far:0", "2", "0.0", recipe=recipe)
     assert same(near, far)
 
 
-@pytest.mark.parametrize(("recipe", "optimizer"), [("allreduce", "fused"), ("local_sgd(every=2)", "plain")])
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [("allreduce", "fused"), pytest.param("local_sgd(every=2)", "plain", marks=pytest.mark.long)],
+)
 def test_a_resumed_run_continues_with_the_random_numbers_of_the_device(recipe: str, optimizer: str) -> None:
     options = {"recipe": recipe, "checkpoint_every": "1 rounds"}
     _, whole = trained("whole", "far:0", "3", "0.3", optimizer, **options)
@@ -91,7 +100,14 @@ def test_a_resumed_run_continues_with_the_random_numbers_of_the_device(recipe: s
     assert same(whole, resumed)
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "allreduce",
+        pytest.param("local_sgd(every=2)", marks=pytest.mark.long),
+        pytest.param("async_sgd(shards=2)", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_survives_a_killed_worker(recipe: str) -> None:
     folder, model = trained("far", "far:0", "3", "0.0", "killed", recipe=recipe)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

@@ -32,7 +32,9 @@ CASES = [f"{name}: {recipe}" for name in NAMES for recipe in RECIPES if (name, r
 CASES[-len(RECIPES) :] = [f"{NAMES[-1]}: {AVERAGES}"]
 
 
-@pytest.mark.parametrize("carrier", [LIVE, GROUP, REFUSING])
+@pytest.mark.parametrize(
+    "carrier", [pytest.param(LIVE, marks=pytest.mark.long), GROUP, pytest.param(REFUSING, marks=pytest.mark.long)]
+)
 def test_ways_of_training_have_the_bits_of_the_cpu(carrier: str, tmp_path: Path) -> None:
     """A transport that takes tensors of the device alone has no place for the parameters on the CPU."""
     cases = [case for case in CASES if carrier == LIVE or case.endswith("allreduce")]
