@@ -42,8 +42,8 @@ def seed_devices(seed: int) -> None:
 
 def _module(used: bool = True) -> Any:
     """Return torch's module of the accelerator; None without one, or without one that this process has `used`."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return None
+    device = torch._C._get_accelerator()  # `torch.accelerator` came with PyTorch 2.6
     module: Any = torch.get_device_module(device)
+    if device.type == "cpu" or not module.is_available():
+        return None
     return module if not used or getattr(module, "is_initialized", lambda: True)() else None

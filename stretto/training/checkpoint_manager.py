@@ -80,6 +80,7 @@ class CheckpointManager:
         Asynchronous workers wait until it has read the server's parameters and the sample counts.
         """
         trainer = self._trainer
+        trainer.global_steps.refuse_not_finite()
         self.saved_at = trainer.progress.rounds
         states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
         state_of = dict(zip(trainer.transport.members, states, strict=True))

@@ -174,7 +174,7 @@ class GlobalSteps:
         `left` is True if the script has left its epoch in the middle of the step.
         """
         if left:
-            self._refuse_not_finite(self._gradient_check.settle())
+            self.refuse_not_finite()
         if self.current is None:
             return
         self._timer.switch("other")
@@ -254,7 +254,7 @@ class GlobalSteps:
         before = self._timer.switch("other")
         self.pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
-            self._refuse_not_finite(self._gradient_check.after_step(optimizer, self._progress.steps + 1))
+            self._raise_not_finite(self._gradient_check.after_step(optimizer, self._progress.steps + 1))
         self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients)
         self._count_step(index)
         self._timer.switch(before)
@@ -291,7 +291,11 @@ class GlobalSteps:
         is_training = torch.is_grad_enabled() and any(one.training for one in models)
         return not self._progress.has_stepped_in_epoch and not is_training
 
-    def _refuse_not_finite(self, found: tuple[str, int] | None) -> None:
+    def refuse_not_finite(self) -> None:
+        """Raise NotFiniteError if a gradient of the last step was not finite: on a device it is found one step late."""
+        self._raise_not_finite(self._gradient_check.settle())
+
+    def _raise_not_finite(self, found: tuple[str, int] | None) -> None:
         """Raise NotFiniteError if a gradient was not finite, given its parameter and its step."""
         if found is None:
             return

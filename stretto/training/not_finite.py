@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import parameters_of
+from stretto.strategies.parameter_view import local
 from stretto.transport.device_memory import Arriving
 
 
@@ -23,7 +24,8 @@ def has_non_finite_gradient(optimizer: Optimizer) -> bool:
 class GradientCheck:
     """Check of the gradient of an optimizer's last parameter after each step: a NaN in the loss reaches it.
 
-    The result on a device is read after the next step, or at the end of the epoch: no step waits for it.
+    The result on a device is read after the next step, before a checkpoint, or at the end of the epoch: no step waits
+    for it. Of a gradient that another library owns the local tensor is checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +40,7 @@ class GradientCheck:
         last = next((parameter for parameter in parameters if parameter.grad is not None), None)
         if last is None:
             return found
-        total = Arriving(last.grad.detach().sum())
+        total = Arriving(local(last.grad.detach()).sum())
         self._pending = total, last, step
         return found if total.is_late or found is not None else self.settle()
 

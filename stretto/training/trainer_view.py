@@ -45,6 +45,9 @@ class GlobalStepsView(Protocol):
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
 
+    def refuse_not_finite(self) -> None:
+        """Raise NotFiniteError if a gradient of the last step was not finite."""
+
 
 class TrainerView(Protocol):
     """The attributes of a trainer that elasticity and checkpoints use."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from child_process import call
 from device_runs import GROUP, LIVE, REFUSING, results
+
+from stretto.runtime.device_random import device_states, seed_devices, set_device_states
 
 NAMES = [
     "clipping",
@@ -58,6 +61,14 @@ def test_an_evaluation_moves_no_random_numbers_of_the_device(tmp_path: Path) -> 
 
 def test_saved_random_states_hold_those_of_the_device() -> None:
     assert call("device_runs", "restores_random_states") == [True, True]
+
+
+def test_random_states_need_nothing_newer_than_the_oldest_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.5 has no `torch.accelerator`."""
+    monkeypatch.delattr(torch, "accelerator")
+    states = device_states()
+    set_device_states(states)
+    seed_devices(1)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {}], ids=["fused", "capturable", "plain"])

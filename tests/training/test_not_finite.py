@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
+from stretto.checkpoint.background_writer import BackgroundWriter
 from stretto.errors import NotFiniteError
 from stretto.events import read_events
+from stretto.interval import every
+from stretto.training.not_finite import GradientCheck
+from stretto.transport import device_memory
 
 RECIPES = [
     "async_sgd",
@@ -80,3 +85,69 @@ def test_a_skipped_update_changes_no_worker_and_its_samples_do_not_count(recipe:
 def test_an_update_that_overflows_in_the_encoding_ends_the_run() -> None:
     with pytest.raises(NotFiniteError, match="in the encoding of the recipe"):
         run_workers(2, spoiling(1e6), 'async_sgd(how=cast("fp16"))')
+
+
+class Stream:
+    """The stream of a device, and an event in it."""
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the check of a gradient read its result after the next step, as on a GPU."""
+    module = SimpleNamespace(current_stream=lambda _: Stream())
+    monkeypatch.setattr(device_memory, "streams_of", lambda _: module)
+    monkeypatch.setattr(device_memory.Writers, "join", lambda _: None)
+
+
+@pytest.mark.usefixtures("late")
+def test_no_checkpoint_is_written_after_a_gradient_that_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[bool] = []
+
+    def note(_: BackgroundWriter, state: Any, number: int) -> None:
+        written.append(all(bool(torch.isfinite(one).all()) for one in state.tensors.values()))
+
+    monkeypatch.setattr(BackgroundWriter, "submit", note)
+
+    def work(_worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step, (x, y) in enumerate(stretto.distribute(net, optimizer, DataLoader(regression(160), batch_size=8))):
+            optimizer.zero_grad()
+            (nn.functional.mse_loss(net(x), y) * (math.nan if step == 3 else 1.0)).backward()
+            optimizer.step()
+
+    with pytest.raises(NotFiniteError, match="at step 4"):
+        run_workers(2, work, "allreduce", tmp_path, checkpoint=every("1 rounds"))
+    assert written == [True] * 3
+
+
+class Sharded(Tensor):
+    """A gradient that another library owns, of which a plain tensor takes no copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not Tensor.copy_ or not isinstance(args[1], Sharded), "a plain tensor takes no copy of a shard"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.usefixtures("late")
+def test_the_gradient_of_a_sharded_parameter_is_checked_on_a_device() -> None:
+    net = small_net()
+    last = [*net.parameters()][-1]
+    last.grad = torch.full_like(last, math.nan).detach().as_subclass(Sharded)
+    check = GradientCheck(net)
+    assert check.after_step(torch.optim.SGD(net.parameters()), 1) is None
+    found = check.settle()
+    assert found is not None
+    assert found[1] == 1

@@ -159,7 +159,12 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         strategy = SimpleNamespace(asynchronous=True)
         trainer: Any = SimpleNamespace(
-            transport=worker.client, strategy=strategy, events=events, optimizers=optimizers, progress=progress
+            transport=worker.client,
+            strategy=strategy,
+            events=events,
+            optimizers=optimizers,
+            progress=progress,
+            global_steps=SimpleNamespace(refuse_not_finite=lambda: None),
         )
         context: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)
