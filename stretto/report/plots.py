@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from stretto.events import process_name
 from stretto.report import formatting, plot_style
 from stretto.report.aggregation import Group, Measure
 from stretto.report.run_record import Record
@@ -201,7 +202,8 @@ def bars_of(record: Record, title: str, colour: str) -> Bars:
     if len(splits) > MOST_BARS:
         mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
         return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
-    return Bars(title, colour, tuple(map(Bar, record["processes"], splits)))
+    names = record.get("processes") or [process_name(worker) for worker in range(len(splits))]  # none in old records
+    return Bars(title, colour, tuple(map(Bar, names, splits)))
 
 
 BAR, GAP, KEY = 0.19, 0.12, 0.42

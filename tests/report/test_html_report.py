@@ -150,6 +150,16 @@ def test_a_comparison_without_finished_runs_has_a_page(tmp_path: Path) -> None:
         Well(write(folder).read_text())
 
 
+def test_a_comparison_without_names_of_processes_has_a_page(tmp_path: Path) -> None:
+    """Records of earlier versions have an entry for each worker in each list, and no names."""
+    folder = write_comparison(tmp_path / "comparison")
+    kept = json.loads((folder / "compare.json").read_text())
+    for one in kept["runs"]:
+        del one["processes"]
+    (folder / "compare.json").write_text(json.dumps(kept))
+    assert "worker 1" in write(folder).read_text()
+
+
 def test_the_page_omits_a_run_with_a_damaged_log(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path / "comparison")
     (folder / "recipe0-0" / "events.jsonl").write_text('{"event": {"event"\n{"event": "end", "worker": 0}\n')
