@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_co
 from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
 from stretto.errors import LoaderError, explain
 from stretto.transport import Transport
+from stretto.transport.device_memory import accelerator
 
 Batch = list[Any]
 """The indices of one batch, as a batch sampler gives them."""
@@ -334,7 +335,7 @@ class _Rows(DataLoader[Any]):
         super().__iter__()  # draws from the random generator what torch's loader draws
         assert self.batch_sampler is not None
         batches = map(self._rows, iter(self.batch_sampler))
-        is_pinned = self.pin_memory and torch.accelerator.is_available()
+        is_pinned = self.pin_memory and accelerator() is not None
         return ([item.pin_memory() for item in batch] for batch in batches) if is_pinned else batches
 
     def _rows(self, indices: Batch) -> list[torch.Tensor]:

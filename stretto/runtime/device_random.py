@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from stretto.transport.device_memory import accelerator
 
 
 def device_states() -> list[Tensor]:
@@ -42,8 +43,5 @@ def seed_devices(seed: int) -> None:
 
 def _module(used: bool = True) -> Any:
     """Return torch's module of the accelerator; None without one, or without one that this process has `used`."""
-    device = torch._C._get_accelerator()  # `torch.accelerator` came with PyTorch 2.6
-    module: Any = torch.get_device_module(device)
-    if device.type == "cpu" or not module.is_available():
-        return None
+    module = accelerator()
     return module if not used or getattr(module, "is_initialized", lambda: True)() else None

@@ -50,6 +50,13 @@ def write_back(target: Tensor, values: Tensor) -> Tensor:
     return target.copy_(values, non_blocking=target.device.type in STREAMS)
 
 
+def accelerator() -> Any:
+    """Return torch's module of the accelerator; None without one."""
+    device = torch._C._get_accelerator()  # `torch.accelerator` came with PyTorch 2.6
+    module = torch.get_device_module(device)
+    return module if device.type != "cpu" and module.is_available() else None
+
+
 def streams_of(device: torch.device) -> Any:
     """Return the module of torch with `current_stream` for a kind of device; None if it has no streams."""
     return torch.get_device_module(device) if device.type in STREAMS else None

@@ -8,7 +8,9 @@ import pytest
 import torch
 from child_process import call
 from device_runs import GROUP, LIVE, REFUSING, results
+from torch.utils.data import DataLoader, TensorDataset
 
+from stretto.loader import epoch_order
 from stretto.runtime.device_random import device_states, seed_devices, set_device_states
 
 NAMES = [
@@ -69,6 +71,13 @@ def test_random_states_need_nothing_newer_than_the_oldest_pytorch(monkeypatch: p
     states = device_states()
     set_device_states(states)
     seed_devices(1)
+
+
+def test_pinned_rows_need_nothing_newer_than_the_oldest_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "accelerator")
+    monkeypatch.setattr(DataLoader, "__iter__", lambda _: iter(()))  # that of a newer PyTorch needs it
+    rows = epoch_order._Rows(TensorDataset(torch.arange(4.0)), batch_size=2, pin_memory=True)
+    assert [batch[0].tolist() for batch in rows] == [[0.0, 1.0], [2.0, 3.0]]
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {}], ids=["fused", "capturable", "plain"])
