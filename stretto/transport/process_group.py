@@ -30,7 +30,6 @@ from stretto.transport.device_memory import use_device
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
 from stretto.transport.interface import (
-    CHANNELS,
     Handle,
     Message,
     PairNumbers,
@@ -42,6 +41,7 @@ from stretto.transport.interface import (
     nbytes,
 )
 from stretto.transport.nccl_communicator import abortable_group
+from stretto.transport.pair_exchange import ExchangeHandle
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -51,19 +51,10 @@ PIECE_BYTES = 16 << 20
 LOOK_S = 0.02
 """Seconds between two checks of a wait for an abort."""
 LOOK = timedelta(seconds=LOOK_S)
-EXCHANGE_FRAME = struct.Struct("<q24s")
-"""Frame of an exchange: the number of numbers, and their dtype."""
-EXCHANGE_BYTES, AHEAD = 1 << 19, 2
-"""Bytes of a piece of an exchange, and pieces that a worker sends before it has received as many.
-
-With more on the way, both directions of one connection fill the queues of a link, and take twice the time.
-"""
 QUIET_S = 0.02
 """Seconds for gloo's threads to finish a computation once no more bytes can arrive."""
 SEAL_TAG = 0
 """Tag that no message uses."""
-EXCHANGE_TAG, NUMBERS = 1 << 30, 1 << 26
-"""Tags of exchanges: from the first on, two for each channel and for each number, which begin again after the last."""
 ENDED = 4
 """Number of ended operations that are kept, twice the number of gloo's threads.
 
@@ -119,6 +110,11 @@ class ProcessGroupTransport(Transport):
             self._devices = abortable_group(store, self.worker, self.workers, device, self.timeout_s, limit_s)
         self.submit(AllReduceMean(torch.zeros(1, device=device))).wait()  # connects now, and not in the first step
 
+    @property
+    def is_broken(self) -> bool:
+        """True if the transport was aborted."""
+        return self._broken.is_set()
+
     def carries(self, op: CollectiveOp) -> bool:
         """Return True if the tensor of an operation need not be on the CPU. Exchanges are between CPUs."""
         return op.tensor.device.type in ("cpu", self._device_kind if not isinstance(op, Exchange) else "cpu")
@@ -133,9 +129,9 @@ class ProcessGroupTransport(Transport):
         try:
             if isinstance(op, AllReduceMean):
                 on_device = op.tensor.device.type != "cpu"
-                return _AllReduceHandle(self, op.tensor, self._begin("allreduce", [op.tensor], on_device=on_device))
+                return _AllReduceHandle(self, op.tensor, self.begin("allreduce", [op.tensor], on_device=on_device))
             if isinstance(op, Exchange):
-                return self._exchange(op)
+                return ExchangeHandle(self, op, self._pair_numbers.next(op))
             self._tag += 1
             return _AllGatherHandle(self, op, *self._gather_sizes(op), self._tag)
         except BrokenTransportError as error:
@@ -156,13 +152,13 @@ class ProcessGroupTransport(Transport):
         """Return the root's message, in one round if it is short."""
         message = made(message) if self.worker == root else b""
         frame = _frame(message)
-        self._finish(self._begin("broadcast", frame, root), "a message")
+        self._finish(self.begin("broadcast", frame, root), "a message")
         length = _length(frame)
         if length <= FRAME - 8:
             return _head(frame)
         whole = as_bytes(message) if self.worker == root else torch.empty(length, dtype=torch.uint8)
         for piece in _pieces(whole):
-            self._finish(self._begin("broadcast", piece, root), "a message")
+            self._finish(self.begin("broadcast", piece, root), "a message")
         return bytes(whole.numpy())
 
     def traffic(self) -> Traffic:
@@ -219,11 +215,6 @@ class ProcessGroupTransport(Transport):
         if not broken:
             drop_parked()
 
-    def _exchange(self, op: Exchange) -> _ExchangeHandle:
-        number = self._pair_numbers.next(op)
-        tag = EXCHANGE_TAG + 2 * (number % NUMBERS * CHANNELS + op.channel)
-        return _ExchangeHandle(self, op, tag)
-
     def _cost(self, ask: CollectiveOp) -> int:
         if isinstance(ask, Exchange):
             return nbytes(ask.tensor)
@@ -232,16 +223,16 @@ class ProcessGroupTransport(Transport):
 
     def _gather_sizes(self, ask: AllGather) -> tuple[list[Tensor], Any]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.workers)]
-        work = self._begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])])
+        work = self.begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])])
         return sizes, work
 
     def _all_frames(self, frame: Tensor) -> list[Tensor]:
         frames = [torch.empty_like(frame) for _ in range(self.workers)]
         for mine, *all_of_it in zip(_pieces(frame), *map(_pieces, frames), strict=True):
-            self._finish(self._begin("allgather", [all_of_it], [mine]), "a message of every worker")
+            self._finish(self.begin("allgather", [all_of_it], [mine]), "a message of every worker")
         return frames
 
-    def _begin(self, verb: str, *what: Any, on_device: bool = False) -> Any:
+    def begin(self, verb: str, *what: Any, on_device: bool = False) -> Any:
         """Start an operation of gloo, or of the group of the devices."""
         if self._broken.is_set():
             raise self.failure(RuntimeError("it was aborted"), verb)
@@ -380,65 +371,6 @@ class _AllReduceHandle:
         return self.tensor
 
 
-class _ExchangeHandle:
-    """Exchange in progress, in a thread: it must not need a wait at one of the two workers to continue at the other.
-
-    Frames with the dtypes and lengths are exchanged first, since gloo aborts the process when lengths differ.
-    """
-
-    def __init__(self, transport: ProcessGroupTransport, op: Exchange, tag: int) -> None:
-        self._transport, self._op, self._tag, self._began = transport, op, tag, time.monotonic()
-        mine, self._frame = op.tensor.detach().reshape(-1), torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8)
-        head = as_bytes(EXCHANGE_FRAME.pack(mine.numel(), str(mine.dtype).encode()))
-        self._mine, self._works = mine, [self._begin("recv", self._frame), self._begin("send", head)]
-        self._received: Tensor | None = None
-        self._error: Exception | None = None
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def wait(self) -> Tensor:
-        transport = self._transport
-        while not self._is_over.wait(LOOK_S):
-            if transport._broken.is_set():
-                break
-        if self._received is not None:
-            return self._received
-        error = self._error or RuntimeError("it was aborted")
-        if isinstance(error, TransportError):
-            raise error
-        what = f"an exchange with worker {self._op.peer}"
-        raise transport.failure(error, what, time.monotonic() - self._began)
-
-    def _begin(self, verb: str, piece: Tensor, shift: int = 0) -> Any:
-        return self._transport._begin(verb, [piece], self._op.peer, self._tag + shift)
-
-    def _run(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-            received = self._empty(*EXCHANGE_FRAME.unpack(self._frame.numpy().tobytes()))
-            receives = [self._begin("recv", piece, 1) for piece in _exchange_pieces(received)]
-            sends = list[Any]()
-            for number, piece in enumerate(_exchange_pieces(self._mine)):
-                for work in receives[max(number - AHEAD, 0) : max(number - AHEAD + 1, 0)]:
-                    work.wait()
-                sends.append(self._begin("send", piece, 1))
-            for work in (*receives[max(len(sends) - AHEAD, 0) :], *sends):
-                work.wait()
-            self._received = received
-        except (RuntimeError, TransportError) as error:
-            self._error = error
-        self._is_over.set()
-
-    def _empty(self, numbers: int, dtype: bytes) -> Tensor:
-        """Return the tensor to receive. Raise TransportError if its dtype is not that of this worker's tensor."""
-        mine, other = str(self._op.tensor.dtype), dtype.rstrip(b"\0").decode(errors="replace")
-        if mine != other:
-            workers = f"workers {self._transport.worker} and {self._op.peer}"
-            raise TransportError(f"the tensors of {workers} differ in dtype: {mine} and {other}")
-        return torch.empty(numbers, dtype=self._op.tensor.dtype)
-
-
 @dataclass(slots=True)
 class _AllGatherHandle:
     transport: ProcessGroupTransport
@@ -464,17 +396,17 @@ class _AllGatherHandle:
         """Send this worker's piece to each other worker, unless it is empty."""
         mine = pieces[self.transport.worker]
         others = [one for one in range(self.transport.workers) if one != self.transport.worker] if mine.numel() else []
-        return [self.transport._begin("send", [mine], one, self.tag) for one in others]
+        return [self.transport.begin("send", [mine], one, self.tag) for one in others]
 
     def _receives(self, pieces: Sequence[Tensor]) -> list[Any]:
         others = [one for one, into in enumerate(pieces) if one != self.transport.worker and into.numel()]
-        return [self.transport._begin("recv", [pieces[one]], one, self.tag) for one in others]
+        return [self.transport.begin("recv", [pieces[one]], one, self.tag) for one in others]
 
     def _padded(self, sizes: Sequence[int]) -> Answer:
         """Gather messages padded to the longest, as NCCL requires."""
         padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
-        work = self.transport._begin("allgather", [found], [padded], on_device=True)
+        work = self.transport.begin("allgather", [found], [padded], on_device=True)
         self.transport._finish(work, "every worker's message")
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
@@ -491,10 +423,6 @@ def _wait_apart(works: Sequence[Any], errors: list[str], over: threading.Event) 
 def _pieces(message: Tensor) -> Sequence[Tensor]:
     """Split a message into pieces that are sent one after another."""
     return torch.split(message, PIECE_BYTES // message.element_size())
-
-
-def _exchange_pieces(tensor: Tensor) -> Sequence[Tensor]:
-    return torch.split(tensor, EXCHANGE_BYTES // tensor.element_size()) if tensor.numel() else ()
 
 
 def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout_s: float) -> Any:
