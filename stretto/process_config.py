@@ -119,7 +119,7 @@ class ServiceConfig(Config, frozen=True, kw_only=True):
     keys: KeyTexts | None = None
 
     @property
-    def max_rank(self) -> int:
+    def max_worker(self) -> int:
         """Largest number of a worker: those of workers that join are above those of the first."""
         return MAX_RANK if self.options.host is not None else self.options.workers - 1
 

@@ -69,7 +69,7 @@ class ServerProcesses:
         self.folder, self.snapshots = folder, folder / "snapshots"
         self._socket, dispatcher = listening(), listening()
         self.addresses = ["tcp://{}:{}".format(*each.getsockname()[:2]) for each in (dispatcher, self._socket)]
-        self._dispatcher = ServerThreads(None, max_rank=0)
+        self._dispatcher = ServerThreads(None, max_worker=0)
         self._dispatcher.open(dispatcher, Service(DispatcherHandler(1, time.monotonic, math.inf)))
         self._environment = environment
         self.running: dict[int, subprocess.Popen[bytes]] = {}

@@ -130,15 +130,16 @@ class RpcChannel:
         """Return True if the reply has arrived, without waiting."""
         while request_id not in self._replies and self._take(zmq.NOBLOCK):
             pass
-        if request_id not in self._replies:
-            self.tend()
+        if request_id not in self._replies and self._failure_timeout_s is not None:
+            self._process_events()
+            self._reconnect()
         return request_id in self._replies
 
     def tend(self) -> None:
-        """Connect again if the service was lost and is back."""
+        """Connect again if the service was lost and is back. For how long it was lost counts when it is needed."""
         if self._failure_timeout_s is not None and not self._socket.closed:
             self._process_events()
-            self._reconnect()
+            self._connect_again()
 
     def is_pending(self, request_id: int) -> bool:
         """Return True if a request has no reply yet."""
@@ -223,9 +224,14 @@ class RpcChannel:
         now_s = time.monotonic()
         if self._lost_at is not None and now_s - self._lost_at > self._failure_timeout_s:
             self._problem = f"{DISCONNECTED}, and did not come back within {self._failure_timeout_s:g} s"
+        if self._problem == DISCONNECTED:
+            self._lost_at = self._lost_at or now_s
+            self._connect_again()
+
+    def _connect_again(self) -> None:
+        """Begin a new connection if the last one is lost, with the requests without a reply."""
         if self._problem != DISCONNECTED:
             return
-        self._lost_at = self._lost_at or now_s
         self._earlier_traffic = self._sum(self._earlier_traffic, self._ended_traffic)
         self._ended_traffic, self._problem = (0, 0), ""
         self._disconnect(0)

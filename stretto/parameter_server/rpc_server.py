@@ -49,7 +49,7 @@ def serve(config: ShardConfig) -> None:
     if options.recipe is not None:
         parse(options.recipe)  # imports its codecs
     store = DiskStore(Path(config.snapshots), f"shard{config.shard}") if config.snapshots else None
-    server = ServerThreads(server_keys(config.keys), config.max_rank)
+    server = ServerThreads(server_keys(config.keys), config.max_worker)
     if config.dispatcher_fd is not None:
         dispatcher = DispatcherHandler(options.workers, time.monotonic)
         server.open(socket.socket(fileno=config.dispatcher_fd), Service(dispatcher))
@@ -63,17 +63,17 @@ def serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> S
     clock = RecordedClock(time.monotonic)
     handler = DispatcherHandler(config.options.workers, clock, config.snapshot_interval_s)
     service = Service(handler, StateLog(log, handler, clock, restarted))
-    server = ServerThreads(server_keys(config.keys), config.max_rank)
+    server = ServerThreads(server_keys(config.keys), config.max_worker)
     server.open(socket.socket(fileno=config.dispatcher_fd), service)
     return server
 
 
 class ServerThreads:
-    """Services of one process, each in a thread; `close` ends them. No worker's number exceeds `max_rank`."""
+    """Services of one process, each in a thread; `close` ends them. No worker's number exceeds `max_worker`."""
 
-    def __init__(self, keys: ServerKeys | None, max_rank: int) -> None:
+    def __init__(self, keys: ServerKeys | None, max_worker: int) -> None:
         keep_freed_memory()
-        self._keys, self._max_rank = keys, max_rank
+        self._keys, self._max_worker = keys, max_worker
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -82,7 +82,7 @@ class ServerThreads:
 
     def open(self, listener: socket.socket, service: Service) -> str:
         """Serve a service at a listening socket; return its address."""
-        server = RpcServer(self._context, listener, service, self._max_rank, self._keys)
+        server = RpcServer(self._context, listener, service, self._max_worker, self._keys)
         thread = threading.Thread(target=server.run, args=(self._stop,), name=server.address, daemon=True)
         self.services.append(server)
         self._threads.append(thread)
@@ -122,12 +122,12 @@ class RpcServer:
         context: zmq.Context[Any],
         listener: socket.socket,
         service: Service,
-        max_rank: int,
+        max_worker: int,
         keys: ServerKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._service, self._max_rank = service, max_rank
+        self._service, self._max_worker = service, max_worker
         self._socket = router(context, keys, LARGEST_FRAME)
         self._assemblies: defaultdict[int, Assembly] = defaultdict(Assembly)
         self._memory = OfferedMemory()
@@ -174,7 +174,7 @@ class RpcServer:
         if name == DEATH_NOTIFIER and frames:
             self._process_notice(frames)
             return
-        worker, incarnation = worker_of(name, self._max_rank)
+        worker, incarnation = worker_of(name, self._max_worker)
         if worker is None or not frames:
             self._refuse(f"a message of {name!r:.40}, which is no worker's name")
             return
@@ -225,7 +225,7 @@ class RpcServer:
             self._refuse(f"a malformed notice: {error}")
             return
         ended = header.body
-        if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker <= self._max_rank:
+        if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker <= self._max_worker:
             self._refuse(f"a notice of type {type(ended).__name__}")
             return
         try:
@@ -290,10 +290,10 @@ def name_of(worker: int, incarnation: int = 0) -> bytes:
     return b"worker %d.%d" % (worker, incarnation) if incarnation else b"worker %d" % worker
 
 
-def worker_of(name: bytes, max_rank: int) -> tuple[int | None, int]:
+def worker_of(name: bytes, max_worker: int) -> tuple[int | None, int]:
     """Return the worker and the incarnation of a socket identity; the worker is None if its number is too large."""
     match = _NAME.fullmatch(name)
-    if match is None or int(match[1]) > max_rank:
+    if match is None or int(match[1]) > max_worker:
         return None, 0
     return int(match[1]), int(match[2] or 0)
 

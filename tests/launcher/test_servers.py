@@ -69,7 +69,7 @@ def test_servers_get_their_configuration_and_workers_their_addresses(place: Plac
     folder = place.run(KEEP, workers=3, **asked)
     for shard in range(2):
         config, given = server_config(folder, shard)
-        assert (config.shard, config.shards, config.max_rank) == (shard, 2, 2)
+        assert (config.shard, config.shards, config.max_worker) == (shard, 2, 2)
         assert (config.run, given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
         assert (config.options.on_nan, config.options.timeout_s) == ("skip", 12.5)
         assert (config.dispatcher_fd is None) == (shard == 1)

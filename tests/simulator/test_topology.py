@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
 from stretto.simulator.event_queue import EventQueue
+from stretto.simulator.network import topology
 from stretto.simulator.network.flows import SimNetwork
 from stretto.simulator.network.max_min_fairness import FluidModel
 from stretto.simulator.network.topology import Exchange, Link, Links, Network, parse
+from stretto.transport import shared_memory
 
 rates = st.floats(min_value=0, exclude_min=True, allow_infinity=True)
 links = st.builds(Link, rates, rates, st.floats(min_value=0, allow_infinity=False))
@@ -326,6 +328,7 @@ def test_workers_of_a_host_add_there_and_the_first_of_each_host_exchange() -> No
     assert one.all_reduce(12.0, [7, 4])[1] == (0.0, one.path(4, 8)[0][:1] + one.path(8, 4)[0][1:], 0.0)
     assert one.all_reduce(12.0, [0, 4, 8]) == [(2 * 2 / 3 * 12.0, one.gather(1.0, [0, 4, 8])[1], 4 * 0.005)]
     assert one.all_reduce(9 << 20)[1][2] == 3 * 4 * 0.005
+    assert topology.SEGMENT_BYTES == shared_memory.SEGMENT_BYTES
 
 
 def test_collectives_of_members_exclude_other_workers() -> None:
