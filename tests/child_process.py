@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).resolve().parent
 LIMIT_S = 120.0
 MARK = "result of the child process: "
 
@@ -14,7 +17,11 @@ MARK = "result of the child process: "
 def call(module: str, function: str, *args: Any, limit_s: float = LIMIT_S) -> Any:
     """Return the result of a function of a module, which a child process calls with warnings as errors."""
     command = [sys.executable, "-c", f"import child_process; child_process.answer({module!r}, {function!r})"]
-    child = subprocess.run(command, input=json.dumps(args), capture_output=True, text=True, timeout=limit_s)
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    child = subprocess.run(
+        command, input=json.dumps(args), capture_output=True, text=True, timeout=limit_s, env=environment
+    )
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.rpartition(MARK)[2])
 

@@ -468,7 +468,7 @@ def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     line = ["--no-recovery", "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run"]
     process = place.stretto("run", *line, path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
-    name = {"server": "shard", "worker": "rank"}.get(ended)
+    name = {"server": "shard", "worker": "worker"}.get(ended)
     victim = next((one for one in place.left() if name and config_of(one).get(name) == 1), None)
     began = time.monotonic()
     process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)
