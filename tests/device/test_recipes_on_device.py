@@ -32,12 +32,14 @@ def wrong(near: list[dict[str, Outcome]], far: list[dict[str, Outcome]]) -> dict
     return {case: pair for case, pair in pairs.items() if pair[0] != pair[1] or any("error" in one for one in pair[1])}
 
 
-def test_recipes_of_workers_that_wait_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    assert not wrong(*both(tmp_path, 2, UNTIMED))
+@pytest.mark.parametrize("recipes", [UNTIMED[::4], pytest.param(UNTIMED, marks=pytest.mark.long)], ids=["few", "all"])
+def test_recipes_of_workers_that_wait_have_the_bits_of_the_cpu(recipes: list[str], tmp_path: Path) -> None:
+    assert not wrong(*both(tmp_path, 2, recipes))
 
 
-def test_recipes_of_a_server_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    assert not wrong(*both(tmp_path, 1, IN_TURN))
+@pytest.mark.parametrize("recipes", [IN_TURN[::4], pytest.param(IN_TURN, marks=pytest.mark.long)], ids=["few", "all"])
+def test_recipes_of_a_server_have_the_bits_of_the_cpu(recipes: list[str], tmp_path: Path) -> None:
+    assert not wrong(*both(tmp_path, 1, recipes))
 
 
 @pytest.mark.long
