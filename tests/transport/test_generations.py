@@ -353,7 +353,10 @@ def settled(crew: Crew) -> dict[int, dict[str, Any]]:
     end = time.monotonic() + 60
     while True:
         found = crew.states()
-        if time.monotonic() > end or all(one["threads"] <= QUIET_THREADS for one in found.values()):
+        are_quiet = all(
+            one["threads"] <= QUIET_THREADS and one["descriptors"] <= QUIET_DESCRIPTORS for one in found.values()
+        )
+        if time.monotonic() > end or are_quiet:
             return found
         time.sleep(0.2)
 
