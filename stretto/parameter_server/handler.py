@@ -7,7 +7,7 @@ staleness bound delays carry the delay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -149,10 +149,13 @@ class CollectiveHandler:
         """Name the contributing members in all further results."""
         self._names_contributors = True
 
-    def group(self, generation: int, members: Sequence[int]) -> None:
-        if self._barrier.group(generation, members):
+    def group(self, generation: int, members: Sequence[int]) -> bool:
+        """Begin a generation, and drop the operations of older ones; return False if it is not new."""
+        is_new = self._barrier.group(generation, members)
+        if is_new:
             self._names_contributors = False
             self._received.clear()
+        return is_new
 
     def state(self) -> Any:
         """Return the state as plain values; None while an operation is in progress."""
@@ -188,52 +191,56 @@ class CollectiveHandler:
         return OutgoingMessage(result.worker, request_id, body, result.result)
 
 
-class PairExchanges:
-    """Exchanges of tensors between two members each: each pair and channel is a collective of two."""
+class ShardCollectives(CollectiveHandler):
+    """Collective operations of all members, and exchanges of tensors between two of them.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Each pair of members is, in each channel, a collective of two.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[int],
+        combine: Callable[[Mapping[int, Any]], Any],
+        pending: PendingRequests,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(members, combine, pending)
         self._clock = clock
         self._pairs: dict[tuple[int, int, int], CollectiveHandler] = {}
         self._generation = 0
-        self._left: set[int] = set()
 
-    def exchange(
-        self, worker: int, request_id: int, body: m.ExchangeTensors, tensor: Tensor, members: Set[int]
-    ) -> list[OutgoingMessage]:
+    def exchange(self, worker: int, request_id: int, body: m.ExchangeTensors, tensor: Tensor) -> list[OutgoingMessage]:
         """Store a worker's tensor; return the replies once both are there."""
-        if body.peer == worker or body.peer not in members or not 0 <= body.channel < CHANNELS:
+        if body.peer == worker or body.peer not in self.members or not 0 <= body.channel < CHANNELS:
             raise FramingError(f"an exchange with worker {body.peer} in channel {body.channel}")
         first, second = sorted((worker, body.peer))
         pair = self._pairs.get((first, second, body.channel)) or self._begin(first, second, body.channel)
         op = Exchange(body.peer, tensor, body.channel)
         messages = pair.contribute(worker, body.op, request_id, op, body.received_up_to)
-        return [replace(one, tensors=one.tensors[one.worker != first :][:1]) for one in messages]
+        return [replace(one, tensors=one.tensors[one.worker != first :][:1]) for one in messages]  # a refusal has none
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
-        """Refuse exchanges with a worker that has left, now and later."""
-        self._left.add(worker)
-        return [message for pair in self._pairs_of(worker) for message in pair.leave(worker)]
+        return [*super().leave(worker), *(one for pair in self._pairs_of(worker) for one in pair.leave(worker))]
 
     def remove(self, worker: int) -> list[OutgoingMessage]:
-        """Refuse exchanges with a failed worker; of a generation those end with it."""
-        return [message for pair in self._pairs_of(worker) for message in pair.remove(worker)]
+        return [*super().remove(worker), *(one for pair in self._pairs_of(worker) for one in pair.remove(worker))]
 
     def join(self, worker: int) -> None:
-        """Drop the exchanges of an earlier incarnation."""
-        self._left.discard(worker)
+        super().join(worker)
         self._pairs = {pair: handler for pair, handler in self._pairs.items() if worker not in pair[:2]}
 
-    def group(self, generation: int) -> None:
-        """Drop the exchanges of older generations."""
-        if generation > self._generation:
-            self._generation, self._left = generation, set()
+    def group(self, generation: int, members: Sequence[int]) -> bool:
+        is_new = super().group(generation, members)
+        if is_new:
+            self._generation = generation
             self._pairs.clear()
+        return is_new
 
     def _begin(self, first: int, second: int, channel: int) -> CollectiveHandler:
         pair = CollectiveHandler((first, second), _swap, PendingRequests(self._clock))
         self._pairs[first, second, channel] = pair
         pair.group(self._generation, (first, second))
-        for worker in self._left & {first, second}:
+        for worker in self.left & {first, second}:
             pair.leave(worker)
         return pair
 

@@ -19,10 +19,9 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, concatenated, dtype_name
 from stretto.parameter_server.handler import (
     UPDATE_REPLY,
-    CollectiveHandler,
     OutgoingMessage,
-    PairExchanges,
     PendingRequests,
+    ShardCollectives,
     listed,
 )
 from stretto.parameter_server.shard import Reply, Shard, Update, by_name
@@ -112,8 +111,7 @@ class ShardHandler:
         self._members = set(range(workers))
         self._batches_by_worker: dict[int, _UpdateBatches] = {}
         self._pending = PendingRequests(clock)
-        self._collectives = CollectiveHandler(range(workers), _combine, self._pending)
-        self._pairs = PairExchanges(clock)
+        self._collectives = ShardCollectives(range(workers), _combine, self._pending, clock)
         if newest is not None:
             self._collectives.name_contributors()
         self._shard: Shard | None = None
@@ -191,7 +189,6 @@ class ShardHandler:
             return [OutgoingMessage(worker, request_id, m.Result()), *self._delayed_replies(replies)]
         if isinstance(body, m.Group):
             self._collectives.group(body.generation, body.members)
-            self._pairs.group(body.generation)
             return []
         return self._of_members(worker, request_id, body)
 
@@ -243,7 +240,7 @@ class ShardHandler:
     def leave(self, worker: int) -> list[OutgoingMessage]:
         """Note that a worker has left: no worker waits for its updates any more."""
         replies = self._shard.leave(worker) if self._shard else []
-        return [*self._delayed_replies(replies), *self._collectives.leave(worker), *self._pairs.leave(worker)]
+        return [*self._delayed_replies(replies), *self._collectives.leave(worker)]
 
     def remove(
         self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
@@ -253,7 +250,7 @@ class ShardHandler:
         self._drop_kept(worker)
         self._members.discard(worker)
         replies = self._shard.leave(worker) if self._shard else []
-        return [*self._collectives.remove(worker), *self._pairs.remove(worker), *self._delayed_replies(replies)]
+        return [*self._collectives.remove(worker), *self._delayed_replies(replies)]
 
     def work_of(self, worker: int) -> m.CountedWork:
         """Return the batches of the worker's updates of this epoch that are in the parameters."""
@@ -271,7 +268,6 @@ class ShardHandler:
         self._joined.add(worker)
         self._batches_by_worker[worker] = _UpdateBatches(worker)
         self._collectives.join(worker)
-        self._pairs.join(worker)
         if self._shard is None:
             return [OutgoingMessage(worker, request_id, m.Joined(self._recovery_epoch))]
         replies = self._shard.join(worker)
@@ -480,7 +476,7 @@ class ShardHandler:
             raise FramingError(f"{len(tensors)} tensors in a contribution of one")
         flat, request_id = concatenated(tensors[0], header.tensors[0][0]), header.request_id
         if isinstance(body, m.ExchangeTensors):
-            return self._pairs.exchange(worker, request_id, body, flat, self._collectives.members)
+            return self._collectives.exchange(worker, request_id, body, flat)
         op = AllReduceMean(flat) if body.kind == "mean" else AllGather(flat)
         return self._collectives.contribute(worker, body.op, request_id, op, body.received_up_to)
 
