@@ -62,7 +62,7 @@ class Scale:
 
     @property
     def is_trial(self) -> bool:
-        """True if this is smaller than what is stored as a result."""
+        """True if the scale is smaller than that of stored results."""
         return self != Scale()
 
 

@@ -21,7 +21,7 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | error | kind, text, traceback, consequence (true when the failure of another worker caused it) |
 | end | the fields of progress, and training_s |
 | membership | what (joined, failed, left, slow or formed), incarnation, generation, why, at; for formed: members; |
-| | for failed: rank, the first one that failed, of a worker with several ranks |
+| | for failed: rank that failed first, of a worker with several ranks |
 | fault_injected | verb, kind, numbers, text, at: a fault that was injected into a process |
 | samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |

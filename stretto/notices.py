@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 
@@ -13,3 +14,9 @@ def say(text: str) -> None:
         sys.stderr.flush()
     else:
         print(f"stretto: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Print a line as `say` does, unless this process has printed it before."""
+    say(text)

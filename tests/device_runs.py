@@ -413,7 +413,7 @@ def counters_after_loading(options: dict[str, bool]) -> list[list[str]]:
 
 
 def failed_operations(run: Run, case: str, device: str) -> dict[str, Any]:
-    """Wait at worker 0 for a mean that worker 1 does not take part in, until an abort; return what is raised.
+    """Wait at worker 0 for a mean that worker 1 does not take part in, until an abort; return the errors.
 
     The device hangs in a case of this name.
     """

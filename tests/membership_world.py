@@ -191,10 +191,10 @@ class World:
     def follow(self, posts: list[Outgoing]) -> None:
         """Log and send the coordinator's messages, unless the coordinator fails before."""
         records = self.coordinator.records()
-        for event in self.coordinator.events:
+        for event in self.coordinator.announcements.events:
             if event["what"] in ("failed", "left"):
                 self.ended.add((event["worker"], event["incarnation"]))
-        self.coordinator.events.clear()
+        self.coordinator.announcements.events.clear()
         if self.crash is not None:
             reached, self.crash = records[: self.crash], None
             self.disk += reached

@@ -128,16 +128,6 @@ class MembershipCoordinator:
         return self._phase
 
     @property
-    def notices(self) -> list[str]:
-        """Notices for the user since they were last taken."""
-        return self.announcements.notices
-
-    @property
-    def events(self) -> list[Event]:
-        """Events for the event log since they were last taken."""
-        return self.announcements.events
-
-    @property
     def members(self) -> dict[int, int]:
         """Members of the generation that have not failed, with their incarnations."""
         return self.workers.members

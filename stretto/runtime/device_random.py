@@ -35,13 +35,13 @@ def set_device_states(states: Sequence[Tensor]) -> None:
 
 
 def seed_devices(seed: int) -> None:
-    """Seed the generators of all devices, also of those that the process uses later."""
+    """Seed the generators of all devices, used or not."""
     module = _module(used=False)
     if module is not None:
         getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 def _module(used: bool = True) -> Any:
-    """Return torch's module of the accelerator; None without one, or without one that this process has `used`."""
+    """Return torch's module of the accelerator; None without an accelerator, or if it has to be `used` and is not."""
     module = accelerator()
     return module if not used or getattr(module, "is_initialized", lambda: True)() else None

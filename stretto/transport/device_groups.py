@@ -7,7 +7,6 @@ back, which works for every kind of device, and where only some hosts have one.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp
-from stretto.notices import say
+from stretto.notices import say_once
 from stretto.transport.device_memory import device_copy, host_copy, write_back
 from stretto.transport.interface import Handle
 
@@ -78,10 +77,9 @@ def _listed(workers: Sequence[int]) -> str:
     return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
-@functools.cache
 def notice_host_memory(why: str) -> None:
     """Print once that tensors of the workers' devices pass through the memory of the hosts."""
-    say(f"the tensors of the workers pass through the memory of the hosts, since {why}")
+    say_once(f"the tensors of the workers pass through the memory of the hosts, since {why}")
 
 
 def by_host(submit: Callable[[CollectiveOp], Handle], op: CollectiveOp) -> Handle:

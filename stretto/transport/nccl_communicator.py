@@ -16,7 +16,6 @@ variables are set before the first communicator is created, unless the user has 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from stretto.notices import say
+from stretto.notices import say_once
 from stretto.transport.device_groups import GROUPS
 from stretto.transport.nccl_group import CONNECTING, NcclGroup, Operation
 
@@ -122,7 +121,7 @@ def abortable_group(
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         problems = weakness(version), set_variables(os.environ, CONNECTING * failure_timeout_s)
         for problem in filter(None, problems if worker == 0 else ()):
-            _say_once(problem)
+            say_once(problem)
     communicator = COMMUNICATORS.get(device.type, GroupCommunicator)(store, worker, workers, device, timeout_s)
     return NcclGroup(communicator, timeout_s, failure_timeout_s)
 
@@ -165,8 +164,3 @@ def _fatal(environment: MutableMapping[str, str]) -> list[tuple[str, str]]:
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         found.append(("TORCH_DISTRIBUTED_DEBUG", ends))
     return found
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    say(text)

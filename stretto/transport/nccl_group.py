@@ -74,7 +74,7 @@ class Communicator(Protocol):
         ...
 
     def release(self) -> None:
-        """Free what is left after an end."""
+        """Free the rest of its resources after an end."""
         ...
 
 
@@ -219,7 +219,7 @@ class NcclGroup:
             self.abort(str(error) or type(error).__name__)
 
     def _has_begun_all(self) -> bool:
-        """Begin what was submitted, or wait for it. Return False once the group has ended."""
+        """Begin the submitted operations, or wait for the next one. Return False once the group has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._begun or self._state is not State.READY)
             new = tuple(self._waiting)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from device_runs import GROUP, LIVE, REFUSING, SHARING, results
 
+from stretto import notices
 from stretto.transport import device_groups, device_memory
 from stretto.transport.device_groups import agreed_kind, offered_device
 
@@ -134,7 +135,7 @@ def test_a_buffer_of_the_cpu_has_no_streams() -> None:
 
 
 def test_the_notice_about_the_memory_of_the_host_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    device_groups.notice_host_memory.cache_clear()
+    notices.say_once.cache_clear()
     for _ in range(2):
         device_groups.notice_host_memory("workers 0, 1 share a device, so there are more workers than devices")
     assert capsys.readouterr().err.count("pass through the memory of the hosts, since workers 0, 1 share") == 1

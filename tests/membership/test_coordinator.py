@@ -218,8 +218,10 @@ def test_a_late_heartbeat_is_reported_once() -> None:
     for now in (6.0, 7.0, 8.0):
         coordinator.receive(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
         coordinator.tick(now)
-    assert [(one["what"], one["worker"]) for one in coordinator.events if one["what"] == "slow"] == [("slow", 0)]
-    assert len([one for one in coordinator.notices if "worker 0 has sent no heartbeat" in one]) == 1
+    assert [(one["what"], one["worker"]) for one in coordinator.announcements.events if one["what"] == "slow"] == [
+        ("slow", 0)
+    ]
+    assert len([one for one in coordinator.announcements.notices if "worker 0 has sent no heartbeat" in one]) == 1
 
 
 def test_asynchronous_run_counts_started_workers_before_their_first_message() -> None:

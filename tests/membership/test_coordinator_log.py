@@ -90,9 +90,9 @@ def test_workers_of_one_rank_are_logged_and_answered_as_by_any_version() -> None
     posts: list[Outgoing] = []
     coordinator = scenario(log, posts)
     assert log == [msgspec.msgpack.encode(record) for record in LOG]
-    assert coordinator.notices == NOTICES
-    assert [(event["what"], event["process"]) for event in coordinator.events] == CHANGES
-    assert not [event for event in coordinator.events if "rank" in event]
+    assert coordinator.announcements.notices == NOTICES
+    assert [(event["what"], event["process"]) for event in coordinator.announcements.events] == CHANGES
+    assert not [event for event in coordinator.announcements.events if "rank" in event]
     views = [plain(post.message) for post in posts if isinstance(post.message, GenerationView)]
     logged = [plain(record[1]) for record in LOG if record[0] == "Formed"]
     assert [logged.index(view) for view in views] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]

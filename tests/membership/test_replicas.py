@@ -51,8 +51,8 @@ class Run:
 
     def _take(self, posts: list[Outgoing]) -> list[Outgoing]:
         self.log += self.coordinator.records()
-        self.events += self.coordinator.events
-        self.coordinator.events.clear()
+        self.events += self.coordinator.announcements.events
+        self.coordinator.announcements.events.clear()
         return posts
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -210,8 +210,8 @@ def test_a_silent_rank_ends_its_worker_and_a_rank_that_has_not_started_does_not(
         ("slow", "worker 0 rank 1", 1),
         ("failed", "worker 0", 1),
     ]
-    assert run.coordinator.notices[0].startswith("worker 0 rank 1 has sent no heartbeat for 6.0 s")
-    assert run.coordinator.notices[1].startswith("worker 0 rank 1 failed (no heartbeat for 11.0 s)")
+    assert run.coordinator.announcements.notices[0].startswith("worker 0 rank 1 has sent no heartbeat for 6.0 s")
+    assert run.coordinator.announcements.notices[1].startswith("worker 0 rank 1 failed (no heartbeat for 11.0 s)")
 
 
 @pytest.mark.parametrize(
