@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,21 +21,27 @@ def evaluation(step):
     event |= {"training_s": 1.0, "metrics": {"a": 1}}
     with open(config.run + "/events.jsonl", "a") as log:
         log.write(json.dumps(event) + "\\n")
-    time.sleep(0.6)
+    until_shown(f"step {step}:")
+def until_shown(text):
+    limit = time.monotonic() + 15
+    while text not in open("shown").read():
+        assert time.monotonic() < limit, text + " was not shown"
+        time.sleep(0.02)
 """
 
 
 def output_lines(place: Place, script: Path, *options: str) -> list[str]:
-    """Return the lines of a run whose output and errors go to one file."""
-    process = place.stretto("run", *options, script, stderr=subprocess.STDOUT)
-    out, _ = process.communicate(timeout=20)
-    return out.decode().split("\n")[:-1]
+    """Return the lines of a run whose output and errors go to one file, which the script sees as `shown`."""
+    shown = place.folder / "shown"
+    with shown.open("wb") as file:
+        place.stretto("run", *options, script, stdout=file, stderr=file).wait(timeout=40)
+    return shown.read_bytes().decode().split("\n")[:-1]
 
 
 def test_line_of_stretto_is_never_joined_to_a_partial_line_or_bar_of_the_script(place: Place) -> None:
     text = EVALUATES + "import sys\n"
-    text += "print('half', end='', flush=True)\nevaluation(1)\nprint(' a line')\n"
-    text += "print('\\r 50%|##', end='\\r', file=sys.stderr, flush=True)\nevaluation(2)\n"
+    text += "print('half', end='', flush=True)\nuntil_shown('half')\nevaluation(1)\nprint(' a line')\n"
+    text += "print('\\r 50%|##', end='\\r', file=sys.stderr, flush=True)\nuntil_shown('##')\nevaluation(2)\n"
     text += "print('no end', end='')\n"
     lines = output_lines(place, place.script(text), "--out", "here")
     first, half, one, rest, bar, two, last, *summary = lines

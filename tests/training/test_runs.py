@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,21 @@ from stretto.training.worker_context import WorkerContext, find_context
 RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)"]
 
 
-def work(worker: int, slow_s: float = 0.0, **options: Any) -> nn.Module:
+def work(
+    worker: int,
+    slow_s: float = 0.0,
+    before_backward: Callable[[], None] = lambda: None,
+    samples: int = 100,
+    **options: Any,
+) -> nn.Module:
     net = small_net()
     optimizer = sgd(net.parameters())
-    loader = stretto.distribute(net, optimizer, DataLoader(regression(100), batch_size=8), **options)
+    loader = stretto.distribute(net, optimizer, DataLoader(regression(samples), batch_size=8), **options)
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(net(x), y)
+            before_backward()
             loss.backward()
             optimizer.step()
             stretto.log(loss=loss)
@@ -57,13 +66,23 @@ def test_the_time_breakdown_sums_to_the_wall_time(recipe: str, tmp_path: Path) -
 
 
 def test_waiting_is_distinguished_from_exchanging(tmp_path: Path) -> None:
-    """Worker 1 sleeps in each step: the other workers wait for worker 1, and worker 1 waits for none."""
-    run_workers(3, lambda worker: work(worker, slow_s=0.03), "allreduce", run=tmp_path)
+    """Worker 1 always comes last, and later by 0.03 s: the other workers wait for it, and it waits for none."""
+    arrived = threading.Semaphore(0)
+
+    def come(worker: int) -> None:
+        if worker != 1:
+            arrived.release()
+            return
+        for _ in range(2):
+            assert arrived.acquire(timeout=30)
+        time.sleep(0.03)
+
+    def run(worker: int) -> None:
+        work(worker, before_backward=lambda: come(worker), samples=96)  # each worker has a batch in each global step
+
+    run_workers(3, run, "allreduce", run=tmp_path)
     waiting = [worker["time_breakdown"]["waiting"] for worker in events(tmp_path, "epoch")[-1]["workers"]]
-    slept = 0.03 * 10
-    assert waiting[1] < 0.5 * slept
-    assert waiting[0] > 0.5 * slept
-    assert waiting[2] > 0.5 * slept
+    assert waiting[1] < 0.5 * min(waiting[0], waiting[2])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

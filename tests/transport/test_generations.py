@@ -171,7 +171,9 @@ class Crew:
         self.places: dict[int, dict[str, Any]] = {}
         self.generation = 0
         self.members: list[int] = []
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        # PyTorch asks the DNS for the name of each store that it connects to; a lost answer must not cost 5 s
+        resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
+        environment = {**os.environ, **resolver, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.nursery = subprocess.Popen(
             [sys.executable, __file__, self.path], stdin=subprocess.PIPE, env=environment, text=True
         )
@@ -209,13 +211,15 @@ class Crew:
     ) -> dict[str, Any]:
         """Until one of them has said it."""
         end = end or time.monotonic() + LIMIT_S
+        passed: list[dict[str, Any]] = []
         while True:
             try:
                 one = self.heard.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"{what} never came from any of {numbers}") from None
+                raise AssertionError(f"{what} never came from any of {numbers}; passed over: {passed}") from None
             if one["what"] == what and one.get("prefix") == prefix and (numbers is None or one["number"] in numbers):
                 return one
+            passed.append(one)
 
     @property
     def prefix(self) -> str:
