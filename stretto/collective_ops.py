@@ -50,12 +50,14 @@ class Exchange:
 
     The worker of rank `peer` submits an Exchange with this worker. Both pass flat tensors of one dtype, whose lengths
     may differ. Exchanges with several peers may be in flight concurrently; those of one pair match in the order in
-    which they are submitted, in each `channel` (0 to 7) separately. Cost: the tensor, and a frame with its length.
+    which they are submitted, in each `channel` (0 to 7) separately. A transport may receive the peer's tensor in the
+    memory of `into`, which has its length; it returns `into` then. Cost: the tensor, and a frame with its length.
     """
 
     peer: int
     tensor: Tensor
     channel: int = 0
+    into: Tensor | None = None
 
 
 CollectiveOp = AllReduceMean | AllGather | Exchange

@@ -195,7 +195,7 @@ class ThreadCoordinator:
             for worker, report in self._reports.items():
                 if report.between_steps:
                     self._reports[worker] = ReadyReport(
-                        report.generation, report.commits, report.global_step, False, report.store, report.rounds
+                        report.generation, report.commits, report.global_step, False, report.address, report.rounds
                     )
             if (table := self._tables.get(self._form.generation)) is not None:
                 table.abort_all()

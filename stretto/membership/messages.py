@@ -92,15 +92,15 @@ class ReadyReport(_Message, frozen=True):
     `generation` is the worker's last one, at most 0 for a worker without state, which can only receive it. `commits` is
     the number of collective operations that it has completed, `rounds` the number of those that carried samples, and
     `global_step` the number of global steps that it was assigned. `between_steps` is True between two global steps with
-    no operation pending (after a PauseRequest). `store` is an address at which it can host a rendezvous store. `waits`
-    is its pending operation.
+    no operation pending (after a PauseRequest). `address` is where the next generation reaches it: its host, port and
+    public key, or, without encryption, the store that it can host. `waits` is its pending operation.
     """
 
     generation: int
     commits: int = 0
     global_step: int = 0
     between_steps: bool = False
-    store: str = ""
+    address: str = ""
     rounds: int = 0
     waits: Waits | None = None
 

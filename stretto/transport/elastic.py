@@ -94,7 +94,7 @@ class Rendezvous(Protocol):
 
     @property
     def address(self) -> str:
-        """Address of the store that this worker can host."""
+        """Address at which the members of the next generation reach this worker, in a text of its own form."""
         ...
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:

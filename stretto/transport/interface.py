@@ -16,8 +16,8 @@ from stretto.errors import TransportError, explain
 from stretto.membership.loop_positions import LoopPosition
 
 Found = TypeVar("Found")
-CHANNELS = 8
-"""Number of channels of exchanges between two workers."""
+CHANNELS = 16
+"""Number of channels of exchanges between two workers: 8 for callers, and for each of them one for sums of groups."""
 Message: TypeAlias = bytes | Callable[[], bytes]
 """Bytes, or a function that returns them; of a broadcast it is called at the root only."""
 

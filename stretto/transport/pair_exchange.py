@@ -24,7 +24,7 @@ EXCHANGE_BYTES, AHEAD = 1 << 19, 2
 
 With more on the way, both directions of one connection fill the queues of a link, and take twice the time.
 """
-EXCHANGE_TAG, NUMBERS = 1 << 30, 1 << 26
+EXCHANGE_TAG, NUMBERS = 1 << 30, 1 << 25
 """Tags of exchanges: from the first on, two for each channel and for each number, which begin again after the last."""
 
 

@@ -65,7 +65,7 @@ class GroupRendezvous:
         """Connect with the members at the store of the first member with state, or else of the first member."""
         if len(members.members) == 1:
             return LastWorkerTransport()
-        store, size = members.members[members.first].report.store, len(members.members)
+        store, size = members.members[members.first].report.address, len(members.members)
         self._prefix = f"stretto/{members.generation}"
         keeps = rank == members.first
         group = form(store, keeps, self._prefix, rank, size, self._patience_s, self._timeout_s)

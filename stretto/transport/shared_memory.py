@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -32,18 +32,41 @@ from stretto.errors import TransportError
 from stretto.transport.device_groups import agreed_kind, by_host, notice_host_memory, offered_device
 from stretto.transport.gloo_ring import all_reduce_bytes
 from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
-from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport
+from stretto.transport.interface import CHANNELS, Collectives, Handle, Message, Traffic, Transport
 from stretto.transport.peer_group import PeerGroup
-from stretto.transport.process_group import ProcessGroupTransport
 
 SEGMENT_BYTES = 4 << 20
 """Bytes of a tensor that hosts exchange at a time. Other workers of a host have a time limit for each segment."""
 
 
+class NetworkTransport(Collectives, Protocol):
+    """Transport among all workers that can be aborted: over gloo, or encrypted."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without data after which a wait fails."""
+        ...
+
+    def connect_devices(self, device: torch.device, failure_timeout_s: float | None = None) -> None:
+        """Form the group of all workers' devices."""
+        ...
+
+    def failure(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
+        """Return the error of a failed wait."""
+        ...
+
+    def abort(self) -> None:
+        """Abort all operations. Idempotent."""
+        ...
+
+
+Network = TypeVar("Network", bound=NetworkTransport)
+
+
 def over_shared_memory(
-    inner: ProcessGroupTransport, device: torch.device | None = None, failure_timeout_s: float | None = None
-) -> ProcessGroupTransport | SharedMemoryTransport:
-    """Return a transport that computes means in shared memory, or the process group if any worker can't do so.
+    inner: Network, device: torch.device | None = None, failure_timeout_s: float | None = None
+) -> Network | SharedMemoryTransport:
+    """Return a transport that computes means in shared memory, or the transport itself if any worker can't do so.
 
     Workers with a device each, as `device` of the model, connect their devices instead.
     All workers call this at the same time. Workers in different network namespaces count as workers on different hosts,
@@ -77,7 +100,7 @@ def over_shared_memory(
 
 
 def _connects_devices(
-    inner: ProcessGroupTransport, device: torch.device, offers: Sequence[str], failure_timeout_s: float | None
+    inner: NetworkTransport, device: torch.device, offers: Sequence[str], failure_timeout_s: float | None
 ) -> bool:
     kind, why = agreed_kind(offers)
     if kind:
@@ -94,7 +117,7 @@ class SharedMemoryTransport(Transport):
     the errors of `inner`, and ends the waits of all workers. `memory` is None for the only worker of a host.
     """
 
-    def __init__(self, inner: ProcessGroupTransport, memory: HostMemory | None) -> None:
+    def __init__(self, inner: NetworkTransport, memory: HostMemory | None) -> None:
         super().__init__(inner.worker, inner.workers)
         self._inner, self._memory = inner, memory
         self._is_closed = False
@@ -180,10 +203,10 @@ class HostsTransport(SharedMemoryTransport):
     Its bytes are those of its sockets: workers that do not lead send none for means.
     """
 
-    def __init__(self, inner: ProcessGroupTransport, memory: HostMemory | None, leaders: Sequence[int]) -> None:
+    def __init__(self, inner: NetworkTransport, memory: HostMemory | None, leaders: Sequence[int]) -> None:
         super().__init__(inner, memory)
         leads = inner.worker in leaders
-        self._between = _Between(PeerGroup(inner, leaders, channel=CHANNELS - 1)) if leads else None
+        self._between = _Between(PeerGroup(inner, leaders, channel=CHANNELS // 2 - 1)) if leads else None
         self._unsent: deque[_Segment] = deque()
         """Segments whose sums of this host are not being exchanged yet."""
 

@@ -69,7 +69,7 @@ def scenario(log: list[bytes], posts: list[Outgoing]) -> MembershipCoordinator:
 
     for worker in range(3):
         follow(coordinator.receive(worker, 0, Register("here", 1), 0.0))
-        follow(coordinator.receive(worker, 0, ReadyReport(0, store="here:1"), 0.0))
+        follow(coordinator.receive(worker, 0, ReadyReport(0, address="here:1"), 0.0))
     follow(coordinator.process_exited(2, 0, 1.0, will_restart=True, why="killed by SIGKILL"))
     for worker in range(2):
         follow(coordinator.receive(worker, 0, ReadyReport(1, 4 + worker, 2, rounds=2), 1.0))

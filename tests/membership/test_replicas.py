@@ -181,17 +181,17 @@ def test_the_log_restores_the_rank_that_failed_first() -> None:
 
 def test_each_rank_sees_the_reports_of_the_ranks_of_its_number() -> None:
     run = Run([2, 1])
-    run.send(0, 0, ReadyReport(0, store="here:0"))
-    run.send(0, 1, ReadyReport(0, store="here:1"))
-    posts = run.send(1, 0, ReadyReport(0, store="there:0"))
-    stores = {(post.worker, post.rank): [member.report.store for member in post.message.members] for post in posts}
+    run.send(0, 0, ReadyReport(0, address="here:0"))
+    run.send(0, 1, ReadyReport(0, address="here:1"))
+    posts = run.send(1, 0, ReadyReport(0, address="there:0"))
+    stores = {(post.worker, post.rank): [member.report.address for member in post.message.members] for post in posts}
     assert stores == {
         (0, 0): ["here:0", "there:0"],
         (0, 1): ["here:1", "there:0"],
         (1, 0): ["here:0", "there:0"],
     }
     restored = MembershipCoordinator.restored(run.log, 1.0)
-    assert restored.receive(0, 0, ReadyReport(0, store="here:1"), 1.0, 1, 2) == [posts[1]]
+    assert restored.receive(0, 0, ReadyReport(0, address="here:1"), 1.0, 1, 2) == [posts[1]]
 
 
 def test_a_silent_rank_ends_its_worker_and_a_rank_that_has_not_started_does_not() -> None:

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError
 from stretto.transport.conformance import check_transport
+from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.process_group import ProcessGroupTransport, drop_parked
+from tests.encrypted_ends import view
 
 LIMIT_S = 20.0
 TIMEOUT_S = 4.0
@@ -38,15 +40,61 @@ TIMEOUT_S = 4.0
 QUIET_THREADS, QUIET_DESCRIPTORS = 6, 30
 """Resources of a worker with one group parked: its own and the store's threads, three of gloo; connections."""
 SIZES = (1, 1000, 300_000, 2_000_000)
+PATIENCE_S = 3.0
+"""Seconds within which encrypted members have to connect."""
 
 # --- a worker -------------------------------------------------------------------------------------------------------
+
+
+class GlooGenerations:
+    """Groups of gloo, which meet in the store of one member."""
+
+    @property
+    def address(self) -> str:
+        return store_keeper().address
+
+    def form(self, told: dict[str, Any], number: int) -> Any:
+        members, keeps = told["members"], told["keeper"] == number
+        store = None if keeps else told["addresses"][members.index(told["keeper"])]
+        return form(store, keeps, told["prefix"], members.index(number), len(members), told["limit_s"], TIMEOUT_S)
+
+    def abort(self, prefix: str) -> None:
+        abort_forming(prefix)
+
+
+class EncryptedGenerations:
+    """Encrypted transports. Their time limit is `PATIENCE_S`."""
+
+    def __init__(self) -> None:
+        self.rendezvous = EncryptedRendezvous("127.0.0.1", PATIENCE_S, TIMEOUT_S)
+        self.aborted = set[str]()
+        self.formed: Any = self.rendezvous
+
+    @property
+    def address(self) -> str:
+        return self.rendezvous.address
+
+    def form(self, told: dict[str, Any], number: int) -> Any:
+        generation = int(told["prefix"].rpartition("/")[2])
+        self.formed = self.rendezvous
+        self.formed = self.rendezvous.form(view(told["addresses"], generation), told["members"].index(number))
+        if told["prefix"] in self.aborted:
+            self.formed.abort()
+        return self.formed
+
+    def abort(self, prefix: str) -> None:
+        self.aborted.add(prefix)
+        self.formed.abort()
+
+
+KINDS: dict[str, Any] = {"gloo": GlooGenerations, "encrypted": EncryptedGenerations}
 
 
 class Obeying:
     """A worker that exchanges in a loop, and forms the generations that it is told."""
 
-    def __init__(self, number: int, path: str) -> None:
-        self.number = number
+    def __init__(self, number: int, path: str, kind: str) -> None:
+        self.number, self.generations = number, KINDS[kind]()
         self.link = socket.socket(socket.AF_UNIX)
         self.link.connect(path)
         self.said = threading.Lock()
@@ -54,7 +102,7 @@ class Obeying:
         self.traffic = 0
         self.wire: Any = None
         threading.Thread(target=self.listen, daemon=True).start()
-        self.say("here", store=store_keeper().address, pid=os.getpid())
+        self.say("here", address=self.generations.address, pid=os.getpid())
 
     def say(self, what: str, **more: Any) -> None:
         line = json.dumps({"what": what, "number": self.number, "at": time.monotonic(), **more}) + "\n"
@@ -65,7 +113,7 @@ class Obeying:
         for line in self.link.makefile():
             told = json.loads(line)
             if told["do"] == "abort":
-                abort_forming(told["prefix"])
+                self.generations.abort(told["prefix"])
             else:
                 self.told.put(told)
         os._exit(0)
@@ -82,13 +130,10 @@ class Obeying:
                 self.exchange(told)
             except BrokenTransportError as error:
                 self.leave()
-                self.say("out", prefix=told["prefix"], why=str(error))
+                self.say("out", prefix=told["prefix"], why=str(error), address=self.generations.address)
 
     def enter(self, told: dict[str, Any]) -> None:
-        members = told["members"]
-        rank, keeps = members.index(self.number), told["keeper"] == self.number
-        store = None if keeps else told["store"]
-        self.wire = form(store, keeps, told["prefix"], rank, len(members), told["limit_s"], TIMEOUT_S)
+        self.wire = self.generations.form(told, self.number)
         self.wire.all_gather_bytes(b"here")
         self.say("formed", prefix=told["prefix"])
 
@@ -138,7 +183,7 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _nursery(path: str) -> None:
+def _nursery(path: str, kind: str) -> None:
     """Fork a worker for each number that is read; exit with the requesting process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -146,7 +191,7 @@ def _nursery(path: str) -> None:
         if os.fork() == 0:
             sys.stdin.close()
             try:
-                Obeying(int(line), path).live()
+                Obeying(int(line), path, kind).live()
             except BaseException:
                 import traceback
 
@@ -161,7 +206,8 @@ def _nursery(path: str) -> None:
 class Crew:
     """Workers, and what a coordinator would tell them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind = kind
         self.path = str(folder / "link")
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self.path)
@@ -175,7 +221,7 @@ class Crew:
         resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
         environment = {**os.environ, **resolver, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.nursery = subprocess.Popen(
-            [sys.executable, __file__, self.path], stdin=subprocess.PIPE, env=environment, text=True
+            [sys.executable, __file__, self.path, kind], stdin=subprocess.PIPE, env=environment, text=True
         )
 
     def born(self, number: int) -> None:
@@ -217,6 +263,8 @@ class Crew:
                 one = self.heard.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"{what} never came from any of {numbers}; passed over: {passed}") from None
+            if "address" in one and one["number"] in self.places:
+                self.places[one["number"]]["address"] = one["address"]
             if one["what"] == what and one.get("prefix") == prefix and (numbers is None or one["number"] in numbers):
                 return one
             passed.append(one)
@@ -236,7 +284,7 @@ class Crew:
         self.generation += 1
         self.members = members
         keeper = members[0]
-        store = self.places[keeper]["store"]
+        addresses = [self.places[one]["address"] for one in members]
         for one in come or members:
             self.tell(
                 one,
@@ -244,7 +292,7 @@ class Crew:
                 prefix=self.prefix,
                 members=members,
                 keeper=keeper,
-                store=store,
+                addresses=addresses,
                 limit_s=limit_s,
                 sizes=sizes,
             )
@@ -310,9 +358,9 @@ class Crew:
         self.listener.close()
 
 
-@pytest.fixture(scope="module")
-def nursed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    crew = Crew(tmp_path_factory.mktemp("crew"))
+@pytest.fixture(scope="module", params=list(KINDS))
+def nursed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Crew]:
+    crew = Crew(tmp_path_factory.mktemp("crew"), request.param)
     try:
         yield crew
     finally:
@@ -529,10 +577,10 @@ def _severed(one: socket.socket, other: socket.socket) -> list[str]:
             return [str(error)]
 
 
-def main(path: str) -> None:
+def main(path: str, kind: str) -> None:
     """A nursery."""
-    _nursery(path)
+    _nursery(path, kind)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -159,9 +159,9 @@ def test_all_workers_are_registered_and_receive_one_first_generation(scene) -> N
     there = scene(3)
     crew = [there.client(worker) for worker in range(3)]
     assert [one.state.asynchronous for one in crew] == [False] * 3
-    forms = there.all_stand(crew, ReadyReport(0, store="here:1"))
+    forms = there.all_stand(crew, ReadyReport(0, address="here:1"))
     assert forms[0] == forms[1] == forms[2]
-    assert [(one.worker, one.incarnation, one.report.store) for one in forms[0].members] == [
+    assert [(one.worker, one.incarnation, one.report.address) for one in forms[0].members] == [
         (n, 0, "here:1") for n in range(3)
     ]
 
@@ -185,14 +185,14 @@ def test_the_ranks_of_a_worker_join_and_fail_together(scene) -> None:
     crew = [there.client(0, rank=rank, ranks=2) for rank in range(2)] + [there.client(1)]
 
     def waits(number: int) -> Future[GenerationView]:
-        return there.pool.submit(crew[number].await_generation, ReadyReport(0, store=f"0:{number}"))
+        return there.pool.submit(crew[number].await_generation, ReadyReport(0, address=f"0:{number}"))
 
     waiting = [waits(0), waits(2)]
     replicas = there.coordinator.workers.replicas
     until(lambda: replicas[0].is_any_ready and replicas[1].is_ready)
     assert not any(one.done() for one in waiting), "rank 1 of worker 0 is not ready"
     forms = [one.result(LIMIT_S) for one in (*waiting, waits(1))]
-    assert [[one.report.store for one in form.members] for form in forms] == [["0:0", "0:2"]] * 2 + [["0:1", "0:2"]]
+    assert [[one.report.address for one in form.members] for form in forms] == [["0:0", "0:2"]] * 2 + [["0:1", "0:2"]]
 
     launcher = there.launcher()
     launcher.send(msgspec.msgpack.encode(WatchFailures()))

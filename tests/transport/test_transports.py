@@ -27,12 +27,14 @@ from stretto.transport import in_memory
 from stretto.transport import process_group as collective_wire
 from stretto.transport.conformance import check_end, check_operations, check_transport
 from stretto.transport.elastic import AbortableTransport, ElasticTransport
+from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.interface import Collectives, Transport
 from stretto.transport.peer_group import PeerGroup
 from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.shared_memory import over_shared_memory
 from stretto.transport.single_worker import SingleWorkerTransport
 from tests.elastic_workers import InMemoryRendezvous, ThreadConnection, ThreadCoordinator
+from tests.encrypted_ends import encrypted
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +72,24 @@ class GroupsInThreads:
 def elastic(workers: int, rendezvous: Callable[[ThreadCoordinator], Any]) -> list[ElasticTransport]:
     """Return elastic transports of one coordinator in memory."""
     coordinator = ThreadCoordinator(workers)
-    source = rendezvous(coordinator)
+    sources = [rendezvous(coordinator) for _ in range(workers)]
+
+    def end(worker: int) -> ElasticTransport:
+        return ElasticTransport(worker, ThreadConnection(coordinator, worker), sources[worker])
+
     with ThreadPoolExecutor(workers) as pool:
-        return list(
-            pool.map(
-                lambda worker: ElasticTransport(worker, ThreadConnection(coordinator, worker), source), range(workers)
-            )
-        )
+        return list(pool.map(end, range(workers)))
+
+
+def elastic_groups(workers: int, in_memory: bool) -> list[ElasticTransport]:
+    """Return elastic transports over gloo, which meet in one store."""
+    source = GroupsInThreads(dist.HashStore(), in_memory)
+    return elastic(workers, lambda _: source)
+
+
+def elastic_encrypted(workers: int) -> list[ElasticTransport]:
+    """Return elastic transports that are encrypted, each with a rendezvous of its own."""
+    return elastic(workers, lambda _: EncryptedRendezvous("127.0.0.1", 20.0, 20.0))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +99,23 @@ def elastic(workers: int, rendezvous: Callable[[ThreadCoordinator], Any]) -> lis
         (collective, (2, 3, 4)),
         (lambda n: [SingleWorkerTransport()], (1,)),
         (lambda n: elastic(n, InMemoryRendezvous), (2, 3)),
-        (lambda n: elastic(n, lambda _: GroupsInThreads(dist.HashStore(), in_memory=False)), (3,)),
-        (lambda n: elastic(n, lambda _: GroupsInThreads(dist.HashStore(), in_memory=True)), (3,)),
+        (lambda n: elastic_groups(n, in_memory=False), (3,)),
+        (lambda n: elastic_groups(n, in_memory=True), (3,)),
         (lambda n: [PeerGroup(end, range(n)) for end in in_memory.wires(n)], (1, 2, 3, 5)),
+        (encrypted, (1, 2, 3, 5)),
+        (elastic_encrypted, (2, 3)),
     ],
-    ids=["memory", "collective", "solo", "elastic memory", "elastic groups", "elastic shared memory", "group"],
+    ids=[
+        "memory",
+        "collective",
+        "solo",
+        "elastic memory",
+        "elastic groups",
+        "elastic shared memory",
+        "group",
+        "encrypted",
+        "elastic encrypted",
+    ],
 )
 def test_every_transport_passes_the_conformance_test(make, workers) -> None:
     check_transport(make, workers)
@@ -120,7 +145,7 @@ def test_a_simulated_elastic_transport_passes_the_conformance_test(workers: int,
 # --- exchanges of pairs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
+@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
 def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> None:
     ends = make(3, 0.3)
     alone, others = ends[0].submit(Exchange(1, torch.ones(4))), [ends[1], ends[2]]
@@ -131,7 +156,7 @@ def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> No
         alone.wait()
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
+@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
 def test_an_exchange_of_two_dtypes_is_an_error_at_both_workers(make) -> None:
     ends = make(2, 5.0)
     handles = [end.submit(Exchange(1 - end.worker, torch.ones(4).to(dtype)))
@@ -142,10 +167,18 @@ def test_an_exchange_of_two_dtypes_is_an_error_at_both_workers(make) -> None:
         handles[1].wait()
 
 
-def test_an_abort_ends_an_exchange_and_a_group() -> None:
+def abortable(workers: int) -> list[ProcessGroupTransport]:
+    """Return ends of a gloo group that can be aborted."""
     store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(lambda rank: ProcessGroupTransport(store, rank, 2, 20.0, elastic=True), range(2)))
+    with ThreadPoolExecutor(workers) as pool:
+        return list(
+            pool.map(lambda rank: ProcessGroupTransport(store, rank, workers, 20.0, elastic=True), range(workers))
+        )
+
+
+@pytest.mark.parametrize("make", [abortable, encrypted], ids=["collective", "encrypted"])
+def test_an_abort_ends_an_exchange_and_a_group(make) -> None:
+    ends = make(2)
     group, began = ends[0].group([1, 0]), time.monotonic()
     waiting = [ends[0].submit(Exchange(1, torch.ones(9_000_000))), group.submit(AllReduceMean(torch.ones(2)))]
     threading.Timer(0.1, ends[0].abort).start()
@@ -174,15 +207,40 @@ def group_mean(end: Collectives, contribution: Tensor) -> Any:
     return end.group(range(end.workers)).submit(AllReduceMean(contribution)).wait()
 
 
-def test_means_of_a_group_have_the_same_bits_at_all_workers() -> None:
-    ends = collective(3)
-    contributions = [torch.randn(10_007, generator=torch.Generator().manual_seed(end.worker)) for end in ends]
+@pytest.mark.parametrize("make", [collective, encrypted], ids=["collective", "encrypted"])
+@pytest.mark.parametrize("numbers", [10_007, 9_000_001], ids=["one piece", "many pieces"])
+def test_means_of_a_group_have_the_same_bits_at_all_workers(make, numbers: int) -> None:
+    ends = make(3)
+    contributions = [torch.randn(numbers, generator=torch.Generator().manual_seed(end.worker)) for end in ends]
     with ThreadPoolExecutor(3) as pool:
         means = list(
             pool.map(lambda end, mine: end.group(range(3)).submit(AllReduceMean(mine)).wait(), ends, contributions)
         )
     expected = contributions[0] + contributions[1] + contributions[2]
     assert all(torch.equal(mean, expected) for mean in means)
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("make", [in_memory.wires, encrypted], ids=["memory", "encrypted"])
+def test_means_of_a_group_can_be_waited_for_in_any_order_and_between_other_operations(make) -> None:
+    """Workers wait at other times than each other: some before they submit the next operation, some after all."""
+    ends, waits = make(3), [(0, 2, 1), (0, 1, 2), (2, 0, 1)]
+
+    def exchange(end: Collectives) -> list[Any]:
+        group = end.group(range(3))
+        ops = [AllReduceMean(torch.full((700_000,), 1.0)), AllGather(torch.ones(9)), AllReduceMean(torch.ones(1000))]
+        if end.worker == 1:
+            return [group.submit(op).wait() for op in ops]
+        handles = [group.submit(op) for op in ops]
+        return [handles[number].wait() for number in waits[end.worker]]
+
+    with ThreadPoolExecutor(3) as pool:
+        for order, found in zip(waits, pool.map(exchange, ends), strict=True):
+            first, gathered, last = (found[order.index(number)] for number in range(3))
+            assert torch.equal(first, torch.full((700_000,), 3.0))
+            assert torch.equal(last, torch.full((1000,), 3.0))
+            assert len(gathered) == 3
     for end in ends:
         end.close()
 
@@ -213,7 +271,7 @@ def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.Mo
         assert new.fileno() not in wire._opened
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
+@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
 def test_a_missing_worker_is_an_error_within_the_timeout(make) -> None:
     ends = make(2, 0.3)
     with pytest.raises(TransportError, match=r"worker"):

@@ -1,0 +1,84 @@
+"""Rendezvous of generations whose members exchange encrypted: addresses and keys arrive with the coordinator's message.
+
+    worker 0                             coordinator                            worker 1
+      | -- ReadyReport(port, public key) -> |  <- ReadyReport(port, public key) -- |
+      | <- GenerationView(both) ----------- |  -- GenerationView(both) ----------> |
+      | -- Hello, from the key of worker 0 --------------------------------------> |
+      | <------------------------------------- Hello, from the key of worker 1 --- |
+      | accepts no more connections                                                |
+
+A port serves one generation, so no message of an earlier one reaches it. The key pair is that of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+
+from stretto.errors import TransportError
+from stretto.membership.messages import GenerationView
+from stretto.transport.elastic import AbortableTransport
+from stretto.transport.encrypted import EncryptedTransport
+from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.malloc import trim_freed_memory
+from stretto.transport.rendezvous import LastWorkerTransport
+from stretto.transport.shared_memory import over_shared_memory
+
+
+class EncryptedRendezvous:
+    """Connects the members of generations at this worker's `host`, each within `failure_timeout_s`."""
+
+    def __init__(self, host: str, failure_timeout_s: float, timeout_s: float) -> None:
+        self._host, self._patience_s, self._timeout_s = host, failure_timeout_s, timeout_s
+        self._keys = KeyPair(*zmq.curve_keypair())
+        self._port: ReservedPort | None = None
+        self._forming: EncryptedTransport | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """Address of this worker in the next generation: host, port and public key."""
+        with self._lock:
+            if self._port is None:
+                self._port = ReservedPort(self._host, self._keys)
+            return str(self._port.endpoint)
+
+    def form(self, members: GenerationView, rank: int) -> AbortableTransport:
+        """Connect with the members, each at the address in its report."""
+        if len(members.members) == 1:
+            return LastWorkerTransport()
+        ends = [(one.worker, Endpoint.parse(one.report.address)) for one in members.members]
+        port = self._taken(ends[rank][1])
+        transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s)
+        with self._lock:
+            self._forming = transport
+        try:
+            transport.connect(self._patience_s)
+        except TransportError:
+            transport.close()
+            raise
+        trim_freed_memory()
+        return over_shared_memory(transport, None, self._patience_s)
+
+    def abort(self) -> None:
+        """Abort the connecting in progress, or the transport that it has returned."""
+        with self._lock:
+            forming = self._forming
+        if forming is not None:
+            forming.abort()
+
+    def close(self) -> None:
+        """Release the port of the next generation."""
+        with self._lock:
+            if self._port is not None:
+                self._port.close()
+            self._port = None
+
+    def _taken(self, own: Endpoint) -> ReservedPort:
+        """Return the port that the members know. The next generation has another."""
+        with self._lock:
+            port, self._port = self._port, None
+        if port is None or port.endpoint != own:
+            raise TransportError(f"the members of a generation know another address of this worker: {own.url}")
+        return port

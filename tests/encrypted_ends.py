@@ -1,0 +1,56 @@
+"""Encrypted transports in the threads of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import zmq
+
+from stretto.membership.messages import GenerationView, Member, ReadyReport
+from stretto.transport.encrypted import EncryptedTransport
+from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
+from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
+
+LIMIT_S = 20.0
+
+
+def view(addresses: Sequence[str], generation: int = 1) -> GenerationView:
+    """Return what the coordinator would send the workers of these addresses."""
+    members = [Member(worker, 0, ReadyReport(0, address=one)) for worker, one in enumerate(addresses)]
+    return GenerationView(generation, members)
+
+
+def new_keys() -> KeyPair:
+    """Return the keys of one worker process."""
+    return KeyPair(*zmq.curve_keypair())
+
+
+def encrypted(workers: int, timeout_s: float = LIMIT_S, generation: int = 1) -> list[EncryptedTransport]:
+    """Return the ends of one generation on the loopback interface."""
+    return joined([ReservedPort("127.0.0.1", new_keys()) for _ in range(workers)], timeout_s, generation)
+
+
+def joined(ports: Sequence[ReservedPort], timeout_s: float = LIMIT_S, generation: int = 1) -> list[EncryptedTransport]:
+    """Return the ends of one generation at these ports."""
+    ends = [(worker, port.endpoint) for worker, port in enumerate(ports)]
+
+    def connect(rank: int) -> EncryptedTransport:
+        transport = EncryptedTransport(ports[rank], generation, rank, ends, timeout_s)
+        transport.connect(LIMIT_S)
+        return transport
+
+    with ThreadPoolExecutor(len(ports)) as pool:
+        return list(pool.map(connect, range(len(ports))))
+
+
+class EncryptedRendezvousInThreads:
+    """Gives each worker of a process a rendezvous of its own, as each process has one."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+
+    def of_worker(self) -> Any:
+        """Return the rendezvous of one worker."""
+        return EncryptedRendezvous("127.0.0.1", self._limit_s, self._limit_s)
