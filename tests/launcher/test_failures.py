@@ -23,7 +23,7 @@ from stretto.membership.worker_status import ProcessRecord, ReportedError, Statu
 from stretto.process_config import WorkerConfig
 from stretto.report.summary import conclude
 
-WITHIN_S = 3.0
+WITHIN_S = 20.0
 """Seconds within which a failed run must end."""
 
 WAIT = """

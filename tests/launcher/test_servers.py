@@ -29,7 +29,7 @@ from stretto.process_config import RECIPE, VARIABLE, ShardConfig, WorkerConfig
 from stretto.report.run_record import record
 from stretto.run_config import RunConfig, decode_path
 
-WITHIN_S = 3.0
+WITHIN_S = 20.0
 TELL = """
 import msgspec
 config = msgspec.json.encode(place, enc_hook=str).decode()

@@ -16,10 +16,11 @@ from run_place import Place, until
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
+from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.process_config import WorkerConfig
 from stretto.run_config import decode_path
 
-WITHIN_S = 3.0
+WITHIN_S = 20.0
 HEAD = """
 import os, pathlib, sys, time
 from stretto.membership.worker_status import ReportedError, status
@@ -176,7 +177,17 @@ time.sleep(60)
     assert failure(place_with_coordinator, text, workers=3).startswith("worker 1 was killed by SIGKILL")
 
 
-def test_failure_that_others_recovered_from_is_not_the_cause_of_a_later_one(place_with_coordinator: Place) -> None:
+def test_failure_that_others_recovered_from_is_not_the_cause_of_a_later_one(
+    place_with_coordinator: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = ExitNotifier.watch
+
+    def watch_and_tell(notifier: ExitNotifier) -> None:
+        watch(notifier)
+        if notifier.failures().failed:
+            Path("known").touch()
+
+    monkeypatch.setattr(ExitNotifier, "watch", watch_and_tell)
     text = """
 from stretto.errors import TransportError
 if rank == 1 and life == 0:
@@ -184,6 +195,7 @@ if rank == 1 and life == 0:
 until("heard")
 if rank == 2:
     declare(2, (1, 0, 1, 0))
+    until("known")
     raise TransportError("nobody came")
 time.sleep(60)
 """
