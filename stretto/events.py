@@ -1,5 +1,7 @@
 """Events of a run: one JSON object on each line of `events.jsonl`, written by its processes, read by the report.
 
+A worker that does not see the run directory sends its lines to the coordinator (`stretto.membership.event_lines`).
+
 No process reads the log to decide what to do: if the log cannot be written, the run continues without it.
 
 Every event has `event` (its kind), `t` (seconds since the start of training, with one zero for all workers) and
@@ -63,7 +65,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -82,7 +84,8 @@ COORDINATOR = -1000
 Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
 MAX_BUFFERED_BYTES = 1 << 24
-"""Bytes of events that are kept in memory while the disk is full."""
+"""Bytes of events that are kept in memory while they cannot be stored."""
+TOO_SLOW = "events are written faster than they can be stored"
 
 
 def process_name(number: int, rank: int = 0) -> str:
@@ -105,6 +108,18 @@ def of_process(number: int, rank: int = 0) -> Event:
 def counts_for_worker(event: Event) -> bool:
     """Return False for an event that another rank than 0 wrote, of a kind that rank 0 writes for its worker."""
     return not event.get("rank") or event.get("event") not in OF_RANK_0
+
+
+class LineStore(Protocol):
+    """Destination of the lines of an event log: a file, or the coordinator for workers that do not see the file."""
+
+    def drain(self, lines: bytearray) -> None:
+        """Remove lines from the buffer, as far as they can be stored now. Raises LogError if they cannot be stored."""
+        ...
+
+    def finish(self, lines: bytearray) -> None:
+        """Store the last lines. Raises LogError if they cannot be stored."""
+        ...
 
 
 class LogFile:
@@ -143,6 +158,13 @@ class LogFile:
         size = os.fstat(self._file).st_size
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
+    def finish(self, lines: bytearray) -> None:
+        """Append the last lines and close the file."""
+        try:
+            self.drain(lines)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Close the file, if it was opened."""
         if self._descriptor is not None:
@@ -151,47 +173,48 @@ class LogFile:
 
 
 class EventLog:
-    """Events of one rank of a worker, buffered and appended to a file every `FLUSH_BYTES` and at `flush`.
+    """Events of one rank of a worker, buffered and stored every `FLUSH_BYTES` and at `flush`.
 
-    While the disk is full, up to `max_buffered` bytes stay in the buffer and are written when there is room; further
-    events are lost.
+    While they cannot be stored, since the disk is full or the coordinator is away, up to `max_buffered` bytes stay in
+    the buffer; further events are lost.
     """
 
-    def __init__(self, file: LogFile, worker: int, max_buffered: int = MAX_BUFFERED_BYTES, rank: int = 0) -> None:
-        self._file, self._max_buffered = file, max_buffered
+    def __init__(self, store: LineStore, worker: int, max_buffered: int = MAX_BUFFERED_BYTES, rank: int = 0) -> None:
+        self._store, self._max_buffered = store, max_buffered
         self.worker, self._process = worker, of_process(worker, rank)
         self._lines = bytearray()
         self._is_blocked = False
 
     def write(self, kind: str, t: float, /, **fields: object) -> None:
-        """Add one event; it reaches the disk at the next flush."""
+        """Add one event; it is stored at the next flush."""
         event = {"event": kind, "t": round(t, 6), **self._process, **fields}
         self._lines += msgspec.json.encode(event) + b"\n"
         if len(self._lines) >= FLUSH_BYTES and not self._is_blocked:
             self.flush()
 
     def flush(self) -> None:
-        """Append the buffered events. When the disk is full and the buffer too, they are lost."""
+        """Store the buffered events. When they cannot be stored and the buffer is full, they are lost."""
+        problem = self._drain()
+        if self._lines and len(self._lines) >= self._max_buffered:
+            self._say(f"{problem or TOO_SLOW}; {len(self._lines)} bytes of events are lost")
+            self._lines.clear()
+        if problem and not self._is_blocked:
+            self._say(f"{problem}; training continues, and events stay in memory until there is room")
+        elif self._is_blocked and not problem:
+            self._say("the event log can be written again")
+        self._is_blocked = bool(problem)
+
+    def _drain(self) -> str:
+        """Store the buffered events; return the reason if they cannot be stored."""
         try:
-            self._file.drain(self._lines)
+            self._store.drain(self._lines)
         except LogError as error:
-            if len(self._lines) >= self._max_buffered:
-                self._say(f"{error}; {len(self._lines)} bytes of events are lost")
-                self._lines.clear()
-            if not self._is_blocked:
-                self._say(f"{error}; training continues, and events stay in memory until there is room")
-            self._is_blocked = True
-        else:
-            if self._is_blocked:
-                self._say("the event log can be written again")
-            self._is_blocked = False
+            return str(error)
+        return ""
 
     def close(self) -> None:
-        """Append the buffered events and close the file. Raises LogError when they cannot be written."""
-        try:
-            self._file.drain(self._lines)
-        finally:
-            self._file.close()
+        """Store the buffered events and close the file. Raises LogError when they cannot be stored."""
+        self._store.finish(self._lines)
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal's output may be redirected to the full disk

@@ -55,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     options: RunConfig = RunConfig(Path(sys.argv[0]))
     """Options of the run; the defaults where no launcher of Stretto's has started it."""
     run: str | None = None
-    """Run directory, absolute; None where the process has to make one."""
+    """Run directory, absolute; None where the process has to make one, or does not see it (`sends_events`)."""
     listen_fd: int | None = None
     """Descriptor of a listening socket that the process inherits."""
     status_fd: int | None = None
@@ -98,6 +98,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     def joins(self) -> bool:
         """True if this process joins a run that has begun."""
         return self.incarnation > 0 or self.worker >= self.world_size
+
+    @property
+    def sends_events(self) -> bool:
+        """True if this worker does not see the run directory: it sends its events to the coordinator."""
+        return self.run is None and self.coordinator is not None
 
     @property
     def slowdown(self) -> float:

@@ -19,6 +19,7 @@ CLOCKED = (
     "checkpoint/state_transfer.py",  # carries the random state of Python's module
     "loader/streams.py",
     "membership/barrier_client.py",
+    "membership/event_client.py",
     "membership/client.py",
     "membership/server.py",
     "parameter_server/embedded.py",

@@ -21,7 +21,7 @@ from stretto.errors import LogError
 from stretto.events import COORDINATOR, Event, LogFile
 from stretto.interval import every
 from stretto.launcher.shard_main import leave, own_config
-from stretto.launcher.worker_main import begin, fail
+from stretto.launcher.worker_main import begin, fail, log_in
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import rules_of
 from stretto.membership.write_ahead_log import WriteAheadLog
@@ -44,10 +44,11 @@ def main() -> None:
     try:
         _coordinate(config)
     except BaseException as error:
-        fail(error, COORDINATOR, config.run)
+        fail(error, COORDINATOR, log_in(config.run))
 
 
 def _coordinate(config: CoordinatorConfig) -> None:
+    from stretto.membership.event_lines import EventAppender
     from stretto.membership.server import MembershipServer
     from stretto.security import server_keys
 
@@ -77,6 +78,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
         server_keys(config.keys),
         options.failure_timeout_s,
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
+        EventAppender(folder),
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,
     ).run(threading.Event())  # never set: it serves until SIGTERM
 
@@ -88,7 +90,7 @@ def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> 
 
         serve_dispatcher(config, log, restarted).wait()
     except BaseException as error:
-        fail(error, COORDINATOR, config.run)
+        fail(error, COORDINATOR, log_in(config.run))
 
 
 class _FailureForwarder(threading.Thread):

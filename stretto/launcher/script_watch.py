@@ -91,9 +91,10 @@ def is_writing(event: str, about: tuple[Any, ...]) -> bool:
     return event == "open" and isinstance(about[2], int) and bool(about[2] & _WRITES) and not about[2] & os.O_EXCL
 
 
-def own_folders(run: str) -> list[str]:
+def own_folders(run: str | None) -> list[str]:
     """Return the directories whose files are not watched: the run directory, Python's own, and caches."""
-    return [run, sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
+    common = [sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
+    return [run, *common] if run is not None else common
 
 
 def _of_all_workers(path: str) -> str:

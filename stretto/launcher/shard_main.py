@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from stretto.launcher.process_specs import server_of
-from stretto.launcher.worker_main import begin, fail
+from stretto.launcher.worker_main import begin, fail, log_in
 from stretto.process_config import VARIABLE, Config, ShardConfig
 from stretto.run_config import decode_path
 
@@ -30,7 +30,7 @@ def main() -> None:
 
         serve(config)
     except BaseException as error:
-        fail(error, server_of(config.shard), config.run)
+        fail(error, server_of(config.shard), log_in(config.run))
     leave()
 
 

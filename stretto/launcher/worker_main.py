@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto.errors import BrokenTransportError, LogError, MemberOutError, StrettoError, TransportError
-from stretto.events import Event, LogFile, of_process, process_name
+from stretto.events import Event, LineStore, LogFile, of_process, process_name
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import after_import, seed_libraries
@@ -60,7 +60,7 @@ def main() -> None:
         status.finish()
     except BaseException as error:
         _report_written(written, config)
-        fail(error, config.worker, config.run, config.rank)
+        fail(error, config.worker, log_of(config), config.rank)
 
 
 def _record_creation(_torch: ModuleType) -> None:
@@ -70,7 +70,7 @@ def _record_creation(_torch: ModuleType) -> None:
 
 def _watch(config: WorkerConfig) -> Written:
     """Notice files that the script writes and steps outside the loader. Only worker 0's lines reach the terminal."""
-    written = Written(own_folders(config.run or ""))
+    written = Written(own_folders(config.run))
     if config.world_size > 1:
         written.begin()
         if config.worker == 0 and config.rank == 0:
@@ -84,7 +84,7 @@ def _report_written(written: Written, config: WorkerConfig) -> None:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
         event = {"event": "written", "t": 0.0, **of_process(config.worker, config.rank), **about}
         with contextlib.suppress(LogError):
-            _append(config.run, event)
+            _append(log_of(config), event)
 
 
 def begin(config: Config) -> None:
@@ -140,7 +140,7 @@ def _finish() -> None:
     close()
 
 
-def fail(error: BaseException, number: int, run: str | None, rank: int = 0) -> NoReturn:
+def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> NoReturn:
     """Record the error and exit, without waiting for threads or exit handlers, which may hang.
 
     `number` is that of the process, or that of its worker. A worker that was evicted is no failure of the run, and
@@ -156,7 +156,7 @@ def fail(error: BaseException, number: int, run: str | None, rank: int = 0) -> N
         event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
         if is_evicted:
             event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {error}"}
-        _append(run, {**event, "t": _leave_training(), **of_process(number, rank)})
+        _append(log, {**event, "t": _leave_training(), **of_process(number, rank)})
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
@@ -169,8 +169,22 @@ def _leave_training() -> float:
     return 0.0 if leave is None else float(leave())
 
 
-def _append(run: str | None, event: Event) -> None:
-    LogFile(Path(run or ".") / "events.jsonl").append(msgspec.json.encode(event) + b"\n")
+def log_in(run: str | None) -> LogFile:
+    """Return the event log in a run directory."""
+    return LogFile(Path(run or ".") / "events.jsonl")
+
+
+def log_of(config: WorkerConfig) -> LineStore:
+    """Return the event log of the whole run, as this worker reaches it."""
+    if not config.sends_events:
+        return log_in(config.run)
+    from stretto.membership.event_client import remote_log  # imports zmq
+
+    return remote_log(config, 1)
+
+
+def _append(log: LineStore, event: Event) -> None:
+    log.finish(bytearray(msgspec.json.encode(event) + b"\n"))
 
 
 def _text(error: BaseException) -> str:

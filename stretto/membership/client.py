@@ -74,9 +74,7 @@ class MembershipClient(CoordinatorConnection):
         self._wake_sender.setblocking(False)
         self._wake_receiver.setblocking(False)
         self._context = zmq.Context()
-        self._dealer = _dealer(
-            self._context, connection_name(worker, incarnation, rank, ranks), keys, failure_timeout_s
-        )
+        self._dealer = dealer(self._context, connection_name(worker, incarnation, rank, ranks), keys, failure_timeout_s)
         self._monitor = self._dealer.get_monitor_socket(WATCHED)
         self._dealer.connect(address if "://" in address else f"tcp://{address}")
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -238,8 +236,9 @@ class MembershipClient(CoordinatorConnection):
             self._dealer.send(_ENCODER.encode(message), zmq.NOBLOCK)
 
 
-def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:
-    dealer = context.socket(zmq.DEALER)
+def dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:
+    """Return a socket for the coordinator, which sends nothing while it is not connected."""
+    made = context.socket(zmq.DEALER)
     for option, value in {
         zmq.IDENTITY: name,
         zmq.IMMEDIATE: 1,
@@ -250,8 +249,8 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, fai
         zmq.HEARTBEAT_TIMEOUT: max(int(failure_timeout_s * 1000), 1),
         zmq.HANDSHAKE_IVL: 0,
     }.items():
-        dealer.setsockopt(option, value)
+        made.setsockopt(option, value)
     if keys is not None:
-        dealer.curve_serverkey = keys.servers
-        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
-    return dealer
+        made.curve_serverkey = keys.servers
+        made.curve_publickey, made.curve_secretkey = keys.public, keys.secret
+    return made

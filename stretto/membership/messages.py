@@ -5,7 +5,8 @@ A *generation* is a set of workers that run collective operations together; gene
 one *replica* of the model, in one process or in several, its *ranks*, which fail together: the first exit of one of
 them ends the replica, and the other ranks are evicted. Each rank has a connection of its own, named by
 `connection_name`, so every message comes from one rank. Rank i of each replica exchanges with rank i of the others, so
-a GenerationView that is sent to it has the reports of the ranks i.
+a GenerationView that is sent to it has the reports of the ranks i. Barriers of the script and events of workers that do
+not see the run directory have messages and connections of their own (`barriers.py`, `event_lines.py`).
 
     worker                              coordinator
       | -- Register -----------------------> |   repeated until there is a reply

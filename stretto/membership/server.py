@@ -20,6 +20,7 @@ from stretto.errors import LogError
 from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
+from stretto.membership.event_lines import AppendEvents, EventAppender, Writer
 from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage, connection_name
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
@@ -30,16 +31,19 @@ _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})(?: rank (0|[1-9]
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
+_OF_EVENTS = re.compile(rb"events (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6}) rank (0|[1-9]\d{0,2}) section ([1-9]\d{0,2})")
+"""Names of the connections of a `Writer`."""
 _ENCODER = msgspec.msgpack.Encoder()
 _WORKER_MESSAGE = msgspec.msgpack.Decoder(WorkerMessage)
 _LAUNCHER_MESSAGE = msgspec.msgpack.Decoder(LauncherMessage)
 _ARRIVAL = msgspec.msgpack.Decoder(Arrive)
+_LINES = msgspec.msgpack.Decoder(AppendEvents)
 
 
 class MembershipServer:
     """Carries messages between workers and the membership coordinator until it is stopped.
 
-    `publish` receives the notices and events of each step, after they are on disk.
+    `publish` receives the notices and events of each step, after they are on disk; `appender` the events of workers.
     """
 
     def __init__(
@@ -50,12 +54,13 @@ class MembershipServer:
         keys: ServerKeys | None,
         failure_timeout_s: float,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
+        appender: EventAppender,
         save_every_s: float | None = None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._coordinator, self._log, self._publish = coordinator, log, publish
-        self._barriers = Barriers(coordinator.workers)
+        self._barriers, self._appender = Barriers(coordinator.workers), appender
         self._tick_s = min(failure_timeout_s / 10, 0.2)
         self._paused_s = failure_timeout_s / 4
         self._save_every_s = save_every_s
@@ -126,6 +131,10 @@ class MembershipServer:
                 outgoing = self._coordinator.receive(
                     worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )
+            elif (events_match := _OF_EVENTS.fullmatch(name)) is not None:
+                writer = Writer(*(int(number) for number in events_match.groups()))
+                outgoing = []
+                reply = _ENCODER.encode(self._appender.receive(writer, _LINES.decode(frames[0])))
             elif _LAUNCHER.fullmatch(name):
                 outgoing = self._receive_of_launcher(_LAUNCHER_MESSAGE.decode(frames[0]))
                 self._launchers.add(name)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import LogError, NotFiniteError
+from stretto.events import EventLog
 from stretto.notices import say
 from stretto.run_dir import make_folder, write_run
 from stretto.runtime.runtime import Runtime
@@ -23,12 +24,12 @@ from stretto.transport import Transport
 
 
 class EventWriter:
-    """Writer of events with the seconds since the start of training. Without a run directory it writes nothing."""
+    """Writer of events with the seconds since the start of training. Without a log it writes nothing."""
 
-    def __init__(self, folder: Path | None, wire: Transport, runtime: Runtime, number: int, joined_late: bool) -> None:
+    def __init__(self, log: EventLog | None, wire: Transport, runtime: Runtime, number: int, joined_late: bool) -> None:
         self._runtime, self._clock, self._wire = runtime, runtime.clock, wire
         self.worker = number
-        self._log = runtime.log(folder, number) if folder is not None else None
+        self._log = log
         self.zero = runtime.clock() if joined_late else common_zero(wire, runtime.clock)
         self._progressed = 0.0
         self._pending: list[tuple[float, int, int, dict[str, Any]]] = []

@@ -238,7 +238,7 @@ class Sections:
             transport.broadcast_bytes(lambda: self._make(section, transport, data, folder))
         if folder is not None:
             folder.mkdir(exist_ok=True)
-        return context.with_folder(folder)
+        return context.with_folder(folder, section.number)
 
     def _agree_on_data(self, transport: Transport, data: str) -> None:
         digests = transport.all_gather_bytes(data.encode())
@@ -269,9 +269,9 @@ class Sections:
 
     def _write(self, kind: str, at: float, /, **carries: object) -> None:
         """Write an event into the log of the whole run. An event that cannot be written is lost."""
-        if self._context.run is None or self._transport is None:
+        log = self._context.event_log(self._transport.number) if self._transport is not None else None
+        if log is None:
             return
-        log = self._context.runtime.log(self._context.run, self._transport.number)
         log.write(kind, at - self._zero, at=round(at, 6), **carries)
         with contextlib.suppress(LogError):
             log.close()

@@ -43,7 +43,8 @@ class Trainer:
         is_late = transport.arrives or (transport.server is not None and context.incarnation > 0)
         if is_late and not is_leasable(loader):
             raise StaysOutError("a restarted worker cannot rejoin in the middle of an iterable dataset")
-        self.events = EventWriter(context.run, transport, context.runtime, transport.number, transport.arrives)
+        log = context.event_log(transport.number)
+        self.events = EventWriter(log, transport, context.runtime, transport.number, transport.arrives)
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)
         if not transport.arrives:
             is_compared = transport.workers > 1 and section.number == 1 and is_leasable(loader)
@@ -149,4 +150,7 @@ class Trainer:
         """Write the events of a failed script, and close the client, so that no other worker waits for it."""
         self.figures.write_outcomes()
         self.events.flush()
-        self.transport.abandon()
+        try:
+            self.transport.abandon()
+        finally:
+            self._close_log()

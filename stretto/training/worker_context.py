@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from stretto.events import EventLog, LineStore
 from stretto.interval import Interval, every
 from stretto.loader.epoch_batches import Rule
 from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
+from stretto.membership.event_client import remote_log
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client_types import RunOverError
 from stretto.parameter_server.embedded import serve_at_rank0
@@ -53,6 +55,10 @@ class WorkerContext:
     run: Path | None = None
     opens_folder: bool = False
     """True if worker 0 creates the run folder, since no launcher of Stretto's has created one."""
+    section: int = 1
+    """Number of the section that this is the context of."""
+    store: Callable[[int], LineStore] | None = None
+    """Returns the store for the events of a section, where the worker does not see the run directory."""
     seed: int | None = None
     single_process: bool = False
     global_batch_of: int = 1
@@ -89,9 +95,15 @@ class WorkerContext:
         meeting = self.transport(torch.device("cpu"))
         return serve_at_rank0(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
-    def with_folder(self, run: Path | None) -> WorkerContext:
-        """Return the same context with another run folder, which exists."""
-        return replace(self, run=run, opens_folder=False)
+    def event_log(self, worker: int) -> EventLog | None:
+        """Return the event log of this worker in a section; None without a run folder."""
+        if self.store is not None:
+            return EventLog(self.store(self.section), worker, rank=self.runtime.rank)
+        return self.runtime.log(self.run, worker) if self.run is not None else None
+
+    def with_folder(self, run: Path | None, section: int = 1) -> WorkerContext:
+        """Return the same context with another run folder, which exists, for a section."""
+        return replace(self, run=run, section=section, opens_folder=False)
 
     def from_first_section(self) -> WorkerContext:
         """Return the same context for a section that this process takes part in from its start."""
@@ -147,9 +159,10 @@ def _context(config: WorkerConfig) -> WorkerContext:
         worker=config.worker,
         transport=_transport(config),
         run=Path(config.run) if config.run else None,
-        opens_folder=config.run is None,
+        opens_folder=config.run is None and not config.sends_events,
+        store=functools.partial(remote_log, config) if config.sends_events else None,
         runtime=Runtime(own_process=True, rank=config.rank, ranks=config.ranks),
-        seed=options.seed if config.run else None,
+        seed=options.seed if config.run or config.sends_events else None,
         server=_server(config),
         lead_host=address[0] if address is not None else "127.0.0.1",
         slow=config.slowdown,

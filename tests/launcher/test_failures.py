@@ -296,10 +296,9 @@ def test_list_of_written_files_on_a_full_disk_does_not_fail_the_run(full_disk: P
 
 def test_error_that_does_not_fit_into_the_log_is_printed_and_recorded(full_disk: Path) -> None:
     record = make_record()
-    begin = f"from stretto.launcher.worker_main import begin, fail; begin(WorkerConfig(status_fd={record}))"
-    program = (
-        f"from stretto.process_config import WorkerConfig; {begin}; fail(ValueError('boom'), 0, {str(full_disk)!r})"
-    )
+    begin = f"from stretto.launcher.worker_main import begin, fail, log_in; begin(WorkerConfig(status_fd={record}))"
+    end = f"fail(ValueError('boom'), 0, log_in({str(full_disk)!r}))"
+    program = f"from stretto.process_config import WorkerConfig; {begin}; {end}"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[record])
     assert done.returncode == 1

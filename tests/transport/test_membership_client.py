@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +15,14 @@ import msgspec
 import pytest
 import torch
 import zmq
+from coordinator_process import CoordinatorProcess
 
 from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
 from stretto.membership.client import MembershipClient
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import Started
+from stretto.membership.event_lines import EventAppender
 from stretto.membership.messages import (
     Continue,
     CoordinatorMessage,
@@ -40,8 +38,6 @@ from stretto.membership.messages import (
 )
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
-from stretto.process_config import CoordinatorConfig
-from stretto.run_config import RunConfig
 from stretto.security import WorkerKeys, new_keys
 
 LIMIT_S = 20.0
@@ -90,7 +86,13 @@ class Scene:
         self.coordinator = MembershipCoordinator(Started(expected, failure_timeout_s, **more))
         listener = socket.create_server(("127.0.0.1", 0))
         self.call = MembershipServer(
-            listener, self.coordinator, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
+            listener,
+            self.coordinator,
+            WriteAheadLog(folder / "journal"),
+            SERVER_KEYS,
+            failure_timeout_s,
+            self.publish,
+            EventAppender(folder),
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
@@ -406,48 +408,8 @@ def formed_of(folder: Path) -> list[int]:
     return [event["generation"] for event in read_events(folder / "events.jsonl") if event["what"] == "formed"]
 
 
-# --- the coordinator's process ---------------------------------------------------------------------------------------
-
-
-class Process:
-    """A coordinator in a process of its own, that can be killed and started again at the same socket."""
-
-    def __init__(
-        self, folder: Path, expected: int, failure_timeout_s: float = START_S, has_dispatcher: bool = False
-    ) -> None:
-        self.folder = folder
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.dispatcher = socket.create_server(("127.0.0.1", 0))
-        self.address = "{}:{}".format(*self.listener.getsockname())
-        config = CoordinatorConfig(
-            run=str(folder),
-            listen_fd=self.listener.fileno(),
-            dispatcher_fd=self.dispatcher.fileno() if has_dispatcher else None,
-            options=RunConfig(Path("train.py"), workers=expected, failure_timeout_s=failure_timeout_s),
-            zero=time.perf_counter(),
-            keys=(SERVER_KEYS.secret.decode(), SERVER_KEYS.public.decode(), SERVER_KEYS.workers.decode()),
-        )
-        self.environment = {**os.environ, **config.environment()}
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-P", "-m", "stretto.launcher.coordinator_main"]
-        sockets = [self.listener.fileno(), self.dispatcher.fileno()]
-        self.process = subprocess.Popen(command, env=self.environment, pass_fds=sockets)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(LIMIT_S)
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(LIMIT_S) in (0, -signal.SIGKILL)
-        self.listener.close()
-        self.dispatcher.close()
-
-
 def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path) -> None:
-    place = Process(tmp_path, 3)
+    place = CoordinatorProcess(tmp_path, 3, SERVER_KEYS)
     pool = ThreadPoolExecutor(4)
     aborts: list[int] = []
     crew: list[MembershipClient] = []
@@ -495,7 +457,7 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
 @pytest.mark.plain_processes
 def test_a_coordinator_killed_before_its_dispatcher_has_begun_is_restarted(tmp_path: Path) -> None:
     """The dispatcher takes longer to begin than membership, so there is a record of members before its first."""
-    place = Process(tmp_path, 1, has_dispatcher=True)
+    place = CoordinatorProcess(tmp_path, 1, SERVER_KEYS, has_dispatcher=True)
     log = tmp_path / "dispatcher.wal"
     try:
         with contextlib.closing(MembershipClient(0, 0, place.address, WORKER_KEYS, START_S, START_S)):
