@@ -156,6 +156,19 @@ def coordinators(place: Place, killed: list[int]) -> list[int]:
     return [one.pid for one in place.left() if config_of(one).get("type") == "coordinator" and one.pid not in killed]
 
 
+def test_further_section_has_a_log_of_its_own(remote_place: Place) -> None:
+    train = remote_place.folder / "train.py"
+    train.write_text(SCRIPT + SCRIPT.partition("noting\n")[2])
+    check_ended(start(remote_place, 2))
+    for worker in range(2):
+        sections = in_log(worker) + in_log(worker, "here/section-2")
+        assert sorted(sections, key=str) == sorted(noted(worker), key=str)
+        assert len(in_log(worker, "here/section-2")) > len(sections) / 3
+
+
+test_further_section_has_a_log_of_its_own.limit_s = 120  # type: ignore[attr-defined]
+
+
 def test_restarted_worker_continues_in_the_log(remote_place: Place) -> None:
     Path("slow").touch()
     run = start(remote_place, 40)
