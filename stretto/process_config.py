@@ -95,6 +95,11 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
         return self.options.workers
 
     @property
+    def coordinator_host(self) -> str:
+        """Host of the coordinator; this machine's loopback address without one."""
+        return (self.coordinator or "127.0.0.1:0").rpartition(":")[0]
+
+    @property
     def joins(self) -> bool:
         """True if this process joins a run that has begun."""
         return self.incarnation > 0 or self.worker >= self.world_size

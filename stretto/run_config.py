@@ -94,7 +94,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: Annotated[
         bool,
         Option(
-            "Do not encrypt the traffic with the parameter server and the coordinator.",
+            "Do not encrypt the traffic with the parameter server and the coordinator, and between hosts.",
             SERVER,
             names=("--no-encryption",),
         ),

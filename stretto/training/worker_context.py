@@ -28,7 +28,7 @@ from stretto.run_config import RunConfig
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
 from stretto.transport import Transport
-from stretto.transport.elastic import ElasticTransport
+from stretto.transport.elastic import ElasticTransport, Rendezvous
 from stretto.transport.single_worker import SingleWorkerTransport
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -183,9 +183,17 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
 
 
 def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
-    from stretto.transport.rendezvous import GroupRendezvous
+    """Return a transport over the generations of a coordinator, encrypted if workers of other hosts may join."""
+    limits_s = config.options.failure_timeout_s, config.options.timeout_s
+    rendezvous: Rendezvous
+    if config.options.host is not None and config.keys is not None:
+        from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 
-    rendezvous = GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
+        rendezvous = EncryptedRendezvous(config.coordinator_host, *limits_s, device)
+    else:
+        from stretto.transport.rendezvous import GroupRendezvous
+
+        rendezvous = GroupRendezvous(*limits_s, device)
     return ElasticTransport(config.worker, _membership(config), rendezvous)
 
 

@@ -14,23 +14,33 @@ from __future__ import annotations
 
 import threading
 
+import torch
 import zmq
 
 from stretto.errors import TransportError
 from stretto.membership.messages import GenerationView
+from stretto.transport.device_groups import notice_host_memory
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.gloo_rendezvous import own_address
 from stretto.transport.malloc import trim_freed_memory
 from stretto.transport.rendezvous import LastWorkerTransport
 from stretto.transport.shared_memory import over_shared_memory
 
 
 class EncryptedRendezvous:
-    """Connects the members of generations at this worker's `host`, each within `failure_timeout_s`."""
+    """Connects the members of generations, each within `failure_timeout_s`, at this worker's address `toward` a host.
 
-    def __init__(self, host: str, failure_timeout_s: float, timeout_s: float) -> None:
-        self._host, self._patience_s, self._timeout_s = host, failure_timeout_s, timeout_s
+    A group of the devices would not be encrypted, so their tensors pass through the memory of the hosts.
+    """
+
+    def __init__(
+        self, toward: str, failure_timeout_s: float, timeout_s: float, device: torch.device | None = None
+    ) -> None:
+        self._toward, self._patience_s, self._timeout_s = toward, failure_timeout_s, timeout_s
+        if device is not None and device.type != "cpu":
+            notice_host_memory("groups of devices are not encrypted; --no-encryption would use them")
         self._keys = KeyPair(*zmq.curve_keypair())
         self._port: ReservedPort | None = None
         self._forming: EncryptedTransport | None = None
@@ -41,7 +51,7 @@ class EncryptedRendezvous:
         """Address of this worker in the next generation: host, port and public key."""
         with self._lock:
             if self._port is None:
-                self._port = ReservedPort(self._host, self._keys)
+                self._port = ReservedPort(own_address(self._toward), self._keys)
             return str(self._port.endpoint)
 
     def form(self, members: GenerationView, rank: int) -> AbortableTransport:

@@ -57,8 +57,7 @@ def own_address(toward: str) -> str:
 def store_keeper() -> StoreKeeper:
     """Return the store keeper of this process, at its address toward the coordinator."""
     config = worker_config()
-    coordinator = config.coordinator if config is not None else None
-    return StoreKeeper(own_address((coordinator or "127.0.0.1:0").rpartition(":")[0]))
+    return StoreKeeper(own_address(config.coordinator_host if config is not None else "127.0.0.1"))
 
 
 def form(

@@ -5,9 +5,11 @@ Errors of runs with `--host` and of joining hosts are tested without starting pr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -131,6 +133,35 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
 
 
 test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins.limit_s = 240  # type: ignore[attr-defined]
+
+
+def is_open(process: psutil.Process) -> bool:
+    """Return True if a stranger can connect to a port of a worker, except the inherited one, where it never accepts."""
+    store = ("127.0.0.1", int((config_of(process).get("store") or ":0").rpartition(":")[2]))
+    listening = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    for host, port in {(*one,) for one in listening} - {store}:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), 0.5).close()
+            return True
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of one socket")
+def test_workers_that_others_may_join_accept_no_connection_of_strangers(place: Place) -> None:
+    (place.folder / "train.py").write_text(SCRIPT)
+    run = place.folder / "run"
+    options = ["--recipe", "local_sgd(every=2)", "--host", "127.0.0.1", "--out", "run"]
+    here = local("run", "-n", "2", *options, "train.py")
+    until(lambda: {0, 1} <= starts(run).keys(), here)
+    workers = [psutil.Process(start["pid"]) for start in starts(run).values()]
+    assert all(worker.net_connections("tcp") for worker in workers)
+    until(lambda: not any(map(is_open, workers)), here)
+    (place.folder / "enough").touch()
+    said, _ = here.communicate(timeout=60)
+    assert here.returncode == 0, said
+
+
+test_workers_that_others_may_join_accept_no_connection_of_strangers.limit_s = 100  # type: ignore[attr-defined]
 
 
 def starts(run: Path) -> dict[int, dict[str, Any]]:
