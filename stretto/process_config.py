@@ -156,6 +156,8 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinat
     snapshot_interval_s: float | None = None
     """Seconds between two snapshots of a parameter server."""
     worker_keys: KeyTexts | None = None
+    services: tuple[str, ...] = ()
+    """Addresses of the coordinator and of the parameter server, for workers that join."""
 
 
 def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig | None:

@@ -126,10 +126,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[
         str | None,
         Option(
-            "Address of this machine at which `stretto join` on other machines reaches the run.",
+            "Address of this machine, and port, at which `stretto join` on other machines reaches the run.",
             FAILURES,
-            "ADDRESS",
+            "ADDRESS[:PORT]",
             "this machine alone",
+            ("--listen", "--host"),
         ),
     ] = None
     port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None
@@ -147,6 +148,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
     output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
+    listen_port: int | None = None
+    """Port of the coordinator; None for a free one."""
     single_process: bool = False
     """True if all communication is disabled."""
     global_batch_of: int = 1

@@ -33,6 +33,12 @@ def version(package: str = "stretto") -> str:
         return "not installed"
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Stretto and of what a script runs on."""
+    packages = {name: version(name) for name in ("stretto", "torch", "numpy")}
+    return {"python": platform.python_version(), **packages}
+
+
 def make_folder(name: str, out: Path | None, now: datetime) -> Path:
     """Create and return `out`, or else a new `runs/DATE-NAME`. Raises LaunchError when `out` is not empty."""
     try:
@@ -116,11 +122,7 @@ def describe(options: Mapping[str, Any], now: datetime) -> dict[str, Any]:
         "stretto": version(),
         **options,
         "started": now.astimezone().isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "numpy": version("numpy"),
-        },
+        "versions": {name: number for name, number in versions().items() if name != "stretto"},
         "machine": machine(),
         "command": [_program(Path(sys.argv[0])), *sys.argv[1:]],
     }

@@ -125,21 +125,33 @@ def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json
     conclude(folder, json_to, silent=quiet)
 
 
-@app.command(epilog=examples("stretto join runs/RUN -n 2", "stretto join /shared/run -n 4 --threads 2"))
+@app.command(
+    epilog=examples("stretto join 10.0.0.1:7878 --key join.key -n 2", "stretto join /shared/run -n 4 --threads 2")
+)
 @with_options
 def join(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of the run, on a disk that both machines see.")
+        str,
+        typer.Argument(
+            metavar="RUN|HOST:PORT", help="The folder of the run, on a disk that both machines see; else its address."
+        ),
     ],
     *,
     workers: int = 1,
+    key: Annotated[
+        Path | None, typer.Option(help="A copy of the run's join.key (mode 600), or - for standard input.")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="The script on this machine.  [default: the run's, which is received]")
+    ] = None,
     threads: int | None = None,
     output: Output = "none",
     restarts: int = 3,
     quiet: Quiet = False,
 ) -> None:
-    """Join a run that was started with --host: add workers of this machine to it."""
-    join_run(JoinRequest(run, workers, threads, output, restarts), ProgressDisplay(quiet=quiet))
+    """Join a run that was started with --listen: add workers of this machine to it."""
+    joining = JoinRequest(run, workers, key, script, threads, output, restarts)
+    join_run(joining, ProgressDisplay(quiet=quiet))
 
 
 app.command(

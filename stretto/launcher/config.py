@@ -37,6 +37,7 @@ def settled(config: RunConfig) -> RunConfig:
     """Return the configuration with derived values: script file, recipe over its servers, number of servers."""
     script = config.script if config.module else entry.located(config.script)
     config = replace(config, script=script, resume=config.resume and config.resume.resolve())
+    config = _with_port(config)
     if config.recipe is None:
         return replace(config, servers=None)
     from stretto.recipe.parser import parse, with_shards
@@ -45,6 +46,18 @@ def settled(config: RunConfig) -> RunConfig:
     recipe = with_shards(config.recipe, config.servers) if config.servers else config.recipe
     shards = parse(recipe).shards
     return replace(config, recipe=recipe, servers=None if config.single_process else shards or None)
+
+
+def _with_port(config: RunConfig) -> RunConfig:
+    """Return the configuration with the port of `--listen ADDRESS:PORT` in a field of its own."""
+    host, colon, port = (config.host or "").rpartition(":")
+    if not colon or ":" in host:  # without a port, or an IPv6 address
+        return config
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        _refuse(
+            "the address to listen on", f"--listen {config.host}", "ADDRESS or ADDRESS:PORT", "--listen 10.0.0.1:7878"
+        )
+    return replace(config, host=host, listen_port=int(port))
 
 
 def codec_folder(config: RunConfig) -> str | None:
@@ -160,11 +173,11 @@ def _check_host(config: RunConfig) -> None:
     if config.host is None:
         return
     if config.single_process:
-        _refuse("the host of a run alone", config.host, "a run that others can join", "leave --host away")
+        _refuse("the host of a run alone", config.host, "a run that others can join", "leave --listen away")
     if settled(config).servers and config.workers < 2:
         problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
-        got = f"-n {config.workers} --host {config.host} --recipe {config.recipe}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 --host {config.host}"))
+        got = f"-n {config.workers} --listen {config.host} --recipe {config.recipe}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 --listen {config.host}"))
 
 
 def _check_batch(config: RunConfig) -> None:

@@ -20,10 +20,12 @@ import msgspec
 from stretto.errors import LogError
 from stretto.events import COORDINATOR, Event, LogFile
 from stretto.interval import every
+from stretto.launcher.join import invitation_of, packed_code
 from stretto.launcher.shard_main import leave, own_config
 from stretto.launcher.worker_main import begin, fail, log_in
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import rules_of
+from stretto.membership.invitations import Inviter
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.membership.write_ahead_log import read as read_records
 from stretto.process_config import CoordinatorConfig, KeyTexts
@@ -76,11 +78,15 @@ def _coordinate(config: CoordinatorConfig) -> None:
         coordinator,
         log,
         server_keys(config.keys),
-        options.failure_timeout_s,
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
-        EventAppender(folder),
+        [EventAppender(folder), *([_inviter(config, coordinator)] if options.host is not None else [])],
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,
     ).run(threading.Event())  # never set: it serves until SIGTERM
+
+
+def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
+    options, services = config.options, config.services
+    return Inviter(invitation_of(options, services), coordinator.give_numbers, lambda: packed_code(options))
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:

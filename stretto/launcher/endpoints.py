@@ -88,11 +88,16 @@ def address(listener: socket) -> str:
 
 
 @contextlib.contextmanager
-def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str | None = None) -> Iterator[Servers]:
-    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make new keys unless `plain`."""
+def servers_for(
+    shards: int, plain: bool, coordinated: bool = False, host: str | None = None, port: int | None = None
+) -> Iterator[Servers]:
+    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make new keys unless `plain`.
+
+    The coordinator listens on `port`, by default a free one.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(listening(host=host)) for _ in range(shards + 1 if shards else 0)]
-        coordinator = stack.enter_context(listening(host=host)) if coordinated else None
+        coordinator = stack.enter_context(listening(port, host)) if coordinated else None
         keys = None if plain or not (shards or coordinated) else _new_keys()
         yield Servers(tuple(sockets), keys, coordinator)
 

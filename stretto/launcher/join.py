@@ -1,141 +1,209 @@
-"""Workers that join a running run, from this or another machine that sees the run directory.
+"""Workers that join a running run, from this or another machine.
 
-`stretto run --host` writes the addresses of the services, the keys and the configuration to `join.json`; each joining
-launcher reserves ranks by creating files in `joined/`.
+`stretto run --listen` writes the address of the coordinator and the keys of a worker to `join.key`. A launcher that has
+this file asks the coordinator for numbers, options and, on a machine that does not see the run directory, the code.
 """
 
 from __future__ import annotations
 
 import os
-import socket
+import stat
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from stretto.errors import LaunchError, LogError, explain
+from stretto.launcher.code_archive import packed, unpack
 from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
 from stretto.launcher.process_specs import ProcessPlan
+from stretto.membership.invitations import Invitation
+from stretto.notices import say
 from stretto.process_config import KeyTexts
 from stretto.run_config import Output, RunConfig, decode_path
-from stretto.run_dir import cores
+from stretto.run_dir import cores, make_folder, versions
 
-JOIN_INFO = "join.json"
-JOINED = "joined"
-"""Directory with one empty file for each rank that is taken."""
-CONNECT_S = 5.0
-"""Limit of the wait for a connection to the coordinator."""
+if TYPE_CHECKING:
+    from stretto.launcher.join_client import JoinClient
+
+JOIN_KEY = "join.key"
+CODE = "code"
+"""Directory with the received code in the run directory of a joining launcher."""
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-class JoinInfo(msgspec.Struct, frozen=True):
-    """Addresses, keys and configuration for launchers that join. `keys` are those of a worker."""
+class JoinKey(msgspec.Struct, frozen=True):
+    """Address of the coordinator, and the keys of a worker, with which a launcher joins the run."""
 
-    services: tuple[str, ...]
-    """Addresses of the coordinator and, in a run over a parameter server, of the batch dispatcher and the shards."""
+    address: str
     keys: KeyTexts | None
-    config: RunConfig
-
-    def servers(self) -> Servers:
-        """Return the services of the run, as a joining launcher sees them."""
-        keys = Keys(Pair(self.keys[0], ""), Pair(*self.keys[1:])) if self.keys is not None else None
-        return Servers((), keys, elsewhere=self.services)
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """Options of `stretto join`."""
+    """Options of `stretto join`. `run` is the folder of the run; with `key` it is an address, host:port."""
 
-    run: Path
+    run: str
     workers: int = 1
+    key: Path | None = None
+    script: Path | None = None
     threads: int | None = None
     output: Output = "none"
     restarts: int = 3
 
 
-def write_join_info(folder: Path, config: RunConfig, servers: Servers) -> None:
-    """Write `join.json`, readable by its owner only. Raises LogError if the disk does not take it."""
+def write_join_key(folder: Path, servers: Servers) -> Path:
+    """Write `join.key`, readable by its owner only. Raises LogError if the disk does not take it."""
     assert servers.coordinator_at is not None
-    script = config.script if config.module else config.script.absolute()
-    config = replace(config, script=script, out=None, resume=None, faults=None, min_workers=1)
-    config = replace(config, scaled_workers=config.workers)
-    text = msgspec.json.encode(
-        JoinInfo((servers.coordinator_at, *servers.addresses), servers.worker_keys, config), enc_hook=str
-    )
-    path = folder / JOIN_INFO
+    path = folder / JOIN_KEY
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
+            file.write(msgspec.json.encode(JoinKey(servers.coordinator_at, servers.worker_keys)) + b"\n")
     except OSError as error:
         raise LogError(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
+def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
+    """Return the invitation to a run, without numbers."""
+    script = options.script if options.module else options.script.absolute()
+    options = replace(options, script=script)
+    options = replace(options, scaled_workers=options.workers, out=None, resume=None, faults=None, min_workers=1)
+    return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions())
+
+
+def packed_code(options: RunConfig) -> bytes:
+    """Return the code of a run as an archive: the folder of its script. Raises LaunchError."""
+    if options.module:
+        problem, got = "the code of a module is not sent to other machines", f"-m {options.script}"
+        expected = "a run of a script"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--script PATH, as stretto join allows"))
+    return packed(options.script.parent)
 
 
 def plan_of_join(request: JoinRequest) -> ProcessPlan:
     """Return the plan of the joining workers. Raises LaunchError if they cannot join the run."""
+    from stretto.launcher.join_client import JoinClient  # imports zmq
+
     if request.workers < 1:
         problem, expected = f"{request.workers} workers cannot join", "at least 1"
         raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
-    info = _read(request.run)
-    check(info.config.script, info.config.module)
-    local_address = _connect(info.services[0])
-    config = replace(
-        info.config,
-        host=local_address,
-        threads=request.threads or max(1, cores() // request.workers),
-        output=request.output,
-        restarts=request.restarts,
-    )
-    ranks = _reserve_ranks(request.run / JOINED, config.workers, request.workers)
-    return ProcessPlan(config, request.run, None, info.servers(), joining=ranks)
+    key = _read(request)
+    with JoinClient(key.address, key.keys) as client:
+        invitation = client.ask(request.workers)
+        _check_versions(invitation.versions)
+        options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
+        folder, script = _place(request, options, client)
+        config = replace(
+            options,
+            script=script,
+            host=client.own_address,
+            threads=request.threads or max(1, cores() // request.workers),
+            output=request.output,
+            restarts=request.restarts,
+        )
+    check(config.script, config.module)
+    sees_run = request.key is None
+    return ProcessPlan(config, folder, None, _servers(invitation, key), joining=invitation.numbers, sees_run=sees_run)
 
 
-def _read(run: Path) -> JoinInfo:
-    path = run / JOIN_INFO
+def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tuple[Path, Path]:
+    """Return the run directory and the script of the joining workers; the code is received where it is needed."""
+    script = request.script.absolute() if request.script is not None else options.script
+    if request.key is None:
+        return Path(request.run), script
+    folder = make_folder(f"joined-{options.name}", None, datetime.now())
+    if request.script is None and not options.module:
+        unpack(client.code(), folder / CODE)
+        script = folder.resolve() / CODE / script.name
+    return folder, script
+
+
+def _servers(invitation: Invitation, key: JoinKey) -> Servers:
+    """Return the services of the run, as a joining launcher sees them."""
+    keys = Keys(Pair(key.keys[0], ""), Pair(*key.keys[1:])) if key.keys is not None else None
+    return Servers((), keys, elsewhere=invitation.services)
+
+
+def _check_versions(there: Mapping[str, str]) -> None:
+    """Raise LaunchError for another version of Stretto; print a notice for another one of what the script runs on."""
+    here = versions()
+    for name in there.keys() & here.keys() - {"stretto"}:
+        if there[name] != here[name]:
+            say(f"the run has {name} {there[name]} and this machine {here[name]}; results may differ")
+    if there["stretto"] != here["stretto"]:
+        problem, expected = "this machine has another version of Stretto than the run", there["stretto"]
+        to_type = f"pip install stretto=={expected}"
+        raise LaunchError(explain(problem, got=here["stretto"], expected=expected, to_type=to_type))
+
+
+def _read(request: JoinRequest) -> JoinKey:
+    path = Path(request.run) / JOIN_KEY if request.key is None else request.key
     try:
-        return msgspec.json.decode(path.read_bytes(), type=JoinInfo, dec_hook=decode_path)
+        key = msgspec.json.decode(_content(path), type=JoinKey)
     except FileNotFoundError:
-        problem = f"{run} cannot be joined" if run.is_dir() else f"there is no run {run}"
-        expected, to_type = "the folder of a run with --host, on a disk that both machines see", "stretto join runs/RUN"
-        raise LaunchError(explain(problem, got=f"no {path}", expected=expected, to_type=to_type)) from None
+        raise _missing(request, path) from None
     except OSError as error:
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
+        problem, expected = f"{path} is not a key of a run: {error}", f"the {JOIN_KEY} of `stretto run --listen`"
+        to_type = "stretto join RUN, or stretto join HOST:PORT --key FILE"
+        raise LaunchError(explain(problem, got="another file", expected=expected, to_type=to_type)) from error
+    return key if request.key is None else replace(key, address=_address(request.run))
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see."""
+    if str(path) == "-":
+        return sys.stdin.buffer.read()
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_mode & OTHERS or status.st_uid not in (os.geteuid(), 0):
+            problem, expected = (
+                f"the key {path} may be known to others",
+                "a file of your own that no other user can read",
+            )
+            got = f"owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
+            raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod 600 {path}"))
+        return file.read()
+
+
+def _missing(request: JoinRequest, path: Path) -> LaunchError:
+    expected, to_type = "the folder of a run with --listen, on a disk that both machines see", "stretto join runs/RUN"
+    if request.key is not None:
+        problem, expected = f"there is no key {path}", f"a copy of the {JOIN_KEY} in the folder of the run"
+        to_type = f"stretto join {request.run} --key {JOIN_KEY}"
+    elif is_address(request.run):
+        problem, to_type = "an address is joined with a key", f"stretto join {request.run} --key {JOIN_KEY}"
+    else:
+        folder = Path(request.run)
+        problem = f"{folder} cannot be joined" if folder.is_dir() else f"there is no run {folder}"
+    return LaunchError(explain(problem, got=f"no {path}", expected=expected, to_type=to_type))
+
+
+def _address(text: str) -> str:
+    if not is_address(text):
         problem, expected = (
-            f"{path} does not describe a run to join: {error}",
-            "the file that `stretto run --host` has written",
+            "with --key, the run is named by its address",
+            "HOST:PORT, as `stretto run --listen` prints it",
         )
         raise LaunchError(
-            explain(problem, got="another file", expected=expected, to_type="stretto join RUN")
-        ) from error
+            explain(problem, got=text, expected=expected, to_type="stretto join 10.0.0.1:7878 --key FILE")
+        )
+    return text
 
 
-def _connect(coordinator: str) -> str:
-    """Return the address of this machine on the way to the coordinator, which must accept a connection."""
-    from stretto.security import address_toward  # imports zmq
+def is_address(text: str) -> bool:
+    """Return True for HOST:PORT.
 
-    host, _, port = coordinator.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-        return address_toward(host)
-    except OSError as error:
-        problem, expected = "the run has ended, or this machine cannot reach it", f"a coordinator at {coordinator}"
-        to_type = "stretto run --host ADDRESS ..., with an address that both machines know"
-        raise LaunchError(explain(problem, got=str(error), expected=expected, to_type=to_type)) from error
-
-
-def _reserve_ranks(folder: Path, first: int, count: int) -> tuple[int, ...]:
-    """Return the first free ranks, each reserved by a file of its name."""
-    reserved: list[int] = []
-    try:
-        folder.mkdir(exist_ok=True)
-        while len(reserved) < count:
-            try:
-                (folder / str(first)).touch(exist_ok=False)
-                reserved.append(first)
-            except FileExistsError:
-                pass
-            first += 1
-    except OSError as error:
-        raise LaunchError(f"{error.filename} cannot be written: {error.strerror}") from error
-    return tuple(reserved)
+    >>> is_address("10.0.0.1:7878"), is_address("runs/one"), is_address("host:99999")
+    (True, False, False)
+    """
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536

@@ -42,7 +42,7 @@ def interface_of(address: str) -> str:
 def _not_ours(host: str) -> LaunchError:
     addresses = [end.address for ends in psutil.net_if_addrs().values() for end in ends if end.family == socket.AF_INET]
     problem, expected = f"{host} is not an address of this machine", f"one of {', '.join(addresses)}"
-    return LaunchError(explain(problem, got=f"--host {host}", expected=expected, to_type=f"--host {addresses[-1]}"))
+    return LaunchError(explain(problem, got=f"--listen {host}", expected=expected, to_type=f"--listen {addresses[-1]}"))
 
 
 def _refused(port: int | None, error: OSError) -> LaunchError:

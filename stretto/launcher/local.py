@@ -16,7 +16,7 @@ from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import JoinRequest, plan_of_join, write_join_info
+from stretto.launcher.join import JoinRequest, plan_of_join, write_join_key
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
@@ -46,7 +46,7 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     inbox: Inbox = SimpleQueue()
     with (
         listening(config.port) as listener,
-        servers_for(config.servers or 0, config.plain, config.elastic, config.host) as servers,
+        servers_for(config.servers or 0, config.plain, config.elastic, config.host, config.listen_port) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
@@ -56,7 +56,10 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
         if note is not None:
             display.note(note)
         if config.host is not None:
-            write_join_info(folder, config, servers)
+            key = write_join_key(folder, servers)
+            display.note(
+                f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
+            )
         try:
             _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display, make_engine)
         except Stopped as stop:

@@ -71,6 +71,8 @@ class ProcessPlan:
     zero: float = 0.0
     joining: tuple[int, ...] = ()
     ranks: int = 1
+    sees_run: bool = True
+    """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
 
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
@@ -107,7 +109,7 @@ class ProcessPlan:
         config, servers = self.config, self.servers
         return WorkerConfig(
             options=config,
-            run=self._run,
+            run=self._run if self.sees_run else None,
             listen_fd=listener.fileno() if listener is not None else None,
             worker=number,
             rank=rank,
@@ -152,6 +154,7 @@ class ProcessPlan:
             keys=servers.server_keys,
             servers=servers.addresses if is_asynchronous(self.config) else (),
             worker_keys=servers.worker_keys,
+            services=(address(servers.coordinator), *servers.addresses),
             snapshot_interval_s=_snapshot_interval_s(self.config),
         )
         return self._service(COORDINATOR, 1, "coordinator_main", process, fds)

@@ -29,6 +29,7 @@ from stretto.membership.coordinator_records import (
     Ended,
     EndedByRank,
     Formed,
+    NumbersGiven,
     Started,
     Stopped,
     decode_record,
@@ -118,6 +119,11 @@ class MembershipCoordinator:
         return coordinator
 
     @property
+    def rules(self) -> Started:
+        """Rules of the run."""
+        return self._rules
+
+    @property
     def generation(self) -> int:
         """Number of the current generation; 0 before the first."""
         return self.workers.generation
@@ -189,6 +195,13 @@ class MembershipCoordinator:
             restart_note = f", worker {worker} is restarted" if will_restart else ""
             self._end(replica, why, will_restart, now, restart_note=restart_note, rank=rank)
         return self._settled(now)
+
+    def give_numbers(self, launcher: str, count: int) -> tuple[int, ...]:
+        """Return the numbers of the workers of a launcher that joins, the same ones when it asks again."""
+        if launcher not in self.workers.given:
+            given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count)
+            self._record(given)
+        return self.workers.given[launcher].numbers
 
     def tick(self, now: float) -> list[Outgoing]:
         """Process the passing of time: failure timeouts may have run out."""
@@ -634,6 +647,8 @@ class MembershipCoordinator:
                 self._enter(record, now)
             case ContinuedTo(global_step):
                 self._continue_to = global_step
+            case NumbersGiven(launcher):
+                self.workers.given[launcher] = record
             case Ended():
                 self._replay_end(record, now)
             case Stopped(why, uneven):

@@ -111,6 +111,19 @@ class EndedByRank(Ended, frozen=True):
         return self.rank
 
 
+class NumbersGiven(Record, frozen=True):
+    """Log record of the numbers of workers that a joining launcher has been given: `count` of them from `first` on."""
+
+    launcher: str
+    first: int
+    count: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers."""
+        return tuple(range(self.first, self.first + self.count))
+
+
 class Stopped(Record, frozen=True):
     """Log record that the run cannot continue."""
 
@@ -118,7 +131,7 @@ class Stopped(Record, frozen=True):
     uneven: bool = False
 
 
-AnyRecord: TypeAlias = Started | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | Stopped
+AnyRecord: TypeAlias = Started | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | NumbersGiven | Stopped
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 _ENCODER = msgspec.msgpack.Encoder()
 

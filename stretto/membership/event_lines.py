@@ -18,6 +18,7 @@ appends to the file itself would be counted by a restarted coordinator only.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -66,6 +67,12 @@ class EventsAppended(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
     count: int
     problem: str = ""
+
+
+_WRITER = re.compile(rb"events (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6}) rank (0|[1-9]\d{0,2}) section ([1-9]\d{0,2})")
+"""Names of the connections of a `Writer`."""
+_DECODER = msgspec.msgpack.Decoder(AppendEvents)
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Writer(NamedTuple):
@@ -147,6 +154,16 @@ class EventAppender:
         self._run = run
         self._logs: dict[int, _CountedLog] = {}
         self._newest: dict[tuple[int, int], int] = {}
+
+    needs_log = False
+
+    def reply(self, name: bytes, message: bytes) -> bytes | None:
+        """Append the lines of a message and return the reply; None if the connection is not a writer's."""
+        match = _WRITER.fullmatch(name)
+        if match is None:
+            return None
+        writer = Writer(*(int(number) for number in match.groups()))
+        return _ENCODER.encode(self.receive(writer, _DECODER.decode(message)))
 
     def receive(self, writer: Writer, message: AppendEvents) -> EventsAppended:
         """Append the lines that the log does not have yet. Raises ValueError for a message that no worker sends.

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -20,7 +21,6 @@ from stretto.errors import LogError
 from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
-from stretto.membership.event_lines import AppendEvents, EventAppender, Writer
 from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage, connection_name
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
@@ -31,19 +31,33 @@ _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})(?: rank (0|[1-9]
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
-_OF_EVENTS = re.compile(rb"events (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6}) rank (0|[1-9]\d{0,2}) section ([1-9]\d{0,2})")
-"""Names of the connections of a `Writer`."""
 _ENCODER = msgspec.msgpack.Encoder()
 _WORKER_MESSAGE = msgspec.msgpack.Decoder(WorkerMessage)
 _LAUNCHER_MESSAGE = msgspec.msgpack.Decoder(LauncherMessage)
 _ARRIVAL = msgspec.msgpack.Decoder(Arrive)
-_LINES = msgspec.msgpack.Decoder(AppendEvents)
+
+
+class Service(Protocol):
+    """Replies to the messages of some connections, beside those of the members."""
+
+    @property
+    def needs_log(self) -> bool:
+        """True if no reply may be sent before the coordinator's records are on disk."""
+        ...
+
+    def reply(self, name: bytes, message: bytes) -> bytes | None:
+        """Return the reply to a message of the connection of this name; None for the connection of another service.
+
+        Raises ValueError for a message that no process sends. The message may come again.
+        """
+        ...
 
 
 class MembershipServer:
     """Carries messages between workers and the membership coordinator until it is stopped.
 
-    `publish` receives the notices and events of each step, after they are on disk; `appender` the events of workers.
+    `publish` receives the notices and events of each step, after they are on disk; `services` have connections of
+    their own.
     """
 
     def __init__(
@@ -52,15 +66,15 @@ class MembershipServer:
         coordinator: MembershipCoordinator,
         log: WriteAheadLog,
         keys: ServerKeys | None,
-        failure_timeout_s: float,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
-        appender: EventAppender,
+        services: Sequence[Service] = (),
         save_every_s: float | None = None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._coordinator, self._log, self._publish = coordinator, log, publish
-        self._barriers, self._appender = Barriers(coordinator.workers), appender
+        self._services = (_AtBarriers(coordinator), *services)
+        failure_timeout_s = coordinator.rules.failure_timeout_s
         self._tick_s = min(failure_timeout_s / 10, 0.2)
         self._paused_s = failure_timeout_s / 4
         self._save_every_s = save_every_s
@@ -114,39 +128,36 @@ class MembershipServer:
             self._receive(name, frames)
 
     def _receive(self, name: bytes, frames: Sequence[bytes]) -> None:
-        match = _NAME.fullmatch(name)
-        reply = b""
+        outgoing: list[Outgoing] = []
+        reply, needs_log = b"", False
         try:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
-            if (barrier_match := _AT_BARRIER.fullmatch(name)) is not None:
-                arrived = _ARRIVAL.decode(frames[0])
-                missing_workers = self._barriers.receive(
-                    int(barrier_match[1]), int(barrier_match[2]), arrived, time.monotonic()
-                )
-                outgoing, reply = [], _ENCODER.encode(missing_workers)
-            elif match is not None:
+            if (match := _NAME.fullmatch(name)) is not None:
                 worker, incarnation, rank, ranks = (int(number) for number in match.groups(default=b"0"))
                 message = _WORKER_MESSAGE.decode(frames[0])
                 outgoing = self._coordinator.receive(
                     worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )
-            elif (events_match := _OF_EVENTS.fullmatch(name)) is not None:
-                writer = Writer(*(int(number) for number in events_match.groups()))
-                outgoing = []
-                reply = _ENCODER.encode(self._appender.receive(writer, _LINES.decode(frames[0])))
             elif _LAUNCHER.fullmatch(name):
                 outgoing = self._receive_of_launcher(_LAUNCHER_MESSAGE.decode(frames[0]))
                 self._launchers.add(name)
                 reply = _ENCODER.encode(self._coordinator.failures)
             else:
-                raise ValueError("unknown sender")
+                reply, needs_log = self._reply_of_service(name, frames[0])
         except (ValueError, msgspec.MsgspecError) as error:
             self.refused += 1
             self._publish([f"refused a message of {name!r:.60}: {error} ({self.refused} so far)"], [])
             return
         self._send_logged(outgoing)
-        self._send(name, reply)
+        if not (needs_log and self._has_log_error):
+            self._send(name, reply)
+
+    def _reply_of_service(self, name: bytes, message: bytes) -> tuple[bytes, bool]:
+        for service in self._services:
+            if (reply := service.reply(name, message)) is not None:
+                return reply, service.needs_log
+        raise ValueError("unknown sender")
 
     def _receive_of_launcher(self, message: LauncherMessage) -> list[Outgoing]:
         now = time.monotonic()
@@ -188,3 +199,20 @@ class MembershipServer:
     def _send(self, name: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the worker has exited, or will reconnect
             self._socket.send_multipart([name, frame], zmq.NOBLOCK)
+
+
+class _AtBarriers:
+    """Service for the barriers of the script."""
+
+    needs_log = False
+
+    def __init__(self, coordinator: MembershipCoordinator) -> None:
+        self._barriers = Barriers(coordinator.workers)
+
+    def reply(self, name: bytes, message: bytes) -> bytes | None:
+        """Return the workers that have not reached the barrier."""
+        match = _AT_BARRIER.fullmatch(name)
+        if match is None:
+            return None
+        arrived = _ARRIVAL.decode(message)
+        return _ENCODER.encode(self._barriers.receive(int(match[1]), int(match[2]), arrived, time.monotonic()))

@@ -6,7 +6,7 @@ import msgspec
 
 from stretto.events import process_name
 from stretto.membership.barriers import Awaited
-from stretto.membership.coordinator_records import Formed, FormedOfRanks, Started
+from stretto.membership.coordinator_records import Formed, FormedOfRanks, NumbersGiven, Started
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.membership.replica import Replica
 
@@ -21,6 +21,8 @@ class WorkerTable:
         self.replicas: dict[int, Replica] = {}
         self.formed = Formed(GenerationView(0, []))
         """Current generation, as it was logged."""
+        self.given: dict[str, NumbersGiven] = {}
+        """Numbers of the workers of each launcher that joins the run."""
 
     @property
     def view(self) -> GenerationView:
@@ -66,6 +68,11 @@ class WorkerTable:
         if replica is None:
             return True
         return replica.state == "gone" and (self.may_return(replica, now) if self.generation else replica.will_restart)
+
+    def next_numbers(self, launcher: str, count: int) -> NumbersGiven:
+        """Return the record of the next free numbers, for a launcher that has none."""
+        free = max((given.first + given.count for given in self.given.values()), default=self._rules.expected)
+        return NumbersGiven(launcher, free, count)
 
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""

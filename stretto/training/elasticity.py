@@ -248,7 +248,10 @@ class ElasticAgent:
     def _leave(self) -> None:
         """Leave gracefully: write this worker's residual where the remaining workers find it."""
         self.left = True
-        if self._context.run is not None and (residuals := self._trainer.strategy.state.residuals()):
+        residuals = self._trainer.strategy.state.residuals()
+        if residuals and self._context.run is None:
+            self._trainer.events.notice("its residual is lost: this machine does not see the folder of the run")
+        elif residuals:
             path = self._residuals_of(self._context.worker)
             path.parent.mkdir(exist_ok=True)
             with written_whole(path) as part:

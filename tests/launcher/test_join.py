@@ -1,6 +1,6 @@
 """Workers of other hosts join a run, and are separated from it: network namespaces stand for the hosts.
 
-Errors of runs with `--host` and of joining hosts are tested without starting processes.
+Errors of runs with `--listen` and of joining hosts are tested without starting processes.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, on, until
 from run_place import Place, config_of
 
 from stretto.errors import LaunchError
-from stretto.events import read_events
 from stretto.launcher.config import check
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.join import JOIN_INFO, JoinRequest, plan_of_join, write_join_info
-from stretto.process_config import WorkerConfig
+from stretto.launcher.join import JOIN_KEY, JoinRequest, plan_of_join, write_join_key
 from stretto.run_config import RunConfig
+
+__all__ = ["hosts"]
 
 SCRIPT = """
 import pathlib, time, torch, stretto
@@ -49,55 +49,6 @@ for epoch in range(60):
             time.sleep(0.06)
 """
 PATIENCE_S = 1.0
-HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there"))
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def hosts() -> Iterator[None]:
-    """Yield two hosts on a bridge: 10.79.0.1 and 10.79.0.2."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    with ExitStack() as stack:
-        for name in (HUB, *HOSTS):
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
-        ip("-n", HUB, "link", "set", "bridge", "up")
-        for number, name in enumerate(HOSTS):
-            port = f"port{number}"
-            ip("-n", HUB, "link", "add", port, "type", "veth", "peer", "name", "uplink", "netns", name)
-            ip("-n", HUB, "link", "set", port, "master", "bridge", "up")
-            ip("-n", name, "addr", "add", f"10.79.0.{number + 1}/24", "dev", "uplink")
-            for device in ("lo", "uplink"):
-                ip("-n", name, "link", "set", device, "up")
-        yield
-
-
-def on(host: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", host, sys.executable, "-m", "stretto.cli", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    log = run / "events.jsonl"
-    return list(read_events(log)) if log.exists() else []
-
-
-def generations(run: Path) -> list[list[int]]:
-    return [event["members"] for event in events(run) if event["event"] == "membership" and event["what"] == "formed"]
-
-
-def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
-    limit = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < limit, "it has not come so within 60 s"
-        assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
-        time.sleep(0.05)
 
 
 def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place: Place, hosts: None) -> None:
@@ -204,7 +155,7 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
     recipe, _, over_server = recipe.partition(" over ")
     options = ["--recipe", recipe, *(["--servers", "1"] if over_server else []), "--host", "127.0.0.1"]
     here = local("run", "-n", "2", *options, "--failure-timeout", "5s", "--out", "run", "train.py")
-    until(lambda: (run / JOIN_INFO).exists() and {0, 1} <= starts(run).keys(), here)
+    until(lambda: (run / JOIN_KEY).exists() and {0, 1} <= starts(run).keys(), here)
     guests = local("join", "run", "-n", "2")
     until(lambda: {2, 3} <= starts(run).keys(), here, guests)
     killed = starts(run)[3]["pid"]
@@ -229,57 +180,58 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
 test_run_over_a_server_is_joined_and_left.limit_s = 200  # type: ignore[attr-defined]
 
 
-def invitation_without_coordinator(place: Place, **order: Any) -> Path:
-    """Return a run folder with an invitation to a coordinator that does not run."""
-    (place.folder / "train.py").write_text("")
+def key_without_coordinator(place: Place) -> Path:
+    """Return a run folder with a key to a coordinator that does not run."""
     folder = place.folder / "run"
     folder.mkdir()
     with servers_for(0, plain=False, coordinated=True) as servers:
-        write_join_info(folder, RunConfig(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
+        write_join_key(folder, servers)
     return folder
 
 
-def test_invitation_is_private_and_complete(place: Place) -> None:
-    (place.folder / "train.py").write_text("")
-    asked = RunConfig(
-        Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, failure_timeout_s=2.0
-    )
+def test_key_is_private_and_complete(place: Place) -> None:
     with servers_for(0, plain=False, coordinated=True) as servers:
-        write_join_info(place.folder, asked, servers)
-        assert stat.S_IMODE((place.folder / JOIN_INFO).stat().st_mode) == 0o600
-        one, other = plan_of_join(JoinRequest(place.folder, 2)), plan_of_join(JoinRequest(place.folder, threads=3))
-        assert (one.joining, other.joining) == ((2, 3), (4,)), "each joins with numbers of its own"
-        assert (other.config.recipe, other.config.seed, other.config.args) == ("local_sgd", 3, ("--fast",))
-        assert other.config.script == place.folder / "train.py"
-        part = other.part(4)
-        config = part.config
-        assert isinstance(config, WorkerConfig)
-        assert config.coordinator == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
-        assert config.keys == servers.worker_keys
-        assert (config.worker, config.world_size, part.environment["OMP_NUM_THREADS"]) == (4, 2, "3")
-        assert [part.number for part in one.all()] == [2, 3]
+        path = write_join_key(place.folder, servers)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert msgspec.json.decode(path.read_bytes())["keys"] == list(servers.worker_keys or ())
 
 
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
         (lambda run: shutil.rmtree(run), "there is no run"),
-        (lambda run: (run / JOIN_INFO).unlink(), "cannot be joined"),
-        (lambda run: (run / JOIN_INFO).write_bytes(b'{"coordinator": 3}'), "does not describe a run to join"),
+        (lambda run: (run / JOIN_KEY).unlink(), "cannot be joined"),
+        (lambda run: (run / JOIN_KEY).write_bytes(b'{"address": 3}'), "is not a key of a run"),
+        (lambda run: (run / JOIN_KEY).chmod(0o640), "may be known to others"),
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
     ],
 )
 def test_refused_join_states_the_reason(place: Place, spoil: Callable[[Path], None], told: str) -> None:
-    folder = invitation_without_coordinator(place)
+    folder = key_without_coordinator(place)
     spoil(folder)
     with pytest.raises(LaunchError, match=told) as caught:
-        plan_of_join(JoinRequest(folder))
+        plan_of_join(JoinRequest(str(folder)))
+    assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
+
+
+@pytest.mark.parametrize(
+    ("run", "key", "told"),
+    [
+        ("127.0.0.1:7878", None, "an address is joined with a key"),
+        ("127.0.0.1:7878", Path("none"), "there is no key none"),
+        ("run", Path("run/join.key"), "the run is named by its address"),
+    ],
+)
+def test_address_and_key_belong_together(place: Place, run: str, key: Path | None, told: str) -> None:
+    key_without_coordinator(place)
+    with pytest.raises(LaunchError, match=told) as caught:
+        plan_of_join(JoinRequest(run, key=key))
     assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
 
 
 def test_join_with_no_workers_is_refused(place: Place) -> None:
     with pytest.raises(LaunchError, match="0 workers cannot join"):
-        plan_of_join(JoinRequest(invitation_without_coordinator(place), 0))
+        plan_of_join(JoinRequest(str(key_without_coordinator(place)), 0))
 
 
 @pytest.mark.parametrize(

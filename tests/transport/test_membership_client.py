@@ -90,9 +90,8 @@ class Scene:
             self.coordinator,
             WriteAheadLog(folder / "journal"),
             SERVER_KEYS,
-            failure_timeout_s,
             self.publish,
-            EventAppender(folder),
+            [EventAppender(folder)],
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()

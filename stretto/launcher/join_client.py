@@ -1,0 +1,104 @@
+"""A joining launcher's connection to the coordinator, until its workers have numbers and code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from stretto.errors import LaunchError, explain
+from stretto.membership.invitations import AskToJoin, CodePart, GetCode, Invitation, JoinRequest
+from stretto.process_config import KeyTexts
+from stretto.security import address_toward, worker_keys
+
+Reply = TypeVar("Reply")
+CONNECT_S, REPLY_S = 5.0, 20.0
+"""Limits of the waits for a connection and for a reply: the coordinator may be being restarted."""
+REPEAT_MS = 500
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+MAX_REFUSALS = 3
+
+
+class JoinClient:
+    """Connection to the coordinator of a run. Raises LaunchError if there is no coordinator at the address."""
+
+    def __init__(self, address: str, keys: KeyTexts | None) -> None:
+        self._address = address
+        self.own_address = _connected_from(address)
+        self._context: Any = zmq.Context()
+        self._dealer: Any = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.IDENTITY, b"joining " + os.urandom(16).hex().encode())
+        if (own := worker_keys(keys)) is not None:
+            self._dealer.curve_serverkey = own.servers
+            self._dealer.curve_publickey, self._dealer.curve_secretkey = own.public, own.secret
+        self._monitor: Any = self._dealer.get_monitor_socket(REFUSALS)
+        self._refused = 0
+        self._dealer.connect(f"tcp://{address}")
+
+    def __enter__(self) -> JoinClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._dealer.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def ask(self, workers: int) -> Invitation:
+        """Return the invitation for this many workers."""
+        return self._reply(AskToJoin(workers), lambda reply: reply if isinstance(reply, Invitation) else None)
+
+    def code(self) -> bytes:
+        """Return the archive of the code."""
+        code = b""
+        while (part := self._part(len(code))).part:
+            code += part.part
+        if part.problem:
+            raise LaunchError(part.problem)
+        return code
+
+    def _part(self, offset: int) -> CodePart:
+        def at_offset(reply: Invitation | CodePart) -> CodePart | None:
+            return reply if isinstance(reply, CodePart) and reply.offset == offset else None
+
+        return self._reply(GetCode(offset), at_offset)
+
+    def _reply(self, request: JoinRequest, wanted: Callable[[Invitation | CodePart], Reply | None]) -> Reply:
+        """Return the wanted reply to a request, which is repeated until it arrives."""
+        limit = time.monotonic() + REPLY_S
+        while time.monotonic() < limit:
+            self._dealer.send(msgspec.msgpack.encode(request))
+            while self._dealer.poll(REPEAT_MS if not self._is_refused() else 0):
+                reply = msgspec.msgpack.decode(self._dealer.recv(), type=Invitation | CodePart)
+                if (found := wanted(reply)) is not None:
+                    return found
+            if self._is_refused():
+                break
+        got = "it refuses the key" if self._is_refused() else f"no reply in {REPLY_S:g} s"
+        problem, expected = f"the coordinator at {self._address} does not reply", "the key of this run"
+        to_type = "the address and a copy of the join.key that belong to the same run"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+    def _is_refused(self) -> bool:
+        """Return True once the key has been refused, or the connection often enough: once may be a restart."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._refused += MAX_REFUSALS if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 1
+        return self._refused >= MAX_REFUSALS
+
+
+def _connected_from(address: str) -> str:
+    """Return the address of this machine on the way to the coordinator, which must accept a connection."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+        return address_toward(host)
+    except OSError as error:
+        problem, expected = "the run has ended, or this machine cannot reach it", f"a coordinator at {address}"
+        to_type = "stretto run --listen ADDRESS:PORT ..., with an address that both machines know"
+        raise LaunchError(explain(problem, got=str(error), expected=expected, to_type=to_type)) from error

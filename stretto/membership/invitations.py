@@ -1,0 +1,94 @@
+"""Invitations to a run, for launchers on other machines: numbers of workers, options, and the code.
+
+    joining launcher                        coordinator
+      | -- AskToJoin(2) -------------------> |   every message is repeated until there is a reply
+      | <- Invitation((4, 5), options, ...) -|   the same numbers, however often it asks
+      | -- GetCode(0) ---------------------> |
+      | <- CodePart(0, bytes) -------------- |   the archive from this byte on
+      | -- GetCode(1000000) ---------------> |   until a part is empty
+
+The numbers are in the coordinator's log before they are sent, so no number is given to two launchers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+PART_BYTES = 1 << 20
+MAX_JOINING = 4096
+"""Largest number of workers that one launcher may join with."""
+_LAUNCHER = re.compile(rb"joining [0-9a-f]{32}")
+
+
+class AskToJoin(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Request for the numbers of this many workers."""
+
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_JOINING)]
+
+
+class GetCode(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Request for the code from this byte on."""
+
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Invitation(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Numbers of the workers that join; addresses of the services, options of the run, and versions there."""
+
+    numbers: tuple[int, ...]
+    services: tuple[str, ...]
+    """Addresses of the coordinator and, in a run over a parameter server, of the batch dispatcher and the shards."""
+    options: bytes
+    """RunConfig as JSON."""
+    versions: dict[str, str]
+
+
+class CodePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Part of the archive from this byte on, empty at its end; or the reason why the code cannot be sent."""
+
+    offset: int
+    part: bytes = b""
+    problem: str = ""
+
+
+JoinRequest: TypeAlias = AskToJoin | GetCode
+_DECODER = msgspec.msgpack.Decoder(JoinRequest)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Inviter:
+    """Replies of the coordinator to joining launchers.
+
+    `invitation` has no numbers yet, which `give_numbers` returns for a launcher. `pack` returns the code as an archive,
+    at the first request, or raises an error whose text the joining launcher is told.
+    """
+
+    needs_log = True
+
+    def __init__(
+        self, invitation: Invitation, give_numbers: Callable[[str, int], tuple[int, ...]], pack: Callable[[], bytes]
+    ) -> None:
+        self._invitation, self._give_numbers = invitation, give_numbers
+        self._pack = functools.cache(pack)
+
+    def reply(self, name: bytes, message: bytes) -> bytes | None:
+        """Return the reply, or None if this is no joining launcher. Raises ValueError for what no launcher sends."""
+        if _LAUNCHER.fullmatch(name) is None:
+            return None
+        request = _DECODER.decode(message)
+        if isinstance(request, AskToJoin):
+            numbers = self._give_numbers(name.decode(), request.workers)
+            return _ENCODER.encode(msgspec.structs.replace(self._invitation, numbers=numbers))
+        return _ENCODER.encode(self._part(request.offset))
+
+    def _part(self, offset: int) -> CodePart:
+        try:
+            code = self._pack()
+        except Exception as error:
+            return CodePart(offset, problem=str(error))
+        return CodePart(offset, code[offset : offset + PART_BYTES])

@@ -1,0 +1,66 @@
+"""Code that a joining machine receives: all that the script may import, nothing that a `.gitignore` names."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import LaunchError
+from stretto.launcher.code_archive import packed, unpack
+
+
+def written(folder: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/").replace("_py", ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def sent(folder: Path, to: Path) -> list[str]:
+    unpack(packed(folder), to)
+    return names(to)
+
+
+def test_modules_beside_the_script_arrive_unchanged(tmp_path: Path) -> None:
+    here = written(tmp_path / "here", train_py="import nets.small", nets__small_py="x = 'ü'\n", nets__words="a")
+    assert sent(here, tmp_path / "there") == ["nets/small.py", "nets/words", "train.py"]
+    assert (tmp_path / "there/nets/small.py").read_bytes() == (here / "nets/small.py").read_bytes()
+
+
+def test_ignored_hidden_compiled_and_linked_files_stay(tmp_path: Path) -> None:
+    here = written(tmp_path / "here", train_py="", data__big="0", nets__small_py="", nets__tmp="0", nets__keep="1")
+    written(here, secret="0", out__worker="0")
+    (here / "out/run.json").write_text("{}")
+    (here / ".env").write_text("KEY=1")
+    (here / "nets/__pycache__").mkdir()
+    (here / "nets/__pycache__/small.cpython-311.pyc").write_bytes(b"")
+    (here / "linked").symlink_to("/etc/passwd")
+    (here / "folder").symlink_to("/etc")
+    (here / ".gitignore").write_text("data/\n/secret\n")
+    (here / "nets/.gitignore").write_text("*\n!*.py\n!keep\n")
+    assert sent(here, tmp_path / "there") == ["nets/keep", "nets/small.py", "train.py"]
+
+
+def test_code_that_is_too_large_is_refused_with_its_largest_file(tmp_path: Path) -> None:
+    here = written(tmp_path, train_py="", data__big="0" * 2000)
+    with pytest.raises(LaunchError, match=r"largest file is data/big\n  got: 0.0 MB\n  expected: at most 0.0 MB"):
+        packed(here, 1000)
+
+
+def test_archive_cannot_write_outside_its_folder(tmp_path: Path) -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("../out.py", "x")
+        archive.writestr("/abs.py", "x")
+    unpack(data.getvalue(), tmp_path / "a/b")
+    assert names(tmp_path) == ["a/b/abs.py", "a/b/out.py"]
+    assert not os.path.exists("/abs.py")

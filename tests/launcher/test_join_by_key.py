@@ -1,0 +1,197 @@
+"""Workers of a host that sees nothing of the launcher's disk join by an address and a key."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from namespace_hosts import HOSTS, events, hosts, on, until
+from run_place import Place
+
+from stretto.errors import LaunchError
+from stretto.launcher.endpoints import servers_for
+from stretto.launcher.join import JoinRequest, invitation_of, packed_code, plan_of_join, write_join_key
+from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.coordinator_records import rules_of
+from stretto.membership.invitations import Inviter
+from stretto.membership.server import MembershipServer
+from stretto.membership.write_ahead_log import WriteAheadLog
+from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
+from stretto.security import server_keys
+
+__all__ = ["hosts"]
+
+SCRIPT = """
+import pathlib, sys, time, torch, stretto, nets
+assert sys.argv[1:] == ["--lr", "0.01"]
+torch.manual_seed(0)
+x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
+net = nets.net()
+optimizer = torch.optim.SGD(net.parameters(), lr=float(sys.argv[2]))
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+loader = stretto.distribute(net, optimizer, loader)
+print("code in", nets.__file__, flush=True)
+for epoch in range(60):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        if not pathlib.Path(ENOUGH).exists():
+            time.sleep(0.06)
+"""
+WITHOUT_DISK = """
+mount -t tmpfs none "$1"
+cd "$1"
+shift
+exec "$@"
+"""
+
+
+def joining(folder: Path, key: bytes, *words: str) -> subprocess.Popen[bytes]:
+    """Start `stretto join` on the other host, where `folder` is empty; the key comes from standard input."""
+    command = [sys.executable, "-m", "stretto.cli", "join", *words, "--key", "-"]
+    hidden = ["unshare", "-m", "sh", "-ec", WITHOUT_DISK, "sh", str(folder), *command]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", HOSTS[1], *hidden],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin is not None
+    process.stdin.write(key)
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def starts(run: Path) -> dict[int, dict[str, Any]]:
+    return {event["worker"]: event for event in events(run) if event["event"] == "start"}
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd(shards=2)"])
+def test_hosts_without_a_shared_disk_train_each_sample_once(
+    place: Place, hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough = tmp_path_factory.mktemp("both") / "enough"
+    (place.folder / "train.py").write_text(SCRIPT.replace("ENOUGH", repr(str(enough))))
+    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    run = place.folder / "run"
+    address = "10.79.0.1:7878"
+    options = ["-n", "2", "--recipe", recipe, "--listen", address, "--failure-timeout", "5s", "--out", "run"]
+    here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
+    until(lambda: (run / "join.key").exists() and {0, 1} <= starts(run).keys(), here)
+    there: Any = joining(place.folder, (run / "join.key").read_bytes(), address, "-n", "2")
+    until(lambda: {2, 3} <= starts(run).keys(), here, there)
+    killed = starts(run)[3]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: starts(run)[3]["pid"] != killed, here, there)
+    enough.touch()
+    said = [one.communicate(timeout=90)[0] for one in (here, there)]
+    assert (here.returncode, there.returncode) == (0, 0), said
+    assert f"stretto join {address} --key join.key" in said[0]
+    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
+    assert len(audits) == 60
+    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    ended = {event["worker"] for event in events(run) if event["event"] == "end"}
+    assert ended >= {0, 1, 2, 3}
+    assert not list(place.folder.glob("runs")), "the guests have written on their own disk"
+    assert "--lr" in json.loads((run / "run.json").read_text())["args"]
+
+
+test_hosts_without_a_shared_disk_train_each_sample_once.limit_s = 240  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def options(place: Place) -> RunConfig:
+    """Return the options of a run whose script is in a folder of its own."""
+    (place.folder / "code").mkdir()
+    (place.folder / "code/train.py").write_text("import nets")
+    (place.folder / "code/nets.py").write_text("x = 1")
+    return RunConfig(place.folder / "code/train.py", ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd")
+
+
+@contextmanager
+def coordinated(folder: Path, options: RunConfig, **versions: str) -> Iterator[tuple[str, Path]]:
+    """Serve invitations to a run; yield the address of its coordinator and its key."""
+    stop = threading.Event()
+    with servers_for(0, plain=False, coordinated=True) as servers:
+        assert servers.coordinator is not None
+        key = write_join_key(folder, servers)
+        address = servers.coordinator_at or ""
+        coordinator = MembershipCoordinator(rules_of(options, asynchronous=False))
+        invitation = invitation_of(options, (address,))
+        invitation = msgspec.structs.replace(invitation, versions={**invitation.versions, **versions})
+        inviter = Inviter(invitation, coordinator.give_numbers, lambda: packed_code(options))
+        server = MembershipServer(
+            servers.coordinator,
+            coordinator,
+            WriteAheadLog(folder / "wal"),
+            server_keys(servers.server_keys),
+            lambda notices, events: None,
+            [inviter],
+        )
+        thread = threading.Thread(target=server.run, args=(stop,))
+        thread.start()
+        try:
+            yield address, key
+        finally:
+            stop.set()
+            thread.join(20)
+
+
+def test_joiner_receives_numbers_options_and_code(place: Place, options: RunConfig) -> None:
+    with coordinated(place.folder, options) as (address, key):
+        first, second = (plan_of_join(JoinRequest(address, count, key, threads=3)) for count in (2, 1))
+        own = plan_of_join(JoinRequest(address, 1, key, script=options.script))
+    assert (first.joining, second.joining, own.joining) == ((2, 3), (4,), (5,))
+    assert (first.config.recipe, first.config.args) == ("local_sgd", ("--fast",))
+    assert first.config.script.read_text() == "import nets"
+    assert (first.config.script.parent / "nets.py").exists()
+    assert first.config.script != options.script and own.config.script == options.script
+    part = first.part(2)
+    assert isinstance(part.config, WorkerConfig)
+    assert (part.config.run, part.config.coordinator, part.config.worker) == (None, address, 2)
+    assert part.environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_code_that_is_too_large_is_refused_at_the_joiner(
+    place: Place, options: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.launcher.code_archive.packed.__defaults__", (5,))
+    with coordinated(place.folder, options) as (address, key), pytest.raises(LaunchError, match="is too large"):
+        plan_of_join(JoinRequest(address, 1, key))
+
+
+def test_another_version_of_stretto_is_refused_and_others_are_named(
+    place: Place, options: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {"stretto": "0.0.1", "torch": "1.0"}
+    refusal = pytest.raises(LaunchError, match="another version of Stretto")
+    with coordinated(place.folder, options, **others) as (address, key), refusal:
+        plan_of_join(JoinRequest(address, 1, key))
+    assert "the run has torch 1.0 and this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [0, 1], ids=["of another run", "of no worker"])
+def test_wrong_key_is_refused(place: Place, options: RunConfig, wrong: int) -> None:
+    with coordinated(place.folder, options) as (address, path):
+        key = msgspec.json.decode(path.read_bytes())
+        public, secret = (text.decode() for text in zmq.curve_keypair())
+        key["keys"] = [public, *key["keys"][1:]] if wrong == 0 else [key["keys"][0], public, secret]
+        path.write_bytes(msgspec.json.encode(key))
+        with pytest.raises(LaunchError, match="it refuses the key"):
+            plan_of_join(JoinRequest(address, 1, path))

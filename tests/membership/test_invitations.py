@@ -1,0 +1,64 @@
+"""Numbers of joining workers: each given once, the same ones to a launcher that asks again, also after a restart."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.coordinator_records import Started
+from stretto.membership.invitations import PART_BYTES, AskToJoin, CodePart, GetCode, Invitation, Inviter
+
+NAME = b"joining " + b"a" * 32
+INVITATION = Invitation((), ("10.0.0.1:1",), b"{}", {})
+
+
+@given(asked=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 5), st.booleans()), max_size=20))
+def test_no_number_is_given_twice_and_asking_again_gives_the_same(asked: list[tuple[str, int, bool]]) -> None:
+    coordinator = MembershipCoordinator(Started(3, 1.0))
+    log, found = list(coordinator.records()), dict[str, tuple[int, ...]]()
+    for launcher, count, is_killed in asked:
+        numbers = coordinator.give_numbers(launcher, count)
+        log += coordinator.records()
+        assert found.setdefault(launcher, numbers) == numbers
+        if is_killed:
+            coordinator = MembershipCoordinator.restored(log, 0.0)
+    given = [number for numbers in found.values() for number in numbers]
+    assert sorted(given) == list(range(3, 3 + len(given)))
+
+
+def numbers(launcher: str, count: int) -> tuple[int, ...]:
+    return tuple(range(4, 4 + count))
+
+
+def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePart:
+    found = inviter.reply(NAME, msgspec.msgpack.encode(request))
+    assert found is not None
+    return msgspec.msgpack.decode(found, type=Invitation | CodePart)
+
+
+def test_invitation_and_code_arrive_whole() -> None:
+    code = bytes(range(256)) * (PART_BYTES // 100)
+    inviter = Inviter(INVITATION, numbers, lambda: code)
+    invitation = reply(inviter, AskToJoin(2))
+    assert invitation == msgspec.structs.replace(INVITATION, numbers=(4, 5))
+    received = b""
+    while isinstance(part := reply(inviter, GetCode(len(received))), CodePart) and part.part:
+        received += part.part
+    assert received == code
+
+
+def test_code_that_cannot_be_packed_is_explained() -> None:
+    def refuse() -> bytes:
+        raise ValueError("too large")
+
+    assert reply(Inviter(INVITATION, numbers, refuse), GetCode(0)) == CodePart(0, problem="too large")
+
+
+@pytest.mark.parametrize("request_", [AskToJoin(0), AskToJoin(10**6), b"garbage", ["Other", 1]])
+def test_other_requests_are_refused(request_: object) -> None:
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
+        Inviter(INVITATION, numbers, bytes).reply(NAME, msgspec.msgpack.encode(request_))
+    assert Inviter(INVITATION, numbers, bytes).reply(b"worker 1.0", b"") is None
