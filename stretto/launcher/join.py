@@ -70,6 +70,14 @@ def write_join_key(folder: Path, servers: Servers) -> Path:
     return path
 
 
+def invited(key: Path, servers: Servers) -> list[str]:
+    """Return what to type on other machines, and what is encrypted."""
+    line = f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
+    if servers.keys is None:
+        return [line, "no traffic is encrypted, and a host that reaches the ports can change or end the run"]
+    return [line, "all traffic between workers and services is encrypted; the key lets its holder in"]
+
+
 def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
     """Return the invitation to a run, without numbers."""
     script = options.script if options.module else options.script.absolute()

@@ -16,7 +16,7 @@ from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import JoinRequest, plan_of_join, write_join_key
+from stretto.launcher.join import JoinRequest, invited, plan_of_join, write_join_key
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
@@ -57,9 +57,8 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
             display.note(note)
         if config.host is not None:
             key = write_join_key(folder, servers)
-            display.note(
-                f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
-            )
+            for line in invited(key, servers):
+                display.note(line)
         try:
             _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display, make_engine)
         except Stopped as stop:

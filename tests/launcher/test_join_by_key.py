@@ -102,7 +102,7 @@ def test_hosts_without_a_shared_disk_train_each_sample_once(
     enough.touch()
     said = [one.communicate(timeout=90)[0] for one in (here, there)]
     assert (here.returncode, there.returncode) == (0, 0), said
-    assert f"stretto join {address} --key join.key" in said[0]
+    assert f"stretto join {address} --key join.key" in said[0] and "is encrypted" in said[0]
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert len(audits) == 60
     assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
