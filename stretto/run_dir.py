@@ -21,6 +21,8 @@ CHECKPOINTS = "checkpoints"
 SECTION = "section-"
 """Prefix of the names of section folders."""
 GIB = 1 << 30
+PRIVATE = 0o700
+"""Mode of a run directory: it has keys, arguments and logs, and no other user may put links into it."""
 
 
 def version(package: str = "stretto") -> str:
@@ -52,7 +54,16 @@ def _chosen(out: Path) -> Path:
         problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
         expected = "a folder that is new or empty: a run never overwrites another"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.mkdir(mode=PRIVATE, exist_ok=True)
+    if out.stat().st_uid != os.geteuid():
+        problem, expected = (
+            f"the run folder {out} belongs to another user",
+            "a folder that is new, or empty and your own",
+        )
+        got = f"--out {out}, of the user {out.stat().st_uid}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--out {_next(out)}"))
+    out.chmod(PRIVATE)
     return out
 
 
@@ -69,7 +80,7 @@ def _dated(base: Path, name: str) -> Path:
     folder = base / name
     while True:
         try:
-            folder.mkdir()
+            folder.mkdir(mode=PRIVATE)
         except FileExistsError:
             folder = _next(base / name)
         else:

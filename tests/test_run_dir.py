@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from datetime import datetime
 from pathlib import Path
 
@@ -42,3 +44,20 @@ def test_run_configuration_is_stored() -> None:
     assert set(asked["versions"]) == {"python", "torch", "numpy"}
     assert asked["versions"]["torch"][0].isdigit()
     assert asked["machine"]["memory_gib"] > 0
+
+
+def test_run_folder_is_private(tmp_path: Path) -> None:
+    """Also one that existed; no other user can put a link into it."""
+    (tmp_path / "old").mkdir(mode=0o777)
+    for out in (tmp_path / "old", tmp_path / "new", tmp_path / "deep/new"):
+        assert stat.S_IMODE(make_folder("a", out, NOW).stat().st_mode) == 0o700
+
+
+def test_run_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 12345, -1)
+    with pytest.raises(LaunchError, match="belongs to another user\n  got: .*12345") as caught:
+        make_folder("a", tmp_path / "theirs", NOW)
+    assert "--out" in str(caught.value)

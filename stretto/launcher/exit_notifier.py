@@ -66,6 +66,6 @@ class ExitNotifier:
         with contextlib.suppress(self._again):
             self._socket.send(report)
 
-    def close(self) -> None:
-        """Close the connection and drop what was not sent."""
-        self._context.destroy(linger=0)
+    def close(self, limit_ms: int = 0) -> None:
+        """Close the connection and drop what was not sent within the limit."""
+        self._context.destroy(linger=limit_ms)

@@ -26,6 +26,8 @@ from stretto.launcher.worker_main import EVICTED
 from stretto.membership.messages import Failures
 from stretto.membership.worker_status import ReportedError
 
+LAST_REPORT_MS = 500
+"""Time in ms in which a launcher that joined a run reports the end of its workers."""
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
 POLL_S = 0.5
@@ -140,9 +142,14 @@ class Supervisor:
         return None if self._is_ending() else self._abandoned()
 
     def close(self) -> None:
-        """Close the connection to the coordinator."""
-        if self._exit_notifier is not None:
-            self._exit_notifier.close()
+        """Close the connection to the coordinator, after a report of the workers that joined and are ended here."""
+        if self._exit_notifier is None:
+            return
+        joined = [member for member in self._members.values() if self._plan.joining]
+        for member in joined:
+            if member.state not in ("left", "done"):
+                self._exit_notifier.gone(member.number, member.incarnation, "its launcher has ended", False)
+        self._exit_notifier.close(LAST_REPORT_MS if joined else 0)
 
     # Exits of processes
 

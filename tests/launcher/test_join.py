@@ -180,6 +180,32 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
 test_run_over_a_server_is_joined_and_left.limit_s = 200  # type: ignore[attr-defined]
 
 
+def test_script_error_of_a_guest_is_reported_immediately(place: Place) -> None:
+    """The failure timeout is longer than the limit of the test."""
+    (place.folder / "train.py").write_text(SCRIPT)
+    (place.folder / "fails.py").write_text(
+        SCRIPT.replace("    for a, b in loader:", "    assert epoch < 1\n    for a, b in loader:")
+    )
+    run = place.folder / "run"
+    options = ["--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1", "--failure-timeout", "500s", "--out", "run"]
+    here = local("run", "-n", "2", *options, "train.py")
+    until(lambda: (run / JOIN_KEY).exists() and {0, 1} <= starts(run).keys(), here)
+    guest = local("join", "run", "--script", "fails.py")
+    said, _ = guest.communicate(timeout=90)
+    assert guest.returncode == 1 and "AssertionError" in said, said
+    members = len(generations(run))
+    until(lambda: generations(run)[-1] == [0, 1], here)
+    (place.folder / "enough").touch()
+    said, _ = here.communicate(timeout=90)
+    assert here.returncode == 0, said
+    audits = [epoch["sample_counts"] for epoch in epochs(run)]
+    assert len(audits) == 60 and members
+    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+
+
+test_script_error_of_a_guest_is_reported_immediately.limit_s = 200  # type: ignore[attr-defined]
+
+
 def key_without_coordinator(place: Place) -> Path:
     """Return a run folder with a key to a coordinator that does not run."""
     folder = place.folder / "run"
