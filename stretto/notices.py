@@ -6,6 +6,15 @@ import functools
 import sys
 
 
+def printable(text: str) -> str:
+    """Return a text without the characters that control a terminal: a part of it may come from another machine.
+
+    >>> printable("worker 2 failed (" + chr(27) + "[2Jgone)")
+    'worker 2 failed (?[2Jgone)'
+    """
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+
+
 def say(text: str) -> None:
     """Print a line that begins with the library's name. Progress bars of tqdm are cleared first and redrawn."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)

@@ -75,7 +75,8 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
     inbox: Inbox = SimpleQueue()
     with handled(lambda number: inbox.put(Signalled(number))):
         plan = plan_of_join(joining)
-        display.starting(f"{len(plan.joining)} workers that join the run in {plan.folder}")
+        count, folder = len(plan.joining), f", run folder {plan.folder}"
+        display.starting(f"{count} worker{'s' * (count > 1)} for the run {joining.run}{folder * (not plan.sees_run)}")
         _supervise(plan, inbox, display)
         return plan.folder
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from stretto.events import Event
 from stretto.launcher.run_status import Progress
+from stretto.notices import printable
 from stretto.run_config import RunConfig
 
 STDERR = 2
@@ -148,6 +149,7 @@ class ProgressDisplay:
 
     def note(self, text: str) -> None:
         """Show a line of Stretto's own."""
+        text = printable(text)
         if self._live is not None:
             self._console.print(Text(text, style="dim"), soft_wrap=True)
         elif not self._quiet:

@@ -103,3 +103,9 @@ def test_line_of_stretto_clears_a_tqdm_bar(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))  # type: ignore[arg-type]
     say("beside a bar")
     assert capsys.readouterr().err == "stretto: alone\ncleared\nstretto: beside a bar\ndrawn\n"
+
+
+def test_line_of_stretto_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reports of workers of other machines are part of such lines."""
+    ProgressDisplay().note("worker 2 failed (\x1b]0;title\x07\x1b[2J\r\x9b31mgone)")
+    assert capsys.readouterr().err == "stretto: worker 2 failed (?]0;title??[2J??31mgone)\n"
