@@ -141,6 +141,18 @@ def hosts(record: Record) -> Iterator[str]:
         yield f"| {place} | {figures} | {case['times_fewer_bytes']:.2f} |"
 
 
+def encryption(record: Record) -> Iterator[str]:
+    """Yield the time of an encrypted mean beside that over gloo."""
+    yield from _head("Means between hosts: encrypted against gloo, which is not", "encryption")
+    yield "| numbers | workers | link | encrypted: ms | gloo: ms | times the rate | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for case in record["cases"]:
+        times = " | ".join(f"{case['ms'][side]['median']:.2f}" for side in ("encrypted", "gloo"))
+        link = f"{case['mbit']:g} Mbit/s" if case["mbit"] else "loopback"
+        wanted = f"at least {case['wanted']:g}"
+        yield f"| {case['numbers']:,} | {case['workers']} | {link} | {times} | {ratio(case['ratio'])} | {wanted} |"
+
+
 def fewer(record: Record) -> Iterator[str]:
     """Yield time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
@@ -370,6 +382,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "kernels": kernels,
     "shared_memory": shared_memory,
     "hosts": hosts,
+    "encryption": encryption,
     "server": server,
     "updates": updates,
     "peers": peers,
