@@ -54,8 +54,7 @@ def _chosen(out: Path) -> Path:
         problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
         expected = "a folder that is new or empty: a run never overwrites another"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.mkdir(mode=PRIVATE, exist_ok=True)
+    out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     if out.stat().st_uid != os.geteuid():
         problem, expected = (
             f"the run folder {out} belongs to another user",

@@ -6,7 +6,7 @@ measuring; a test compares them with real sockets. Pairs are always (sent, recei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -23,6 +23,8 @@ FRAME_BYTES = 256
 """Bytes of the first frame of a byte message of the process-group transport."""
 EXCHANGE_FRAME_BYTES, EXCHANGE_BYTES = 32, 1 << 19
 """Bytes of the frame of an exchange of two workers, and of a piece of its tensors."""
+GROUP_PIECE_BYTES = 1 << 20
+"""Largest piece in bytes of a part of a mean that a group of workers exchanges in pairs."""
 LENGTH_BYTES = 8
 """Bytes of a message's length field."""
 PIECE_BYTES = 16 << 20
@@ -106,18 +108,26 @@ def exchange_bytes(sent: int, received: int) -> tuple[int, int]:
 def sum_bytes(index: int, hosts: int, nbytes: int, item_bytes: int) -> tuple[int, int]:
     """Return the bytes of one host's first worker for the mean of the sums of all hosts: exchanges in two rounds."""
     exchanged = []
-    for start in range(0, nbytes, SEGMENT_BYTES):
-        numbers = min(SEGMENT_BYTES, nbytes - start) // item_bytes
-        sizes = [item_bytes * (numbers // hosts + (host < numbers % hosts)) for host in range(hosts)]
+    for sizes in _group_pieces(hosts, nbytes, item_bytes):
         for other in (size for host, size in enumerate(sizes) if host != index):
             exchanged += [exchange_bytes(other, sizes[index]), exchange_bytes(sizes[index], other)]
     return _added(*exchanged)
 
 
-def sum_messages(hosts: int, nbytes: int) -> int:
+def sum_messages(hosts: int, nbytes: int, item_bytes: int = 4) -> int:
     """Return the number of messages that one host's first worker sends and receives for a mean."""
-    segments = [min(SEGMENT_BYTES, nbytes - start) for start in range(0, nbytes, SEGMENT_BYTES)]
-    return sum(4 * (hosts - 1) * exchange_messages(EXCHANGE_FRAME_BYTES + segment // hosts) for segment in segments)
+    pieces = _group_pieces(hosts, nbytes, item_bytes)
+    return sum(4 * (hosts - 1) * exchange_messages(EXCHANGE_FRAME_BYTES + sizes[-1]) for sizes in pieces)
+
+
+def _group_pieces(hosts: int, nbytes: int, item_bytes: int) -> Iterator[list[int]]:
+    """Yield the bytes of each host's piece of a tensor, for one piece after the other, as a `PeerGroup` cuts them."""
+    largest = max(1, GROUP_PIECE_BYTES // item_bytes)
+    for start in range(0, nbytes, SEGMENT_BYTES):
+        numbers = min(SEGMENT_BYTES, nbytes - start) // item_bytes
+        parts = [numbers // hosts + (host < numbers % hosts) for host in range(hosts)]
+        for at in range(0, max(parts[0], 1), largest):
+            yield [item_bytes * min(max(part - at, 0), largest) for part in parts]
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
