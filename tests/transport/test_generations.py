@@ -219,7 +219,8 @@ class Crew:
         self.members: list[int] = []
         # PyTorch asks the DNS for the name of each store that it connects to; a lost answer must not cost 5 s
         resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
-        environment = {**os.environ, **resolver, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        root = str(Path(__file__).resolve().parents[2])  # the nursery imports modules of the tests
+        environment = {**os.environ, **resolver, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
         self.nursery = subprocess.Popen(
             [sys.executable, __file__, self.path, kind], stdin=subprocess.PIPE, env=environment, text=True
         )
