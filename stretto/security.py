@@ -62,6 +62,13 @@ def address_toward(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def use_keys(client: Any, keys: WorkerKeys | None) -> None:
+    """Encrypt the connection of a client's socket, which has not connected yet; do nothing without keys."""
+    if keys is not None:
+        client.curve_serverkey = keys.servers
+        client.curve_publickey, client.curve_secretkey = keys.public, keys.secret
+
+
 def doorman(context: zmq.Context[Any], keys: ServerKeys) -> Any:
     """Start and return the authenticator that admits clients with the workers' key."""
     made = zmq.auth.thread.ThreadAuthenticator(context)

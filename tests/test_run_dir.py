@@ -47,7 +47,7 @@ def test_run_configuration_is_stored() -> None:
 
 
 def test_run_folder_is_private(tmp_path: Path) -> None:
-    """Also one that existed; no other user can put a link into it."""
+    """Also a folder that existed; no other user can put a link into it."""
     (tmp_path / "old").mkdir(mode=0o777)
     for out in (tmp_path / "old", tmp_path / "new", tmp_path / "deep/new"):
         assert stat.S_IMODE(make_folder("a", out, NOW).stat().st_mode) == 0o700

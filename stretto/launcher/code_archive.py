@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
@@ -48,31 +48,24 @@ def unpack(archive: bytes, folder: Path) -> None:
 
 def _files(folder: Path) -> Iterator[str]:
     """Yield the files to send, relative to the folder."""
-    specs = {"": GitIgnoreSpec.from_lines(SKIPPED.splitlines())}
+    ignored = [("", GitIgnoreSpec.from_lines(SKIPPED.splitlines()))]
     for here, folders, names in os.walk(folder):
         if RUN in names:
             folders.clear()
             continue
-        at = os.path.relpath(here, folder)
+        prefix = "" if here == str(folder) else os.path.relpath(here, folder) + "/"
         if ".gitignore" in names:
-            specs[at] = GitIgnoreSpec.from_lines((Path(here) / ".gitignore").read_text(errors="replace").splitlines())
-
-        def is_sent(name: str, end: str = "", at: str = at) -> bool:
-            path = os.path.normpath(os.path.join(at, name))
-            is_linked = (folder / path).is_symlink()
-            return not is_linked and not any(_ignores(spec, path + end, of) for of, spec in specs.items())
-
-        folders[:] = sorted(name for name in folders if is_sent(name, "/"))
-        for name in names:
-            if is_sent(name) and (Path(here) / name).is_file():
-                yield os.path.normpath(os.path.join(at, name))
+            text = (Path(here) / ".gitignore").read_text(errors="replace")
+            ignored.append((prefix, GitIgnoreSpec.from_lines(text.splitlines())))
+        folders[:] = [name for name in folders if _is_sent(folder, f"{prefix}{name}/", ignored)]
+        paths = (prefix + name for name in names)
+        yield from (path for path in paths if (folder / path).is_file() and _is_sent(folder, path, ignored))
 
 
-def _ignores(spec: GitIgnoreSpec, path: str, folder: str) -> bool:
-    """Return True if the `.gitignore` of a folder names a path."""
-    if folder in ("", "."):
-        return spec.match_file(path)
-    return path.startswith(folder + "/") and spec.match_file(path.removeprefix(folder + "/"))
+def _is_sent(folder: Path, path: str, ignored: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
+    """Return False for a link, and for a path that the `.gitignore` of a folder above it names."""
+    names_it = (spec.match_file(path.removeprefix(prefix)) for prefix, spec in ignored if path.startswith(prefix))
+    return not (folder / path).is_symlink() and not any(names_it)
 
 
 def _megabytes(size: int) -> str:

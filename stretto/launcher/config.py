@@ -16,6 +16,7 @@ from stretto.faults.plan import check as check_faults
 from stretto.faults.stragglers import factors
 from stretto.interval import every
 from stretto.launcher import entry
+from stretto.launcher.listeners import is_address
 from stretto.run_config import RunConfig
 from stretto.run_dir import CHECKPOINTS
 from stretto.units import spelled
@@ -53,7 +54,7 @@ def _with_port(config: RunConfig) -> RunConfig:
     host, colon, port = (config.host or "").rpartition(":")
     if not colon or ":" in host:  # without a port, or an IPv6 address
         return config
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_address(f"{host}:{port}"):
         _refuse(
             "the address to listen on", f"--listen {config.host}", "ADDRESS or ADDRESS:PORT", "--listen 10.0.0.1:7878"
         )

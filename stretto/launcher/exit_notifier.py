@@ -24,16 +24,15 @@ class ExitNotifier:
         """Connect; `first` is the lowest rank of this launcher's workers, which identifies the launcher."""
         import zmq  # only where there is a coordinator
 
+        from stretto.security import use_keys, worker_keys
+
         assert servers.coordinator_at is not None
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"launcher %d" % first)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        if servers.keys is not None:
-            key = servers.keys.worker
-            self._socket.curve_serverkey = servers.keys.server.public.encode()
-            self._socket.curve_publickey, self._socket.curve_secretkey = key.public.encode(), key.secret.encode()
+        use_keys(self._socket, worker_keys(servers.worker_keys))
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
         self._failures = Failures()
@@ -67,5 +66,5 @@ class ExitNotifier:
             self._socket.send(report)
 
     def close(self, limit_ms: int = 0) -> None:
-        """Close the connection and drop what was not sent within the limit."""
+        """Close the connection; drop reports that are not sent within the limit."""
         self._context.destroy(linger=limit_ms)

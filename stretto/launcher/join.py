@@ -22,6 +22,7 @@ from stretto.errors import LaunchError, LogError, explain
 from stretto.launcher.code_archive import packed, unpack
 from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
+from stretto.launcher.listeners import is_address
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.membership.invitations import Invitation
 from stretto.notices import say
@@ -71,7 +72,7 @@ def write_join_key(folder: Path, servers: Servers) -> Path:
 
 
 def invited(key: Path, servers: Servers) -> list[str]:
-    """Return what to type on other machines, and what is encrypted."""
+    """Return the command for other machines, and a sentence on encryption."""
     line = f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
     if servers.keys is None:
         return [line, "no traffic is encrypted, and a host that reaches the ports can change or end the run"]
@@ -81,8 +82,8 @@ def invited(key: Path, servers: Servers) -> list[str]:
 def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
     """Return the invitation to a run, without numbers."""
     script = options.script if options.module else options.script.absolute()
-    options = replace(options, script=script)
-    options = replace(options, scaled_workers=options.workers, out=None, resume=None, faults=None, min_workers=1)
+    options = replace(options, script=script, scaled_workers=options.workers, min_workers=1)
+    options = replace(options, out=None, resume=None, faults=None)
     return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions())
 
 
@@ -126,9 +127,10 @@ def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tupl
     script = request.script.absolute() if request.script is not None else options.script
     if request.key is None:
         return Path(request.run), script
+    code = client.code() if request.script is None and not options.module else None
     folder = make_folder(f"joined-{options.name}", None, datetime.now())
-    if request.script is None and not options.module:
-        unpack(client.code(), folder / CODE)
+    if code is not None:
+        unpack(code, folder / CODE)
         script = folder.resolve() / CODE / script.name
     return folder, script
 
@@ -205,13 +207,3 @@ def _address(text: str) -> str:
             explain(problem, got=text, expected=expected, to_type="stretto join 10.0.0.1:7878 --key FILE")
         )
     return text
-
-
-def is_address(text: str) -> bool:
-    """Return True for HOST:PORT.
-
-    >>> is_address("10.0.0.1:7878"), is_address("runs/one"), is_address("host:99999")
-    (True, False, False)
-    """
-    host, _, port = text.rpartition(":")
-    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536

@@ -31,6 +31,16 @@ def listening(port: int | None = None, host: str | None = None) -> Iterator[sock
         yield listener
 
 
+def is_address(text: str) -> bool:
+    """Return True for HOST:PORT.
+
+    >>> is_address("10.0.0.1:7878"), is_address("runs/one"), is_address("host:99999")
+    (True, False, False)
+    """
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+
+
 def interface_of(address: str) -> str:
     """Return the network interface with this address, or the loopback interface."""
     for name, ends in psutil.net_if_addrs().items():

@@ -17,7 +17,7 @@ import zmq
 from stretto.errors import TransportError, explain
 from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Missing, Position
 from stretto.process_config import WorkerConfig
-from stretto.security import WorkerKeys, worker_keys
+from stretto.security import WorkerKeys, use_keys, worker_keys
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -101,9 +101,7 @@ class CoordinatorBarrier:
             name = b"barrier %d.%d" % (self._worker, self._incarnation)
             for option, value in {zmq.IDENTITY: name, zmq.LINGER: 0, zmq.RECONNECT_IVL: 20}.items():
                 dealer.setsockopt(option, value)
-            if self._keys is not None:
-                dealer.curve_serverkey = self._keys.servers
-                dealer.curve_publickey, dealer.curve_secretkey = self._keys.public, self._keys.secret
+            use_keys(dealer, self._keys)
             dealer.connect(self._address if "://" in self._address else f"tcp://{self._address}")
         return self._dealer
 

@@ -32,7 +32,7 @@ from stretto.membership.messages import (
     connection_name,
 )
 from stretto.membership.worker_status import status
-from stretto.security import WorkerKeys
+from stretto.security import WorkerKeys, use_keys
 
 LARGEST_MESSAGE = 1 << 24
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -250,7 +250,5 @@ def dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, fail
         zmq.HANDSHAKE_IVL: 0,
     }.items():
         made.setsockopt(option, value)
-    if keys is not None:
-        made.curve_serverkey = keys.servers
-        made.curve_publickey, made.curve_secretkey = keys.public, keys.secret
+    use_keys(made, keys)
     return made

@@ -127,7 +127,7 @@ class LineSender:
         return AppendEvents(self._number, self._chunk) if self._chunk else None
 
     def receive(self, reply: EventsAppended) -> bool:
-        """Take a reply; return False for one that was sent before, so that nothing follows from it."""
+        """Take a reply; return False if it was sent before, so that nothing follows from it."""
         is_new = reply.count > self._number
         if is_new and self._number != UNKNOWN:
             self._chunk = b"".join(_lines(self._chunk)[reply.count - self._number :])
@@ -226,7 +226,7 @@ def _head(line: bytes) -> _Head | None:
 
 
 def _checked(writer: Writer, line: bytes) -> bytes:
-    """Return the line, or a warning that it was refused. Readers decode a line as it is decoded here."""
+    """Return the line, or a warning that it was refused. Readers decode lines in the same way."""
     try:
         head = msgspec.convert(msgspec.json.decode(line, type=Event), _Head)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -26,7 +26,7 @@ from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, de
 from stretto.parameter_server.message_memory import LentMemory, MemoryFile
 from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.parameter_server.sessions import ClientSession
-from stretto.security import SMALL_BYTES, WorkerKeys
+from stretto.security import SMALL_BYTES, WorkerKeys, use_keys
 from stretto.transport.interface import Traffic
 from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.tcp_info import tcp_arrived, tcp_bytes
@@ -389,7 +389,5 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> 
     }.items():
         dealer.setsockopt(option, value)
     dealer.copy_threshold = SMALL_BYTES
-    if keys is not None:
-        dealer.curve_serverkey = keys.servers
-        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
+    use_keys(dealer, keys)
     return dealer

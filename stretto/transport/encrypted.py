@@ -70,7 +70,7 @@ class EncryptedTransport(Transport):
         self._connections: dict[int, int] = {}
         """Ranks of the members that have connected with this worker, by the descriptor of the connection."""
         self._greeted, self._gone = set[int](), set[int]()
-        """Ranks of the members that have connected, and of those that have ended the generation."""
+        """Ranks of the members that have connected, and of the members that have ended the generation."""
         self._progress = 0
         """Number of received messages."""
         self._bytes_sent = self._bytes_received = 0

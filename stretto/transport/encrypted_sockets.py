@@ -1,6 +1,6 @@
 """Sockets of one worker in one generation: encrypted (CURVE), and open to the members of the generation alone.
 
-Each worker has a socket that listens, and one that sends to each other member. The two connections of two workers carry
+Each worker has a listening socket, and a sending socket for each other member. The two connections of two workers carry
 messages in one direction each. A message's sender is the worker whose key the connection has, whatever it claims.
 
     port reserved, connections are refused  ->  open to the keys of the members  ->  closed to new connections

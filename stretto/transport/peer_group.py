@@ -124,7 +124,7 @@ class PeerGroup:
         return mean
 
     def complete(self, mean: MeanHandle) -> None:
-        """Complete a mean, and those that were started before it."""
+        """Complete a mean, and all earlier means."""
         while not mean.is_over:
             self._pending.popleft().run()
 

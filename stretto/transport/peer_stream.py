@@ -114,7 +114,7 @@ class PairExchange:
         return self.tensor.view(torch.uint8)[start:stop].numpy() if self.nbytes else b""
 
     def expect(self, dtype: int, numbers: int, who: str, room: Callable[[], int]) -> None:
-        """Take the peer's post. Raise TransportError if its tensor is not one that can be received."""
+        """Take the peer's post. Raise TransportError if its tensor cannot be received."""
         mine, other = self.tensor.dtype, DTYPES[dtype]
         if mine != other:
             raise TransportError(f"the tensors of {who} differ in dtype: {mine} and {other}")

@@ -59,6 +59,10 @@ def generations(run: Path) -> list[list[int]]:
     return [event["members"] for event in events(run) if event["event"] == "membership" and event["what"] == "formed"]
 
 
+def starts(run: Path) -> dict[int, dict[str, Any]]:
+    return {event["worker"]: event for event in events(run) if event["event"] == "start"}
+
+
 def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
     limit = time.monotonic() + 60
     while not is_so():

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, on, until
+from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, on, starts, until
 from run_place import Place, config_of
 
 from stretto.errors import LaunchError
@@ -113,10 +113,6 @@ def test_workers_that_others_may_join_accept_no_connection_of_strangers(place: P
 
 
 test_workers_that_others_may_join_accept_no_connection_of_strangers.limit_s = 100  # type: ignore[attr-defined]
-
-
-def starts(run: Path) -> dict[int, dict[str, Any]]:
-    return {event["worker"]: event for event in events(run) if event["event"] == "start"}
 
 
 def epochs(run: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from namespace_hosts import HOSTS, events, hosts, on, until
+from namespace_hosts import HOSTS, events, hosts, on, starts, until
 from run_place import Place
 
 from stretto.errors import LaunchError
@@ -76,10 +76,6 @@ def joining(folder: Path, key: bytes, *words: str) -> subprocess.Popen[bytes]:
     process.stdin.close()
     process.stdin = None
     return process
-
-
-def starts(run: Path) -> dict[int, dict[str, Any]]:
-    return {event["worker"]: event for event in events(run) if event["event"] == "start"}
 
 
 @pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd(shards=2)"])

@@ -125,7 +125,7 @@ def test_lying_worker_neither_ends_the_coordinator_nor_writes_in_anothers_name(c
     encode = msgspec.msgpack.encode
     frames = [b"", b"\xc1", encode(["AppendEvents", 1 << 60, event]), encode(AppendEvents(0, b"no end"))]
     frames += [encode(AppendEvents(i, text)) for i, text in enumerate((event, b"[" * 50_000 + b"\n", b"\xff\n"))]
-    sent = [*frames, encode(AppendEvents(3, huge)), encode(huge)]  # one that is too large ends the connection
+    sent = [*frames, encode(AppendEvents(3, huge)), encode(huge)]  # a frame above the limit ends the connection
     names = [
         b"events 1.0 rank 0 section 1",
         b"events 1.0 rank 0 section 9",

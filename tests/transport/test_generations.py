@@ -350,7 +350,8 @@ class Crew:
     def end(self) -> None:
         self.bury_all()
         assert self.nursery.stdin is not None
-        self.nursery.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # the nursery has ended by itself
+            self.nursery.stdin.close()
         try:
             self.nursery.wait(LIMIT_S)
         finally:

@@ -100,7 +100,7 @@ class SimGroup:
         """Return the number of messages of a mean that a worker sends and receives."""
         if len(self._leaders) == self.workers:
             return _all_reduce_messages(0, self.workers, nbytes, item_bytes)
-        return wire_bytes.sum_messages(len(self._leaders), nbytes)
+        return wire_bytes.sum_messages(len(self._leaders), nbytes, item_bytes)
 
     def is_done(self, number: Key) -> bool:
         """True if the collective is complete or the group is aborted."""

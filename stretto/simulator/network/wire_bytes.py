@@ -114,7 +114,7 @@ def sum_bytes(index: int, hosts: int, nbytes: int, item_bytes: int) -> tuple[int
     return _added(*exchanged)
 
 
-def sum_messages(hosts: int, nbytes: int, item_bytes: int = 4) -> int:
+def sum_messages(hosts: int, nbytes: int, item_bytes: int) -> int:
     """Return the number of messages that one host's first worker sends and receives for a mean."""
     pieces = _group_pieces(hosts, nbytes, item_bytes)
     return sum(4 * (hosts - 1) * exchange_messages(EXCHANGE_FRAME_BYTES + sizes[-1]) for sizes in pieces)
