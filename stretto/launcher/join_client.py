@@ -14,9 +14,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import LaunchError, explain
-from stretto.membership.invitations import AskToJoin, CodePart, GetCode, Invitation, JoinRequest
+from stretto.membership.invitations import AskToJoin, CodePart, GetCode, Invitation, LauncherRequest
 from stretto.process_config import KeyTexts
-from stretto.security import address_toward, worker_keys
+from stretto.security import address_toward, use_keys, worker_keys
 
 Reply = TypeVar("Reply")
 CONNECT_S, REPLY_S = 5.0, 20.0
@@ -35,9 +35,7 @@ class JoinClient:
         self._context: Any = zmq.Context()
         self._dealer: Any = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IDENTITY, b"joining " + os.urandom(16).hex().encode())
-        if (own := worker_keys(keys)) is not None:
-            self._dealer.curve_serverkey = own.servers
-            self._dealer.curve_publickey, self._dealer.curve_secretkey = own.public, own.secret
+        use_keys(self._dealer, worker_keys(keys))
         self._monitor: Any = self._dealer.get_monitor_socket(REFUSALS)
         self._refused = 0
         self._dealer.connect(f"tcp://{address}")
@@ -68,14 +66,16 @@ class JoinClient:
 
         return self._reply(GetCode(offset), at_offset)
 
-    def _reply(self, request: JoinRequest, wanted: Callable[[Invitation | CodePart], Reply | None]) -> Reply:
+    def _reply(self, request: LauncherRequest, wanted: Callable[[Invitation | CodePart], Reply | None]) -> Reply:
         """Return the wanted reply to a request, which is repeated until it arrives."""
         limit = time.monotonic() + REPLY_S
         while time.monotonic() < limit:
             self._dealer.send(msgspec.msgpack.encode(request))
             while self._dealer.poll(REPEAT_MS if not self._is_refused() else 0):
-                reply = msgspec.msgpack.decode(self._dealer.recv(), type=Invitation | CodePart)
-                if (found := wanted(reply)) is not None:
+                if not (data := self._dealer.recv()):  # the code is being packed
+                    limit = time.monotonic() + REPLY_S
+                    continue
+                if (found := wanted(msgspec.msgpack.decode(data, type=Invitation | CodePart))) is not None:
                     return found
             if self._is_refused():
                 break

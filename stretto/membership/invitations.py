@@ -4,7 +4,7 @@
       | -- AskToJoin(2) -------------------> |   every message is repeated until there is a reply
       | <- Invitation((4, 5), options, ...) -|   the same numbers, however often it asks
       | -- GetCode(0) ---------------------> |
-      | <- CodePart(0, bytes) -------------- |   the archive from this byte on
+      | <- CodePart(0, bytes) -------------- |   the archive from this byte on; empty while it is packed
       | -- GetCode(1000000) ---------------> |   until a part is empty
 
 The numbers are in the coordinator's log before they are sent, so no number is given to two launchers.
@@ -12,9 +12,9 @@ The numbers are in the coordinator's log before they are sent, so no number is g
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -56,8 +56,8 @@ class CodePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
     problem: str = ""
 
 
-JoinRequest: TypeAlias = AskToJoin | GetCode
-_DECODER = msgspec.msgpack.Decoder(JoinRequest)
+LauncherRequest: TypeAlias = AskToJoin | GetCode
+_DECODER = msgspec.msgpack.Decoder(LauncherRequest)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -65,7 +65,8 @@ class Inviter:
     """Replies of the coordinator to joining launchers.
 
     `invitation` has no numbers yet, which `give_numbers` returns for a launcher. `pack` returns the code as an archive,
-    at the first request, or raises an error whose text the joining launcher is told.
+    or raises an error whose text the joining launcher is told. It runs once, in a thread, since members wait for their
+    own replies; those to launchers are empty until it has ended.
     """
 
     needs_log = True
@@ -73,8 +74,8 @@ class Inviter:
     def __init__(
         self, invitation: Invitation, give_numbers: Callable[[str, int], tuple[int, ...]], pack: Callable[[], bytes]
     ) -> None:
-        self._invitation, self._give_numbers = invitation, give_numbers
-        self._pack = functools.cache(pack)
+        self._invitation, self._give_numbers, self._pack = invitation, give_numbers, pack
+        self._code: Future[bytes] | None = None
 
     def reply(self, name: bytes, message: bytes) -> bytes | None:
         """Return the reply, or None if this is no joining launcher. Raises ValueError for what no launcher sends."""
@@ -84,11 +85,12 @@ class Inviter:
         if isinstance(request, AskToJoin):
             numbers = self._give_numbers(name.decode(), request.workers)
             return _ENCODER.encode(msgspec.structs.replace(self._invitation, numbers=numbers))
-        return _ENCODER.encode(self._part(request.offset))
+        if self._code is None:
+            self._code = ThreadPoolExecutor(1, "code").submit(self._pack)
+        return _ENCODER.encode(_part(self._code, request.offset)) if self._code.done() else b""
 
-    def _part(self, offset: int) -> CodePart:
-        try:
-            code = self._pack()
-        except Exception as error:
-            return CodePart(offset, problem=str(error))
-        return CodePart(offset, code[offset : offset + PART_BYTES])
+
+def _part(code: Future[bytes], offset: int) -> CodePart:
+    if (error := code.exception()) is not None:
+        return CodePart(offset, problem=str(error))
+    return CodePart(offset, code.result()[offset : offset + PART_BYTES])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -34,8 +37,9 @@ def numbers(launcher: str, count: int) -> tuple[int, ...]:
 
 
 def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePart:
-    found = inviter.reply(NAME, msgspec.msgpack.encode(request))
-    assert found is not None
+    message, limit = msgspec.msgpack.encode(request), time.monotonic() + 30
+    while not (found := inviter.reply(NAME, message)):  # the code is being packed
+        assert found is not None and time.monotonic() < limit
     return msgspec.msgpack.decode(found, type=Invitation | CodePart)
 
 
@@ -62,3 +66,18 @@ def test_other_requests_are_refused(request_: object) -> None:
     with pytest.raises((ValueError, msgspec.MsgspecError)):
         Inviter(INVITATION, numbers, bytes).reply(NAME, msgspec.msgpack.encode(request_))
     assert Inviter(INVITATION, numbers, bytes).reply(b"worker 1.0", b"") is None
+
+
+def test_no_reply_waits_for_the_code_to_be_packed() -> None:
+    may_end, packed = threading.Event(), []
+
+    def pack() -> bytes:
+        assert may_end.wait(30)
+        packed.append("once")
+        return b"code"
+
+    inviter = Inviter(INVITATION, numbers, pack)
+    assert [inviter.reply(NAME, msgspec.msgpack.encode(GetCode(0))) for _ in range(3)] == [b"", b"", b""]
+    assert reply(inviter, AskToJoin(1)) == msgspec.structs.replace(INVITATION, numbers=(4,))
+    may_end.set()
+    assert (reply(inviter, GetCode(0)), packed) == (CodePart(0, b"code"), ["once"])
