@@ -13,6 +13,7 @@ StrettoError                   base of all errors that Stretto raises on purpose
 │   ├── BrokenTransportError   an exchange was aborted; the remaining workers can repeat it
 │   └── MemberOutError         this worker is no longer a member; it may join again
 ├── LaunchError                the run could not be started with these options
+│   └── WorkersLostError       all workers that this launcher has added to a run are lost; the run may continue
 └── LogError                   the run folder cannot be written or read
 """
 
@@ -76,6 +77,10 @@ class StaysOutError(MemberOutError):
 
 class LaunchError(StrettoError):
     """The run could not be started with these options."""
+
+
+class WorkersLostError(LaunchError):
+    """All workers that this launcher has added to a run are lost, without an error of the script."""
 
 
 def mistyped(problem: str, got: object, expected: str, to_type: str) -> LaunchError:

@@ -92,7 +92,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     @property
     def world_size(self) -> int:
         """Number of workers that were started."""
-        return self.options.workers
+        return self.options.initial_workers
 
     @property
     def coordinator_host(self) -> str:
@@ -112,7 +112,7 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     @property
     def slowdown(self) -> float:
         """Factor by which the compute time is prolonged (`--stragglers`)."""
-        return factors(self.options.stragglers, self.options.workers).get(self.worker, 1.0)
+        return factors(self.options.stragglers, self.options.initial_workers).get(self.worker, 1.0)
 
     @property
     def store_address(self) -> tuple[str, int] | None:
@@ -131,7 +131,7 @@ class ServiceConfig(Config, frozen=True, kw_only=True):
     @property
     def max_worker(self) -> int:
         """Largest number of a worker: those of workers that join are above those of the first."""
-        return MAX_RANK if self.options.host is not None else self.options.workers - 1
+        return MAX_RANK if self.options.host is not None else self.options.initial_workers - 1
 
 
 class ShardConfig(ServiceConfig, frozen=True, kw_only=True, tag="shard"):

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import msgspec
 
+from stretto.host_list import parse as parse_hosts
 from stretto.run_dir import cores
 from stretto.units import spelled
 
@@ -25,7 +26,7 @@ GlobalBatch = Literal["keep", "split"]
 LrScale = Literal["none", "linear", "sqrt"]
 
 WORKERS, SERVER, FAILURES = "Workers and recipe", "Parameter server", "Failures and membership"
-CHECKPOINTS, OUTPUT = "Checkpoints", "Output"
+HOSTS, CHECKPOINTS, OUTPUT = "Several machines", "Checkpoints", "Output"
 """Headings of the help texts."""
 
 
@@ -57,7 +58,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module: Annotated[
         bool, Option("SCRIPT is the name of a module, as for python -m.", WORKERS, names=("-m", "--module"))
     ] = False
-    workers: Annotated[int, Option("Number of workers.", WORKERS, "N", names=("-n", "--workers"))] = 1
+    workers: Annotated[int, Option("Number of workers on this machine.", WORKERS, "N", names=("-n", "--workers"))] = 1
     recipe: Annotated[
         str | None,
         Option(
@@ -127,12 +128,31 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str | None,
         Option(
             "Address of this machine, and port, at which `stretto join` on other machines reaches the run.",
-            FAILURES,
+            HOSTS,
             "ADDRESS[:PORT]",
             "this machine alone",
             ("--listen", "--host"),
         ),
     ] = None
+    hosts: Annotated[
+        str | None,
+        Option(
+            "Hosts on which ssh starts workers of this run, with the number of workers on each: a:2,user@b:4.",
+            HOSTS,
+            "HOST[:N],...",
+            "none",
+        ),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        Option(
+            "File of such hosts, one a line: `a`, `a:2` or `a slots=2`; `#` begins a comment.", HOSTS, "FILE", "none"
+        ),
+    ] = None
+    remote_stretto: Annotated[
+        str,
+        Option('Shell command that runs Stretto on the hosts, such as "~/venv/bin/stretto".', HOSTS, "COMMAND"),
+    ] = "stretto"
     port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None
     faults: Annotated[str | None, Option('Faults to inject: "kill worker every 20s".', FAILURES, "FAULTS", "none")] = (
         None
@@ -164,8 +184,13 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def lr_factor(self) -> float:
         """Factor on the learning rate of the script."""
-        count = self.scaled_workers or self.workers * self.global_batch_of
+        count = self.scaled_workers or self.initial_workers * self.global_batch_of
         return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
+
+    @property
+    def initial_workers(self) -> int:
+        """Number of workers that the run begins with: of this machine and of its hosts; else the number to wait for."""
+        return self.workers + sum(host.workers for host in parse_hosts(self.hosts or "")) or self.min_workers
 
     @property
     def elastic(self) -> bool:
@@ -180,7 +205,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def threads_each(self) -> int:
         """Return the threads of each worker: as given, else an equal share of the cores, at least one."""
-        return self.threads or max(1, cores() // self.workers)
+        return self.threads or max(1, cores() // max(1, self.workers))
 
     def record(self) -> dict[str, Any]:
         """Return the configuration for `run.json`; `--config` reads it. The folder of the run is left out."""

@@ -18,7 +18,7 @@ from stretto.cli.export import command as export
 from stretto.cli.options import JsonTo, Quiet, configured, with_options
 from stretto.cli.script_arguments import RETYPED, ScriptCommand, examples, nearest
 from stretto.cli.simulate import command as simulate
-from stretto.errors import StrettoError, explain
+from stretto.errors import StrettoError, WorkersLostError, explain
 from stretto.launcher.local import JoinRequest, Stopped
 from stretto.launcher.local import join as join_run
 from stretto.launcher.local import run as run_locally
@@ -36,11 +36,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-USAGE, FAILED = 2, 1
+USAGE, FAILED, WORKERS_LOST = 2, 1, 3
 
 
 def main() -> None:
-    """Run the command line and exit: 1 for an error, 2 for a usage error, 128 + the number of a signal."""
+    """Run the command line and exit: 1 for an error, 2 for a usage error, 128 + the number of a signal.
+
+    The code is 3 if all workers that joined a run are lost, without an error of the script.
+    """
     if sys.argv[1:2] == ["simulate"]:
         reexecute()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some parents ignore it, which would hide the exit codes of workers
@@ -56,6 +59,8 @@ def command(arguments: Sequence[str]) -> int:
     words = list(arguments) or ["--help"]
     try:
         return int(typer.main.get_command(app).main(words, prog_name="stretto", standalone_mode=False) or 0)
+    except WorkersLostError as error:
+        return _print_error(str(error), WORKERS_LOST)
     except StrettoError as error:
         return _print_error(str(error), FAILED)
     except TyperException as error:
@@ -107,12 +112,12 @@ def options(
     cls=ScriptCommand,
     epilog=examples(
         'stretto run -n 4 --recipe "local_sgd(every=16)" train.py --lr 0.1',
-        "stretto run -n 4 --checkpoint-every 5m -m package.train",
+        "stretto run -n 2 --hosts a:2,user@b:4 --listen 10.0.0.1 train.py",
     ),
 )
 @configured(*run_options())
 def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json_to: JsonTo = None) -> None:
-    """Run SCRIPT on workers of this machine.
+    """Run SCRIPT on workers of this machine and, with --hosts, of others.
 
     Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """

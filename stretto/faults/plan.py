@@ -249,6 +249,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     )
 
 
+ABSENT = {
+    "server": ("there is no parameter server", "a fault of workers, or a recipe with a server"),
+    "worker": ("no worker runs on the launcher's machine", "a fault of the coordinator or of a server"),
+}
+"""Problem and expectation for a fault of a kind of process that is not there."""
+
+
 def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
     """Raise LaunchError for a fault whose victim does not exist among these workers and shards."""
     for fault in faults:
@@ -256,7 +263,7 @@ def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
         count = {"worker": workers, "server": shards, "coordinator": 1}[kind]
         missing = next((number for number in numbers if number >= count), None)
         if count == 0:
-            raise _cannot(fault, "there is no parameter server", "a fault of workers, or a recipe with a server")
+            raise _cannot(fault, *ABSENT[kind])
         if missing is not None:
             raise _cannot(fault, f"there is no {kind} {missing} of {count}", f"a {kind} from 0 to {count - 1}")
         if isinstance(fault, Partition) and len(numbers) == count:

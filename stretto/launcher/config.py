@@ -14,9 +14,11 @@ from stretto.errors import LaunchError, explain
 from stretto.faults.plan import Fault, FaultEvent, Kill, Pause, check_live, parse, schedule
 from stretto.faults.plan import check as check_faults
 from stretto.faults.stragglers import factors
+from stretto.host_list import from_file
+from stretto.host_list import parse as parse_hosts
 from stretto.interval import every
 from stretto.launcher import entry
-from stretto.launcher.listeners import is_address
+from stretto.launcher.listeners import is_address, own_addresses
 from stretto.run_config import RunConfig
 from stretto.run_dir import CHECKPOINTS
 from stretto.units import spelled
@@ -28,10 +30,28 @@ MIN_FAILURE_TIMEOUT_S = 0.1
 def described(config: RunConfig) -> str:
     """Return the workers, the program and the recipe, for the line that announces the run."""
     program = shlex.join(entry.typed(config.script, config.module, config.args))
-    workers = f"{config.workers} worker{'s' * (config.workers != 1)}"
+    workers = f"{config.initial_workers} worker{'s' * (config.initial_workers != 1)}"
+    if config.hosts:
+        elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
+        workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
+    elif not config.workers:
+        workers = (
+            f"0 workers here (the run begins when {workers} ha{'s' if config.initial_workers == 1 else 've'} joined)"
+        )
     recipe = f"recipe {config.recipe}" if config.recipe is not None else "the script's recipe"
     resumed = f", from the newest checkpoint of {config.resume}" if config.resume is not None else ""
     return f"{workers} of {program}, {recipe}{resumed}"
+
+
+def with_hosts(config: RunConfig) -> RunConfig:
+    """Return the configuration with the hosts of its host file. Raises LaunchError for a file without hosts."""
+    if config.hostfile is None:
+        return config
+    if config.hosts is not None:
+        problem, got = "the hosts are given twice", f"--hosts {config.hosts} --hostfile {config.hostfile}"
+        to_type = f"--hostfile {config.hostfile}"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
+    return replace(config, hosts=from_file(config.hostfile), hostfile=None)
 
 
 def settled(config: RunConfig) -> RunConfig:
@@ -110,7 +130,7 @@ def check(config: RunConfig, live: bool = True) -> None:
         raise LaunchError(explain("alone means one worker", got=config.workers, expected="1 worker", to_type="-n 1"))
     if config.servers and config.recipe is None:
         raise _without_recipe(config.servers)
-    factors(config.stragglers, config.workers)
+    factors(config.stragglers, config.initial_workers)
     _check_server_options(config, live)
     _check_survival(config)
     _check_host(config)
@@ -141,7 +161,8 @@ def _check_server_options(config: RunConfig, live: bool) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    _at_least_one("the number of workers", config.workers, "-n 4")
+    if config.host is None or config.workers:
+        _at_least_one("the number of workers", config.workers, "-n 4, or -n 0 --listen 10.0.0.1:7878")
     _at_least_one("the number of threads per worker", config.threads, "--threads 1")
     _at_least_one("the number of joined batches", config.global_batch_of, "global_batch_of=4")
     _at_least_one("the number of servers", config.servers, "--servers 2")
@@ -159,12 +180,13 @@ def _check_survival(config: RunConfig) -> None:
     if not (config.failure_timeout_s >= MIN_FAILURE_TIMEOUT_S and math.isfinite(config.failure_timeout_s)):
         got, to_type = f"{spelled(config.failure_timeout_s)}s", "--failure-timeout 10s"
         _refuse("the failure timeout", got, "a time, at least 100ms", to_type)
-    if not 1 <= minimum <= config.workers:
-        started = f"a number from 1 to {config.workers}, as many as are started"
-        _refuse("the minimum number of workers", minimum, started, f"--min-workers {config.workers}")
-    if maximum is not None and maximum < config.workers:
-        started = f"at least {config.workers}, as many as are started"
-        _refuse("the largest number of workers", maximum, started, f"--max-workers {config.workers}")
+    workers = config.initial_workers
+    if not 1 <= minimum <= workers:
+        started = f"a number from 1 to {workers}, as many as are started"
+        _refuse("the minimum number of workers", minimum, started, f"--min-workers {max(workers, 1)}")
+    if maximum is not None and maximum < workers:
+        started = f"at least {workers}, as many as are started"
+        _refuse("the largest number of workers", maximum, started, f"--max-workers {workers}")
     if config.restarts < 0:
         _refuse("the number of restarts", config.restarts, "a whole number, 0 or more", "--restarts 3")
 
@@ -172,13 +194,27 @@ def _check_survival(config: RunConfig) -> None:
 def _check_host(config: RunConfig) -> None:
     """Raise LaunchError for a run that workers cannot join: with one worker a parameter server has no update rule."""
     if config.host is None:
+        if config.hosts is not None:
+            raise _without_listen(config.hosts)
         return
+    if not config.recovery:
+        problem, got = "workers join through the coordinator", f"--listen {config.host} --no-recovery"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=f"--listen {config.host}"))
     if config.single_process:
         _refuse("the host of a run alone", config.host, "a run that others can join", "leave --listen away")
-    if settled(config).servers and config.workers < 2:
+    if settled(config).servers and config.initial_workers < 2:
         problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
         got = f"-n {config.workers} --listen {config.host} --recipe {config.recipe}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 --listen {config.host}"))
+        to_type = f"-n {'2' if config.workers else '0 --min-workers 2'} --listen {config.host}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
+def _without_listen(hosts: str) -> LaunchError:
+    """Return the error for hosts that cannot reach this machine."""
+    addresses = own_addresses()
+    expected = f"an address of this machine that the hosts reach, such as {', '.join(addresses)}"
+    to_type = f"--hosts {hosts} --listen {addresses[-1]}"
+    return LaunchError(explain("--hosts needs --listen", got=f"--hosts {hosts}", expected=expected, to_type=to_type))
 
 
 def _check_batch(config: RunConfig) -> None:

@@ -8,10 +8,18 @@ from typing import Any
 import msgspec
 
 from stretto.launcher.endpoints import Servers
-from stretto.membership.messages import Failures, ProcessExited, WatchFailures
+from stretto.membership.messages import (
+    Failures,
+    LauncherEnded,
+    LauncherReply,
+    MembersView,
+    ProcessExited,
+    WatchFailures,
+    WatchMembers,
+)
 
 RECONNECT_MS = 20
-_FAILURES = msgspec.msgpack.Decoder(Failures)
+_REPLY = msgspec.msgpack.Decoder(LauncherReply)
 
 
 class ExitNotifier:
@@ -20,8 +28,8 @@ class ExitNotifier:
     A restarted coordinator gets all reports again.
     """
 
-    def __init__(self, servers: Servers, first: int = 0) -> None:
-        """Connect; `first` is the lowest rank of this launcher's workers, which identifies the launcher."""
+    def __init__(self, servers: Servers, number: int = 0) -> None:
+        """Connect as the launcher with this number: 0 for that of the run, any other for one that joins the run."""
         import zmq  # only where there is a coordinator
 
         from stretto.security import use_keys, worker_keys
@@ -29,13 +37,13 @@ class ExitNotifier:
         assert servers.coordinator_at is not None
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"launcher %d" % first)
+        self._socket.setsockopt(zmq.IDENTITY, b"launcher %d" % number)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
         use_keys(self._socket, worker_keys(servers.worker_keys))
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
-        self._failures = Failures()
+        self._failures, self._members = Failures(), MembersView()
         self._again, self._no_wait = zmq.Again, zmq.NOBLOCK
         self.watch()
 
@@ -53,12 +61,33 @@ class ExitNotifier:
         """Ask for failures; repeated, since the coordinator may have been restarted."""
         self._send(msgspec.msgpack.encode(WatchFailures()))
 
+    def watch_members(self) -> None:
+        """Ask for the workers of the run; the reply is in `members` later."""
+        self._send(msgspec.msgpack.encode(WatchMembers()))
+
     def failures(self) -> Failures:
         """Return the failures of which the coordinator has notified this launcher."""
+        self._receive()
+        return self._failures
+
+    def members(self) -> MembersView:
+        """Return the workers of the run by the newest reply of the coordinator."""
+        self._receive()
+        return self._members
+
+    def end_joined(self) -> None:
+        """Report that this launcher, which joined the run, has ended."""
+        self._send(msgspec.msgpack.encode(LauncherEnded()))
+
+    def _receive(self) -> None:
         with contextlib.suppress(self._again):
             while True:
-                self._failures = _FAILURES.decode(self._socket.recv(self._no_wait))
-        return self._failures
+                reply: LauncherReply = _REPLY.decode(self._socket.recv(self._no_wait))
+                match reply:
+                    case Failures():
+                        self._failures = reply
+                    case MembersView():
+                        self._members = reply
 
     def _send(self, report: bytes) -> None:
         """Send without waiting. A coordinator that receives nothing detects the failure by its timeout."""

@@ -24,6 +24,7 @@ from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
 from stretto.launcher.listeners import is_address
 from stretto.launcher.process_specs import ProcessPlan
+from stretto.launcher.signals import end_with_input
 from stretto.membership.invitations import Invitation
 from stretto.notices import say
 from stretto.process_config import KeyTexts
@@ -40,10 +41,15 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class JoinKey(msgspec.Struct, frozen=True):
-    """Address of the coordinator, and the keys of a worker, with which a launcher joins the run."""
+    """Address of the coordinator, and the keys of a worker, with which a launcher joins the run.
+
+    `first` is the first of the numbers reserved for its workers, if the launcher of the run has started it: it ends
+    then when its standard input ends.
+    """
 
     address: str
     keys: KeyTexts | None
+    first: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ def invited(key: Path, servers: Servers) -> list[str]:
 def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
     """Return the invitation to a run, without numbers."""
     script = options.script if options.module else options.script.absolute()
-    options = replace(options, script=script, scaled_workers=options.workers, min_workers=1)
+    workers = options.initial_workers
+    options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
     options = replace(options, out=None, resume=None, faults=None)
     return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions())
 
@@ -97,15 +104,20 @@ def packed_code(options: RunConfig) -> bytes:
 
 
 def plan_of_join(request: JoinRequest) -> ProcessPlan:
-    """Return the plan of the joining workers. Raises LaunchError if they cannot join the run."""
+    """Return the plan of the joining workers. Raises LaunchError if they cannot join the run.
+
+    If the launcher of the run has started this one, a signal ends this process when its standard input ends.
+    """
     from stretto.launcher.join_client import JoinClient  # imports zmq
 
     if request.workers < 1:
         problem, expected = f"{request.workers} workers cannot join", "at least 1"
         raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
     key = _read(request)
+    if key.first is not None:
+        end_with_input()
     with JoinClient(key.address, key.keys) as client:
-        invitation = client.ask(request.workers)
+        invitation = client.ask(request.workers, key.first)
         _check_versions(invitation.versions)
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
         folder, script = _place(request, options, client)
@@ -169,9 +181,12 @@ def _read(request: JoinRequest) -> JoinKey:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see."""
+    """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see.
+
+    A line of standard input suffices, since a launcher that has started this one keeps its end open.
+    """
     if str(path) == "-":
-        return sys.stdin.buffer.read()
+        return sys.stdin.buffer.readline()
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_mode & OTHERS or status.st_uid not in (os.geteuid(), 0):

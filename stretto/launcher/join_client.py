@@ -47,9 +47,9 @@ class JoinClient:
         self._dealer.disable_monitor()
         self._context.destroy(linger=0)
 
-    def ask(self, workers: int) -> Invitation:
-        """Return the invitation for this many workers."""
-        return self._reply(AskToJoin(workers), lambda reply: reply if isinstance(reply, Invitation) else None)
+    def ask(self, workers: int, first: int | None = None) -> Invitation:
+        """Return the invitation for this many workers, of the numbers from `first` on if they are reserved."""
+        return self._reply(AskToJoin(workers, first), lambda reply: reply if isinstance(reply, Invitation) else None)
 
     def code(self) -> bytes:
         """Return the archive of the code."""

@@ -49,8 +49,13 @@ def interface_of(address: str) -> str:
     return LOOPBACK
 
 
+def own_addresses() -> list[str]:
+    """Return the IPv4 addresses of this machine, that of loopback first."""
+    return [end.address for ends in psutil.net_if_addrs().values() for end in ends if end.family == socket.AF_INET]
+
+
 def _not_ours(host: str) -> LaunchError:
-    addresses = [end.address for ends in psutil.net_if_addrs().values() for end in ends if end.family == socket.AF_INET]
+    addresses = own_addresses()
     problem, expected = f"{host} is not an address of this machine", f"one of {', '.join(addresses)}"
     return LaunchError(explain(problem, got=f"--listen {host}", expected=expected, to_type=f"--listen {addresses[-1]}"))
 

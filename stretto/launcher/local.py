@@ -9,18 +9,20 @@ from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 
-from stretto.errors import LaunchError, LogError
+from stretto.errors import LaunchError, LogError, WorkersLostError
 from stretto.events import read_events
-from stretto.launcher.config import check, described, planned, server_notice, settled
+from stretto.launcher.config import check, described, planned, server_notice, settled, with_hosts
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
+from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, invited, plan_of_join, write_join_key
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import handled
@@ -40,6 +42,7 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However the run ends, none of its processes is left after 3 s,
     even if this process is killed.
     """
+    config = with_hosts(config)
     check(config)
     note = server_notice(config)
     config = settled(config)
@@ -72,9 +75,9 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
     Raises LaunchError and Stopped as `run` does; the run continues without these workers.
     """
+    plan = plan_of_join(joining)
     inbox: Inbox = SimpleQueue()
     with handled(lambda number: inbox.put(Signalled(number))):
-        plan = plan_of_join(joining)
         count, folder = len(plan.joining), f", run folder {plan.folder}"
         display.starting(f"{count} worker{'s' * (count > 1)} for the run {joining.run}{folder * (not plan.sees_run)}")
         _supervise(plan, inbox, display)
@@ -86,7 +89,9 @@ def _supervise(
 ) -> None:
     config, folder = plan.config, plan.folder
     engine, relay = make_engine(inbox), LogRelay(folder, config.output, display)
-    supervisor = Supervisor(plan, engine, relay, inbox, planned(config))
+    agents = SshAgents(config.remote_stretto, config.failure_timeout_s, inbox.put, relay)
+    remote = RemoteWorkers(plan, agents.start, relay.note)
+    supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
     try:
         supervisor.start()
         if plan.listener is not None and not config.elastic:
@@ -97,11 +102,14 @@ def _supervise(
         cause = supervisor.wait()
         _report_shared_files(folder, relay)
     finally:
+        remote.end()
         engine.close()
+        remote.close()
         supervisor.close()
         relay.close()
     if cause is not None:
-        raise LaunchError(_text(cause, relay, folder))
+        is_lost = plan.joining and not cause.reported
+        raise (WorkersLostError if is_lost else LaunchError)(_text(cause, relay, folder))
 
 
 def _report_shared_files(folder: Path, relay: LogRelay) -> None:

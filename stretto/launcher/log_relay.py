@@ -7,7 +7,6 @@ the display needs no lock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import selectors
 import threading
@@ -70,7 +69,8 @@ class LogRelay(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._outputs: dict[tuple[int, int], _Output] = {}
         """Outputs by worker and rank."""
-        self._notes: SimpleQueue[str] = SimpleQueue()
+        self._due: SimpleQueue[Callable[[ProgressDisplay], None]] = SimpleQueue()
+        """Updates of the display that other threads have asked for."""
 
     def add(self, worker: int, pipe: IO[bytes], life: int = 0, rank: int = 0) -> None:
         """Add the output of a process. That of a later incarnation is appended to the same log file."""
@@ -83,7 +83,11 @@ class LogRelay(threading.Thread):
 
     def note(self, text: str) -> None:
         """Show a line of Stretto's own, soon."""
-        self._notes.put(text)
+        self._due.put(lambda display: display.note(text))
+
+    def show(self, data: bytes) -> None:
+        """Show output of workers of other hosts, soon."""
+        self._due.put(lambda display: display.say(data))
 
     def run(self) -> None:
         """Relay output and update the display until closed."""
@@ -91,11 +95,11 @@ class LogRelay(threading.Thread):
         while (self._limit is None or self._selector.get_map()) and not self._is_over():
             for key, _ in self._selector.select(timeout=TICK_S if self._selector.get_map() else SOON_S):
                 self._read(key.data)
-            self._show_notes()
+            self._show_due()
             if time.monotonic() >= due_s:
                 self._show(lambda display: display.poll())
                 due_s = time.monotonic() + TICK_S
-        self._show_notes()
+        self._show_due()
         self._show(lambda display: display.end())
         self._close_all()
 
@@ -114,11 +118,10 @@ class LogRelay(threading.Thread):
     def _is_over(self) -> bool:
         return self._limit is not None and time.monotonic() > self._limit
 
-    def _show_notes(self) -> None:
+    def _show_due(self) -> None:
         with contextlib.suppress(Empty):
             while True:
-                text = self._notes.get_nowait()
-                self._show(functools.partial(_note, text=text))
+                self._show(self._due.get_nowait())
 
     def _read(self, source: _Output) -> None:
         data = os.read(source.pipe.fileno(), CHUNK_BYTES)
@@ -169,10 +172,6 @@ class LogRelay(threading.Thread):
         except Exception:
             self._display = None
             traceback.print_exc()
-
-
-def _note(display: ProgressDisplay, text: str) -> None:
-    display.note(text)
 
 
 def _output_of(worker: int, rank: int, pipe: IO[bytes], folder: Path) -> _Output:

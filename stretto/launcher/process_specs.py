@@ -99,7 +99,7 @@ class ProcessPlan:
         config, listener = self.config, None if number or rank else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
         command += [MODULE if config.module else FILE, str(config.script), *config.args]
-        workers = max(config.workers, *(joined + 1 for joined in self.joining or (0,)))
+        workers = max(config.initial_workers, *(joined + 1 for joined in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number, config)
         process = self._worker_config(number, incarnation, rank, listener)

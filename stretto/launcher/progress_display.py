@@ -92,7 +92,7 @@ class ProgressDisplay:
         self._progress = Progress(notices=config.output == "none")
         self._folder, self._section = folder, None
         self._events = Tail(folder / "events.jsonl")
-        self._workers = config.workers
+        self._workers = config.initial_workers
         self._started_at = self._shown_at = time.monotonic()
         sys.stdout.flush()
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STANDARD_INPUT = 0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def end_with_input() -> None:
+    """Send SIGTERM to this process when its standard input ends, from a thread."""
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(STANDARD_INPUT, 1024):
+                pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # ends its wait
+
+    threading.Thread(target=read, name="input", daemon=True).start()
 
 
 @contextmanager

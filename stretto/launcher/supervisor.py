@@ -7,23 +7,25 @@ import heapq
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from queue import Empty
-from typing import Literal
 
 import msgspec
 
 from stretto.errors import LogError
 from stretto.events import COORDINATOR, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
+from stretto.launcher.engines.agents import AgentExited
 from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, in_words
 from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
+from stretto.launcher.remote_workers import RemoteWorkers
+from stretto.launcher.supervised import State, Supervised
 from stretto.launcher.worker_main import EVICTED
-from stretto.membership.messages import Failures
+from stretto.membership.messages import Failures, MembersView
 from stretto.membership.worker_status import ReportedError
 
 LAST_REPORT_MS = 500
@@ -37,8 +39,6 @@ FIRST_S, LONGEST_S = 0.2, 10.0
 has run longer than the longest one.
 """
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-State = Literal["running", "restarting", "lost", "left", "done"]
-"""A process runs; failed and will be restarted; failed for good; left as it was asked to; or finished."""
 
 
 class Stopped(BaseException):
@@ -62,37 +62,6 @@ def pause_s(restart: int) -> float:
     return min(FIRST_S * 2.0 ** min(restart, 30), LONGEST_S)
 
 
-@dataclass
-class _Member:
-    """A worker or a service of the run, over all its incarnations; `processes` are the ranks of the newest one.
-
-    `back_after_s` is the pause before its restart where a fault asks for one, `short_lives` the number of short
-    incarnations in a row, `stopped_s` the time that it was seen stopped before it registered.
-    """
-
-    number: int
-    processes: list[Process]
-    began: float
-    incarnation: int = 0
-    short_lives: int = 0
-    state: State = "running"
-    back_after_s: float | None = None
-    stopped_s: float = 0.0
-    finished: set[int] = field(default_factory=set)
-    """Ranks that have exited without a failure."""
-
-    def rank_of(self, process: Process | None) -> int | None:
-        """Return the rank of a process; None for a process of an earlier incarnation."""
-        return next((rank for rank, one in enumerate(self.processes) if one is process), None)
-
-    def end_ranks(self, exited: Process) -> None:
-        """Release the process that has exited, and kill the other ranks: they fail together."""
-        exited.release()
-        for process in self.processes:
-            if process is not exited:
-                process.kill()
-
-
 class Supervisor:
     """Starts the processes of a run and watches them until its end. `faults` are the faults to inject, with times."""
 
@@ -103,25 +72,27 @@ class Supervisor:
         relay: LogRelay,
         inbox: Inbox,
         faults: Iterator[tuple[float, FaultEvent]],
+        remote: RemoteWorkers,
     ) -> None:
         self._plan, self._config = plan, plan.config
         self._engine, self._relay, self._inbox = engine, relay, inbox
-        self._faults = faults
+        self._faults, self._remote = faults, remote
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = count()
         self._finished: list[Exited] = []
         """Exits of workers without a failure."""
         self._survived: list[tuple[Exited, int]] = []
         """Failures that the run survived, with the incarnation."""
-        self._members: dict[int, _Member] = {}
-        first = min(plan.joining, default=0)
-        self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
+        self._members: dict[int, Supervised] = {}
+        number = min(plan.joining) + 1 if plan.joining else 0
+        self._exit_notifier = ExitNotifier(plan.servers, number) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
-        """Start all processes."""
+        """Start all processes, here and on the hosts."""
         for spec in self._plan.all():
-            member = self._members.setdefault(spec.number, _Member(spec.number, [], time.perf_counter()))
+            member = self._members.setdefault(spec.number, Supervised(spec.number, [], time.perf_counter()))
             member.processes.append(self._started(spec))
+        self._remote.start()
         self._schedule_fault()
         if self._config.elastic:
             self._poll()
@@ -135,9 +106,13 @@ class Supervisor:
         """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped."""
         while not self._is_over():
             news = self._next()
-            cause = self._handle(news) if news is not None else None
-            if cause is not None:
-                return cause
+            match news:
+                case Exited():
+                    cause = self._handle(news)
+                    if cause is not None:
+                        return cause
+                case AgentExited():
+                    self._remote.handle(news, self._view())
             self._run_due()
         return None if self._is_ending() else self._abandoned()
 
@@ -149,12 +124,14 @@ class Supervisor:
         for member in joined:
             if member.state not in ("left", "done"):
                 self._exit_notifier.gone(member.number, member.incarnation, "its launcher has ended", False)
+        if joined:
+            self._exit_notifier.end_joined()
         self._exit_notifier.close(LAST_REPORT_MS if joined else 0)
 
     # Exits of processes
 
-    def _next(self) -> Exited | None:
-        """Return the next exit of a process, or None when something else is due."""
+    def _next(self) -> Exited | AgentExited | None:
+        """Return the next exit of a process or an agent, or None when something else is due."""
         soon = [due_s for due_s, *_ in self._due[:1]] + [time.perf_counter() + POLL_S] * self._is_ending()
         try:
             news = self._inbox.get(timeout=max(0.0, min(soon) - time.perf_counter()) if soon else None)
@@ -182,7 +159,7 @@ class Supervisor:
             return self._find_cause(end)
         return self._survive(member, end, process)
 
-    def _note_finished(self, member: _Member, end: Exited, process: Process) -> None:
+    def _note_finished(self, member: Supervised, end: Exited, process: Process) -> None:
         """Note a rank that exited without a failure; its worker has finished when all its ranks have."""
         process.release()
         member.finished.add(end.rank)
@@ -196,7 +173,7 @@ class Supervisor:
             return False
         return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
 
-    def _survive(self, member: _Member, end: Exited, process: Process) -> Cause | None:
+    def _survive(self, member: Supervised, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and self._is_ending())
         member.state = "restarting" if returns else "lost"
@@ -213,7 +190,7 @@ class Supervisor:
             return None
         return self._too_few(end)
 
-    def _report(self, member: _Member, why: str, returns: bool, rank: int) -> None:
+    def _report(self, member: Supervised, why: str, returns: bool, rank: int) -> None:
         """Report a failure: of a worker's rank to the coordinator; of a server or the coordinator to the event log."""
         if member.number >= 0:
             assert self._exit_notifier is not None
@@ -226,7 +203,7 @@ class Supervisor:
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""
         min_workers = 1 if self._plan.joining else self._config.min_workers
-        remaining = len(self._in("running", "restarting", "left", "done"))
+        remaining = len(self._in("running", "restarting", "left", "done")) + self._remote.count()
         if end.worker >= 0 and (remaining >= min_workers or not self._in("running", "restarting")):
             return None
         cause = first_cause([end], self._errors())
@@ -250,6 +227,8 @@ class Supervisor:
                 news = self._inbox.get(timeout=min(0.05, left_s))
                 if isinstance(news, Signalled):
                     raise Stopped(news.number)
+                if isinstance(news, AgentExited):
+                    continue
                 member = self._members[news.worker]
                 rank = member.rank_of(news.process)
                 if news.process is not None:
@@ -265,9 +244,11 @@ class Supervisor:
 
     def _abandoned(self) -> Cause:
         """Return the cause where no worker is left and none has finished."""
+        self._remote.raise_loss(self._view())
         if self._survived:
             return first_cause([self._survived[-1][0]], {})
-        return Cause(0, "all workers left before the end, as they were asked to", "", True, True)
+        first = min(self._plan.joining, default=0)
+        return Cause(first, "all workers left before the end, as they were asked to", "", True, not self._plan.joining)
 
     # Scheduled actions
 
@@ -283,6 +264,7 @@ class Supervisor:
         self._later(time.perf_counter() + POLL_S, self._poll)
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
+            self._remote.watch(self._exit_notifier.watch_members)
         self._kill_stopped()
 
     def _kill_stopped(self) -> None:
@@ -294,7 +276,7 @@ class Supervisor:
             if member.stopped_s > self._config.failure_timeout_s:
                 stopped[0].kill()
 
-    def _restart(self, member: _Member) -> None:
+    def _restart(self, member: Supervised) -> None:
         member.incarnation, member.short_lives, member.state, member.back_after_s = (
             member.incarnation + 1,
             member.short_lives + 1,
@@ -346,20 +328,23 @@ class Supervisor:
 
     # State of the run
 
-    def _in(self, *states: State) -> list[_Member]:
+    def _in(self, *states: State) -> list[Supervised]:
         """Return the workers in one of these states."""
         return [member for member in self._members.values() if member.number >= 0 and member.state in states]
 
     def _is_ending(self) -> bool:
         """Return True if a worker finished without having been asked to leave: no restart is needed then."""
-        return bool(self._in("done"))
+        return bool(self._in("done")) or self._remote.is_ending(self._view())
 
     def _is_over(self) -> bool:
         """Return True if no worker runs that is needed.
 
         Once a worker has finished, failed workers are not needed, nor restarted ones that have not joined.
         """
-        if not self._is_ending():
+        is_ending = self._is_ending()
+        if not self._remote.is_over(self._view(), is_ending):
+            return False
+        if not is_ending:
             return not self._in("running", "restarting")
         failures = self._failures()
         return all(
@@ -372,7 +357,11 @@ class Supervisor:
         """Return the failures that the coordinator has detected, or was notified of."""
         return self._exit_notifier.failures() if self._exit_notifier is not None else Failures()
 
-    def _has_joined(self, member: _Member) -> bool:
+    def _view(self) -> MembersView:
+        """Return the workers of all hosts, as the coordinator knows them."""
+        return self._exit_notifier.members() if self._exit_notifier is not None else MembersView()
+
+    def _has_joined(self, member: Supervised) -> bool:
         """Return True if a running worker is or was a member."""
         return member.processes[0].record().joined
 

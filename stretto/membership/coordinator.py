@@ -45,6 +45,7 @@ from stretto.membership.messages import (
     Failures,
     Heartbeat,
     Leave,
+    MembersView,
     PauseRequest,
     Quit,
     ReadyReport,
@@ -143,6 +144,12 @@ class MembershipCoordinator:
         """Failures so far, for the launchers."""
         return Failures(self.generation, [(*failed, *place) for failed, place in self._failed.items()])
 
+    def view(self, launchers: int) -> MembersView:
+        """Return the workers for the launcher of the run; `launchers` is the number of the others."""
+        running, failed, left = (self.workers.numbers_in(*states) for states in (("new", "in"), ("gone",), ("left",)))
+        stopped = self._why if self._phase == "stopped" else ""
+        return MembersView(self.generation, running, failed, left, self.workers.finished_count(), launchers, stopped)
+
     def ended_processes(self) -> list[Event]:
         """Return the failures of workers that have no later process, for services that may not know of them."""
         gone = (replica for replica in self.workers.replicas.values() if replica.state == "gone")
@@ -196,10 +203,13 @@ class MembershipCoordinator:
             self._end(replica, why, will_restart, now, restart_note=restart_note, rank=rank)
         return self._settled(now)
 
-    def give_numbers(self, launcher: str, count: int) -> tuple[int, ...]:
-        """Return the numbers of the workers of a launcher that joins, the same ones when it asks again."""
+    def give_numbers(self, launcher: str, count: int, first: int | None = None) -> tuple[int, ...]:
+        """Return the numbers of the workers of a launcher that joins, the same ones when it asks again.
+
+        They begin at `first` if the run begins with these workers, and if no other launcher has their numbers.
+        """
         if launcher not in self.workers.given:
-            given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count)
+            given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count, first)
             self._record(given)
         return self.workers.given[launcher].numbers
 

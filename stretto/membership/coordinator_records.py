@@ -17,10 +17,11 @@ class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Started(Record, frozen=True):
     """Log record of the start of the run, with its rules.
 
-    `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
-    not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where it matters, a worker that is
-    being restarted is awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for
-    another: joining workers are admitted immediately, and failures only reported.
+    `expected` workers form the first generation; if it is 0, the first `min_workers` that join. Fewer than
+    `min_workers` do not continue; more than `max_workers` are not admitted. A worker without a heartbeat for
+    `failure_timeout_s` has failed; where it matters, a worker that is being restarted is awaited for `return_s`, by
+    default as long. In `asynchronous` training no worker waits for another: joining workers are admitted immediately,
+    and failures only reported.
     """
 
     expected: int
@@ -38,8 +39,9 @@ class Started(Record, frozen=True):
 
 def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     """Return the rules of a run."""
+    expected = config.initial_workers if config.workers or config.hosts else 0
     return Started(
-        config.workers, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous=asynchronous
+        expected, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous=asynchronous
     )
 
 

@@ -26,9 +26,10 @@ _LAUNCHER = re.compile(rb"joining [0-9a-f]{32}")
 
 
 class AskToJoin(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Request for the numbers of this many workers."""
+    """Request for the numbers of this many workers; from `first` on, if they are reserved for this launcher."""
 
     workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_JOINING)]
+    first: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class GetCode(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -64,15 +65,19 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Inviter:
     """Replies of the coordinator to joining launchers.
 
-    `invitation` has no numbers yet, which `give_numbers` returns for a launcher. `pack` returns the code as an archive,
-    or raises an error whose text the joining launcher is told. It runs once, in a thread, since members wait for their
-    own replies; those to launchers are empty until it has ended.
+    `invitation` has no numbers yet: `give_numbers` returns those for a launcher, its number of workers and the first
+    reserved number. `pack` returns the code as an archive, or raises an error whose text the joining launcher is told.
+    It runs once, in a thread, since members wait for their own replies; those to launchers are empty until it has
+    ended.
     """
 
     needs_log = True
 
     def __init__(
-        self, invitation: Invitation, give_numbers: Callable[[str, int], tuple[int, ...]], pack: Callable[[], bytes]
+        self,
+        invitation: Invitation,
+        give_numbers: Callable[[str, int, int | None], tuple[int, ...]],
+        pack: Callable[[], bytes],
     ) -> None:
         self._invitation, self._give_numbers, self._pack = invitation, give_numbers, pack
         self._code: Future[bytes] | None = None
@@ -83,7 +88,7 @@ class Inviter:
             return None
         request = _DECODER.decode(message)
         if isinstance(request, AskToJoin):
-            numbers = self._give_numbers(name.decode(), request.workers)
+            numbers = self._give_numbers(name.decode(), request.workers, request.first)
             return _ENCODER.encode(msgspec.structs.replace(self._invitation, numbers=numbers))
         if self._code is None:
             self._code = ThreadPoolExecutor(1, "code").submit(self._pack)

@@ -140,6 +140,14 @@ class WatchFailures(_Message, frozen=True):
     """Request for Failures now and after each change; repeated, since a restarted coordinator does not know it."""
 
 
+class WatchMembers(_Message, frozen=True):
+    """Request for MembersView now and after each change, from the launcher of a run that has workers elsewhere."""
+
+
+class LauncherEnded(_Message, frozen=True):
+    """Notice that a launcher that joined the run has ended, after its workers."""
+
+
 # --- of the coordinator ---------------------------------------------------------------------------------------------
 
 
@@ -243,7 +251,35 @@ class Failures(_Message, frozen=True):
         return any(failed[:2] == (worker, incarnation) and failed[2] < self.generation for failed in self.failed)
 
 
-LauncherMessage: TypeAlias = ProcessExited | Save | WatchFailures
+class MembersView(_Message, frozen=True):
+    """Workers of a run as the coordinator knows them, for the launcher of the run."""
+
+    generation: int = 0
+    running: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
+    """Workers whose newest process has failed."""
+    left: frozenset[int] = frozenset()
+    """Workers that have finished or left gracefully."""
+    finished: int = 0
+    """Number of workers that have finished their loop."""
+    launchers: int = 0
+    """Number of launchers that joined the run and have not ended."""
+    stopped: str = ""
+    """Reason why the run cannot continue."""
+
+    @property
+    def seen(self) -> frozenset[int]:
+        """Workers of which a process has been seen."""
+        return self.running | self.failed | self.left
+
+    @property
+    def is_over(self) -> bool:
+        """True if workers have finished, and no worker and no launcher that joined is left."""
+        return self.finished > 0 and not self.running and not self.launchers
+
+
+LauncherMessage: TypeAlias = ProcessExited | Save | WatchFailures | WatchMembers | LauncherEnded
+LauncherReply: TypeAlias = Failures | MembersView
 WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (
     Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown

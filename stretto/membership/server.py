@@ -21,7 +21,17 @@ from stretto.errors import LogError
 from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
-from stretto.membership.messages import LauncherMessage, ProcessExited, Save, WorkerMessage, connection_name
+from stretto.membership.messages import (
+    LauncherEnded,
+    LauncherMessage,
+    LauncherReply,
+    MembersView,
+    ProcessExited,
+    Save,
+    WatchMembers,
+    WorkerMessage,
+    connection_name,
+)
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
 
@@ -29,6 +39,8 @@ LARGEST_MESSAGE = 1 << 16
 _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})(?: rank (0|[1-9]\d{0,2}) of ([2-9]|[1-9]\d{1,2}))?")
 """Names that `connection_name` makes."""
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
+LAUNCHER_OF_THE_RUN = b"launcher 0"
+"""Name of the connection of the launcher that has started the run."""
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
 _ENCODER = msgspec.msgpack.Encoder()
@@ -87,8 +99,10 @@ class MembershipServer:
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
         self._has_log_error = False
-        self._launchers: set[bytes] = set()
-        """Launchers that are notified of failures."""
+        self._launchers: dict[bytes, float] = {}
+        """Launchers that are notified of failures, with the time of the last message of each."""
+        self._has_watcher = False
+        """True if the launcher of the run is notified of all changes of the workers."""
         self.refused = 0
         """Number of refused messages."""
 
@@ -140,9 +154,9 @@ class MembershipServer:
                     worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )
             elif _LAUNCHER.fullmatch(name):
-                outgoing = self._receive_of_launcher(_LAUNCHER_MESSAGE.decode(frames[0]))
-                self._launchers.add(name)
-                reply = _ENCODER.encode(self._coordinator.failures)
+                from_launcher = _LAUNCHER_MESSAGE.decode(frames[0])
+                outgoing = self._receive_of_launcher(name, from_launcher)
+                reply = _ENCODER.encode(self._reply_to_launcher(from_launcher))
             else:
                 reply, needs_log = self._reply_of_service(name, frames[0])
         except (ValueError, msgspec.MsgspecError) as error:
@@ -159,9 +173,22 @@ class MembershipServer:
                 return reply, service.needs_log
         raise ValueError("unknown sender")
 
-    def _receive_of_launcher(self, message: LauncherMessage) -> list[Outgoing]:
+    def _reply_to_launcher(self, message: LauncherMessage) -> LauncherReply:
+        return self._coordinator.failures if message != WatchMembers() else self._view()
+
+    def _view(self) -> MembersView:
+        since = time.monotonic() - self._coordinator.rules.failure_timeout_s
+        others = self._launchers.keys() - {LAUNCHER_OF_THE_RUN}
+        return self._coordinator.view(sum(self._launchers[name] > since for name in others))
+
+    def _receive_of_launcher(self, name: bytes, message: LauncherMessage) -> list[Outgoing]:
         now = time.monotonic()
+        self._launchers[name] = now
         match message:
+            case LauncherEnded():
+                del self._launchers[name]
+            case WatchMembers():
+                self._has_watcher = True
             case Save():
                 return self._coordinator.save(now)
             case ProcessExited(worker, incarnation, why, will_restart, rank):
@@ -182,6 +209,8 @@ class MembershipServer:
             failures = _ENCODER.encode(self._coordinator.failures)
             for launcher in self._launchers:
                 self._send(launcher, failures)
+            if self._has_watcher:
+                self._send(LAUNCHER_OF_THE_RUN, _ENCODER.encode(self._view()))
         if notices or events:
             self._publish(notices, events)
 

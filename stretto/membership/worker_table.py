@@ -8,7 +8,7 @@ from stretto.events import process_name
 from stretto.membership.barriers import Awaited
 from stretto.membership.coordinator_records import Formed, FormedOfRanks, NumbersGiven, Started
 from stretto.membership.messages import GenerationView, Member, ReadyReport
-from stretto.membership.replica import Replica
+from stretto.membership.replica import Replica, State
 
 ASKED = "it was asked to end"
 
@@ -69,10 +69,16 @@ class WorkerTable:
             return True
         return replica.state == "gone" and (self.may_return(replica, now) if self.generation else replica.will_restart)
 
-    def next_numbers(self, launcher: str, count: int) -> NumbersGiven:
-        """Return the record of the next free numbers, for a launcher that has none."""
-        free = max((given.first + given.count for given in self.given.values()), default=self._rules.expected)
-        return NumbersGiven(launcher, free, count)
+    def next_numbers(self, launcher: str, count: int, first: int | None = None) -> NumbersGiven:
+        """Return the record of the next free numbers, for a launcher that has none.
+
+        They are those from `first` on if the run begins with these workers and no other launcher has their numbers.
+        """
+        given = {number for record in self.given.values() for number in record.numbers}
+        wanted = range(first, first + count) if first is not None else ()
+        if wanted and wanted[-1] < self._rules.expected and given.isdisjoint(wanted):
+            return NumbersGiven(launcher, wanted[0], count)
+        return NumbersGiven(launcher, max(self._rules.expected, *(number + 1 for number in given), 0), count)
 
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""
@@ -93,10 +99,20 @@ class WorkerTable:
         return sum(replica.state == "left" and replica.why != ASKED for replica in self.replicas.values())
 
     def unseen_count(self) -> int:
-        """Return the number of initially expected workers without a message so far."""
+        """Return the number of workers without a message so far that the run begins with.
+
+        If none is expected, the run begins when as many as must remain have joined.
+        """
         if self.generation and not self._rules.asynchronous:
             return 0
+        if not self._rules.expected:
+            running = sum(replica.is_running or self._rules.asynchronous for replica in self.replicas.values())
+            return max(0, max(self._rules.min_workers, 1) - running)
         return sum(worker not in self.replicas for worker in range(self._rules.expected))
+
+    def numbers_in(self, *states: State) -> frozenset[int]:
+        """Return the workers whose newest incarnation is in one of these states."""
+        return frozenset(worker for worker, replica in self.replicas.items() if replica.state in states)
 
     def failed_members(self) -> list[int]:
         """Return the members that have failed."""

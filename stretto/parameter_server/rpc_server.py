@@ -51,9 +51,9 @@ def serve(config: ShardConfig) -> None:
     store = DiskStore(Path(config.snapshots), f"shard{config.shard}") if config.snapshots else None
     server = ServerThreads(server_keys(config.keys), config.max_worker)
     if config.dispatcher_fd is not None:
-        dispatcher = DispatcherHandler(options.workers, time.monotonic)
+        dispatcher = DispatcherHandler(options.initial_workers, time.monotonic)
         server.open(socket.socket(fileno=config.dispatcher_fd), Service(dispatcher))
-    shard = ShardHandler(options.workers, time.monotonic, options.on_nan, store, time.monotonic_ns())
+    shard = ShardHandler(options.initial_workers, time.monotonic, options.on_nan, store, time.monotonic_ns())
     server.open(socket.socket(fileno=config.listen_fd), Service(shard))
     server.wait()
 
@@ -61,7 +61,7 @@ def serve(config: ShardConfig) -> None:
 def serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> ServerThreads:
     """Start to serve the batch dispatcher in the coordinator's process; a `restarted` one continues from its log."""
     clock = RecordedClock(time.monotonic)
-    handler = DispatcherHandler(config.options.workers, clock, config.snapshot_interval_s)
+    handler = DispatcherHandler(config.options.initial_workers, clock, config.snapshot_interval_s)
     service = Service(handler, StateLog(log, handler, clock, restarted))
     server = ServerThreads(server_keys(config.keys), config.max_worker)
     server.open(socket.socket(fileno=config.dispatcher_fd), service)

@@ -137,7 +137,7 @@ def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext |
 def fields_of(options: RunConfig) -> dict[str, Any]:
     """Return the fields of a context that the options of the run determine, live and simulated."""
     return {
-        "workers": options.workers,
+        "workers": options.initial_workers,
         "recipe": options.recipe,
         "single_process": options.single_process,
         "global_batch_of": options.global_batch_of,

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from namespace_hosts import HOSTS, events, hosts, on, starts, until
+from namespace_hosts import HOSTS, events, generations, hosts, on, starts, until
 from run_place import Place
 
 from stretto.errors import LaunchError
@@ -191,3 +191,47 @@ def test_wrong_key_is_refused(place: Place, options: RunConfig, wrong: int) -> N
         path.write_bytes(msgspec.json.encode(key))
         with pytest.raises(LaunchError, match="it refuses the key"):
             plan_of_join(JoinRequest(address, 1, path))
+
+
+def test_run_without_workers_of_its_own_ends_with_those_that_joined(
+    place: Place, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough = tmp_path_factory.mktemp("both") / "enough"
+    (place.folder / "train.py").write_text(SCRIPT.replace("ENOUGH", repr(str(enough))).replace("range(60)", "range(6)"))
+    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
+    options = ["-n", "0", "--min-workers", "2", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1"]
+    here = place.stretto("run", *options, "--out", "run", "train.py", "--lr", "0.01", **together)
+    until(lambda: (run / "coordinator.wal").exists(), here)
+    address = json.loads((run / "join.key").read_text())["address"]
+    guests = [place.stretto("join", address, "--key", run / "join.key", **together) for _ in range(2)]
+    until(lambda: {0, 1} <= starts(run).keys(), here, *guests)
+    enough.touch()
+    said = [one.communicate(timeout=60)[0].decode() for one in (here, *guests)]
+    assert [one.returncode for one in (here, *guests)] == [0, 0, 0], said
+    assert "0 workers here (the run begins when 2 workers have joined)" in said[0]
+    assert generations(run)[0] == [0, 1]
+    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
+    assert [(seen["once"], seen["twice"], seen["never"]) for seen in audits] == [(320, 0, 0)] * 6
+    assert {event["worker"] for event in events(run) if event["event"] == "end"} == {0, 1}
+
+
+def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(place: Place) -> None:
+    (place.folder / "train.py").write_text("import stretto, torch\nassert False, 'no good'\n")
+    run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
+    here = place.stretto("run", "-n", "0", "--listen", "127.0.0.1", "--out", "run", "train.py", **together)
+    until(lambda: (run / "coordinator.wal").exists(), here)
+    address = json.loads((run / "join.key").read_text())["address"]
+    guest = place.stretto("join", address, "--key", run / "join.key", **together)
+    assert "no good" in guest.communicate(timeout=60)[0].decode()
+    assert here.poll() is None
+    here.terminate()
+    said = here.communicate(timeout=60)[0].decode()
+    assert here.returncode == 128 + signal.SIGTERM, said
+
+
+for one in (
+    test_run_without_workers_of_its_own_ends_with_those_that_joined,
+    test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed,
+):
+    one.limit_s = 90  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import Started
 from stretto.membership.invitations import PART_BYTES, AskToJoin, CodePart, GetCode, Invitation, Inviter
+from stretto.membership.messages import ReadyReport, Register
 
 NAME = b"joining " + b"a" * 32
 INVITATION = Invitation((), ("10.0.0.1:1",), b"{}", {})
@@ -32,7 +33,36 @@ def test_no_number_is_given_twice_and_asking_again_gives_the_same(asked: list[tu
     assert sorted(given) == list(range(3, 3 + len(given)))
 
 
-def numbers(launcher: str, count: int) -> tuple[int, ...]:
+def test_reserved_numbers_are_given_once_and_only_those_that_the_run_begins_with() -> None:
+    coordinator = MembershipCoordinator(Started(6, 1.0))
+    assert coordinator.give_numbers("a", 2, 2) == (2, 3)
+    assert coordinator.give_numbers("by hand", 2) == (6, 7)
+    assert coordinator.give_numbers("a", 2, 2) == (2, 3)
+    assert coordinator.give_numbers("again", 2, 3) == (8, 9)
+    assert coordinator.give_numbers("too many", 3, 4) == (10, 11, 12)
+    coordinator = MembershipCoordinator.restored([*coordinator.records()], 0.0)
+    assert coordinator.give_numbers("b", 2, 4) == (4, 5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_run_without_workers_of_its_own_begins_when_enough_have_joined(asynchronous: bool) -> None:
+    coordinator = MembershipCoordinator(Started(0, 1.0, min_workers=2, asynchronous=asynchronous))
+    coordinator.tick(100.0)
+    assert coordinator.give_numbers("a", 1) == (0,)
+    joined: set[int] = set()
+    for worker, now in ((0, 101.0), (1, 101.5)):
+        coordinator.receive(worker, 0, Register("host", 1), now)
+        coordinator.receive(worker, 0, ReadyReport(0), now)
+        coordinator.tick(now)
+        joined |= {worker}
+        assert not coordinator.view(0).stopped
+        assert coordinator.members.keys() == (joined if asynchronous or len(joined) == 2 else set())
+    for worker in joined:
+        coordinator.process_exited(worker, 0, 102.0)
+    assert "at least 2 are required" in coordinator.view(0).stopped
+
+
+def numbers(launcher: str, count: int, first: int | None) -> tuple[int, ...]:
     return tuple(range(4, 4 + count))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import IO, Protocol
 
+from stretto.launcher.engines.agents import AgentExited
 from stretto.launcher.process_specs import ProcessSpec
 from stretto.membership.worker_status import ProcessRecord
 
@@ -91,4 +92,4 @@ class Signalled:
     number: int
 
 
-Inbox = SimpleQueue[Exited | Signalled]
+Inbox = SimpleQueue[Exited | AgentExited | Signalled]

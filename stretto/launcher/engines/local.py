@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from stretto.errors import LaunchError
-from stretto.launcher.engines.interface import Exited, Inbox
+from stretto.launcher.engines.interface import Exited, Inbox, Signalled
 from stretto.launcher.process_specs import ProcessSpec
 from stretto.membership.worker_status import ProcessRecord, make_record, read_record
 
@@ -162,7 +162,7 @@ class LocalEngine:
             if isinstance(news, Exited):
                 if news.process is not None:
                     news.process.release()
-            elif heed_signals:
+            elif isinstance(news, Signalled) and heed_signals:
                 return
 
     def _notify_reaper(self, line: str) -> None:

@@ -1,0 +1,173 @@
+"""Agents on hosts that the system's ssh client reaches, with the user's keys, agent and configuration.
+
+Each host has one connection, which carries the agent from its start to its end. A connection that the user's own
+configuration shares (ControlPath) is used; none is left open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import IO
+
+from stretto.errors import LaunchError, explain
+from stretto.launcher.engines.agents import AgentExited, AgentOutput, AgentSpec
+from stretto.launcher.engines.ssh_errors import explained
+from stretto.launcher.progress_display import OURS
+
+CHUNK_BYTES = 1 << 16
+TAIL_BYTES = 1 << 14
+CONNECT_S = 15
+HELD_S = 1.0
+"""Time for which lines are held back: an agent that exits at once has printed an error, which is shown once."""
+LAST_S = 1.0
+"""Limit of the wait for the last output of an agent that has exited."""
+MISSED = 3
+"""Number of unanswered messages after which ssh ends a connection."""
+
+
+def ssh_command(spec: AgentSpec, remote_stretto: str, failure_timeout_s: float) -> list[str]:
+    """Return the command that starts an agent. It holds no key.
+
+    >>> from stretto.host_list import Host
+    >>> ssh_command(AgentSpec(Host("b", 2), range(2), ("join", "10.0.0.1:7878"), b""), "~/venv/bin/stretto", 9.0)[-3:]
+    ['--', 'b', '~/venv/bin/stretto join 10.0.0.1:7878']
+    """
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ControlMaster": "no",
+        "ServerAliveInterval": max(1, round(failure_timeout_s / MISSED)),
+        "ServerAliveCountMax": MISSED,
+        "ForwardAgent": "no",
+        "ForwardX11": "no",
+        "ClearAllForwardings": "yes",
+        "LogLevel": "ERROR",
+    }
+    typed = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    return ["ssh", "-T", *typed, "--", spec.host.name, f"{remote_stretto} {shlex.join(spec.words)}"]
+
+
+class SshAgents:
+    """Starts agents by ssh; the exit of each is given to `report`, its output to `output`."""
+
+    def __init__(
+        self,
+        remote_stretto: str,
+        failure_timeout_s: float,
+        report: Callable[[AgentExited], None],
+        output: AgentOutput,
+    ) -> None:
+        self._remote_stretto, self._failure_timeout_s = remote_stretto, failure_timeout_s
+        self._report, self._output = report, output
+
+    def start(self, spec: AgentSpec) -> SshAgent:
+        """Start an agent. Raises LaunchError if there is no ssh client."""
+        command = ssh_command(spec, self._remote_stretto, self._failure_timeout_s)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            problem, expected = f"hosts cannot be reached: ssh cannot be started: {error.strerror}", "an ssh client"
+            to_type = "apt install openssh-client, or stretto join on each host"
+            raise LaunchError(
+                explain(problem, got=f"--hosts {spec.host}", expected=expected, to_type=to_type)
+            ) from error
+        return SshAgent(spec, process, self._remote_stretto, self._report, self._output)
+
+
+class SshAgent:
+    """An agent that an ssh client carries."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        process: subprocess.Popen[bytes],
+        remote_stretto: str,
+        report: Callable[[AgentExited], None],
+        output: AgentOutput,
+    ) -> None:
+        self._spec, self._process, self._remote_stretto = spec, process, remote_stretto
+        self._report, self._output = report, output
+        self._lines = _Lines(lambda text: output.note(f"{spec.host.name}: {text}"))
+        self._readers = [
+            threading.Thread(target=self._read_output, daemon=True),
+            threading.Thread(target=self._lines.read, args=(_pipe(process.stderr),), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        with contextlib.suppress(OSError):  # it has exited: the reason is in what it printed
+            os.write(_pipe(process.stdin).fileno(), spec.key)
+        self._waiter = threading.Thread(target=self._await, daemon=True)
+        self._waiter.start()
+
+    def end(self) -> None:
+        """Let the agent end its workers and exit: its standard input ends. What it prints then is not shown."""
+        self._lines.is_shown = False
+        with contextlib.suppress(OSError):
+            _pipe(self._process.stdin).close()
+
+    def close(self, limit_s: float) -> None:
+        """Wait for the exit, at most this long, and end the connection."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        self._process.kill()
+        self._waiter.join()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                _pipe(pipe).close()
+
+    def _read_output(self) -> None:
+        pipe = _pipe(self._process.stdout).fileno()
+        while data := os.read(pipe, CHUNK_BYTES):
+            self._output.show(data)
+
+    def _await(self) -> None:
+        """Report the exit, after the last output."""
+        code = self._process.wait()
+        for reader in self._readers:
+            reader.join(LAST_S)
+        text = explained(self._spec.host.name, code, self._lines.tail.decode(errors="replace"), self._remote_stretto)
+        if not code:
+            self._lines.flush()
+        self._report(AgentExited(self._spec.host.name, code, text if code else ""))
+
+
+class _Lines:
+    """Lines on the standard error of an agent. They are held back for HELD_S, since the last ones may be an error."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self.tail = self._held = b""
+        self.is_shown = True
+
+    def read(self, pipe: IO[bytes]) -> None:
+        """Read lines until the end; the last ones stay held back."""
+        while True:
+            if self._held and not select.select([pipe], [], [], HELD_S)[0]:
+                self.flush()
+            if not (data := os.read(pipe.fileno(), CHUNK_BYTES)):
+                return
+            self._held += data
+            self.tail = (self.tail + data)[-TAIL_BYTES:]
+
+    def flush(self) -> None:
+        """Show the lines that are held back."""
+        held, self._held = self._held, b""
+        for line in held.splitlines() if self.is_shown else ():
+            self._note(line.removeprefix(OURS).decode(errors="replace"))
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

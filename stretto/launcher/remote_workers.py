@@ -1,0 +1,122 @@
+"""Workers of a run on other machines: of hosts whose agents this launcher starts, or joined by hand.
+
+The run ends with an error if the agent of a host ends before its workers take part, or if a script fails there. A host
+that is lost later is reported, and the others continue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from stretto.errors import LaunchError
+from stretto.host_list import parse as parse_hosts
+from stretto.launcher.engines.agents import Agent, AgentExited, AgentSpec, StartAgent
+from stretto.launcher.join import JoinKey
+from stretto.launcher.process_specs import ProcessPlan
+from stretto.membership.messages import MembersView
+from stretto.run_config import typed_options
+
+FAILED = 1
+"""Exit code of an agent that could not join, or whose script failed."""
+END_S = 5.0
+"""Time that agents have to end their workers."""
+PASSED_ON = ("threads", "restarts")
+"""Options of the run that its agents get too."""
+
+
+@dataclass
+class _RemoteHost:
+    """Workers of a host, and their agent."""
+
+    spec: AgentSpec
+    agent: Agent
+    state: Literal["running", "done", "lost"] = "running"
+
+    def takes_part(self, view: MembersView) -> bool:
+        """Return True if the run has begun, and all workers of the host have been seen."""
+        return view.generation > 0 and view.seen.issuperset(self.spec.numbers)
+
+
+def agent_specs(plan: ProcessPlan) -> list[AgentSpec]:
+    """Return the agents of the hosts of a run. Their workers have the numbers after those of this machine, in order."""
+    config, servers, first = plan.config, plan.servers, plan.config.workers
+    address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
+    for host in parse_hosts(config.hosts or ""):
+        words = ("join", address, "--key", "-", "-n", str(host.workers), "--output", config.output)
+        key = msgspec.json.encode(JoinKey(address, servers.worker_keys, first)) + b"\n"
+        specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
+        first += host.workers
+    return specs
+
+
+class RemoteWorkers:
+    """Supervises the agents of a run. `view` is what the coordinator knows of all workers."""
+
+    def __init__(self, plan: ProcessPlan, start_agent: StartAgent, note: Callable[[str], None]) -> None:
+        self._specs, self._start_agent, self._note = agent_specs(plan), start_agent, note
+        self._hosts: dict[str, _RemoteHost] = {}
+        self._by_hand = not plan.config.workers and not self._specs
+        """True if all workers are joined by hand."""
+        self._loss = ""
+        """Text about the host that was lost last."""
+
+    def start(self) -> None:
+        """Start the agents. Raises LaunchError if nothing can carry them."""
+        for spec in self._specs:
+            self._hosts[spec.host.name] = _RemoteHost(spec, self._start_agent(spec))
+
+    def watch(self, ask: Callable[[], None]) -> None:
+        """Ask for a new view if there may be workers elsewhere."""
+        if self._hosts or self._by_hand:
+            ask()
+
+    def handle(self, exited: AgentExited, view: MembersView) -> None:
+        """Handle the exit of an agent. Raises LaunchError if it ends the run."""
+        host = self._hosts[exited.host]
+        host.state = "lost" if exited.code else "done"
+        if not exited.code:
+            return
+        if exited.code == FAILED or not host.takes_part(view):
+            raise LaunchError(exited.text)
+        self._loss = exited.text
+        count = host.spec.host.workers
+        workers = f"its {count} workers" if count > 1 else "its worker"
+        self._note(f"{exited.text.splitlines()[0]}; continuing without {workers}")
+
+    def count(self) -> int:
+        """Return the number of workers of hosts that are not lost."""
+        return sum(host.spec.host.workers for host in self._hosts.values() if host.state != "lost")
+
+    def is_ending(self, view: MembersView) -> bool:
+        """Return True if workers elsewhere have finished: no restart is needed then."""
+        return any(host.state == "done" for host in self._hosts.values()) or (self._by_hand and view.finished > 0)
+
+    def is_over(self, view: MembersView, is_ending: bool) -> bool:
+        """Return True if the run needs no worker elsewhere: once it ends, not those of hosts that have failed."""
+        if self._by_hand:
+            return view.is_over or bool(view.stopped)
+        running = [host for host in self._hosts.values() if host.state == "running"]
+        return all(is_ending and view.failed.issuperset(host.spec.numbers) for host in running)
+
+    def raise_loss(self, view: MembersView) -> None:
+        """Raise LaunchError for a run that has no workers any more, if those elsewhere are the cause."""
+        if self._loss:
+            raise LaunchError(self._loss)
+        if view.stopped:
+            raise LaunchError(f"the run cannot continue: {view.stopped}")
+
+    def end(self) -> None:
+        """Let all agents end their workers."""
+        for host in self._hosts.values():
+            host.agent.end()
+
+    def close(self) -> None:
+        """Wait for the agents, together at most END_S."""
+        limit = time.monotonic() + END_S
+        for host in self._hosts.values():
+            host.agent.close(max(0.0, limit - time.monotonic()))
