@@ -36,7 +36,7 @@ import psutil
 from benchmarks.fault_tolerance_switch import BARE
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import LIMIT_S, ROOT, Seconds, in_turns
-from stretto.checkpoint.storage import NAME
+from stretto.checkpoint.folder import NAME
 
 QUESTION = "steps per second ready for a death against not ready for it, 2 workers"
 WANTED, WANTED_SHARE = 0.99, 0.03

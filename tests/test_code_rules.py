@@ -16,6 +16,7 @@ PACKAGE = Path(stretto.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 CLOCKED_PACKAGES = ("training/", "transport/", "launcher/", "compare/", "cli/", "runtime/", "simulator/compute/")
 CLOCKED = (
+    "checkpoint/file_client.py",
     "checkpoint/state_transfer.py",  # carries the random state of Python's module
     "loader/streams.py",
     "membership/barrier_client.py",

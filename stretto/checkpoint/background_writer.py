@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.storage import Checkpoints, State
+from stretto.checkpoint.run_files import CheckpointStore
+from stretto.checkpoint.storage import State
 from stretto.errors import LogError
 from stretto.transport.device_memory import host_memory
 
@@ -57,7 +58,7 @@ class BackgroundWriter:
     success after it. `notice` is called in this thread; when it raises, it is repeated at the next failure.
     """
 
-    def __init__(self, checkpoints: Checkpoints, notice: Notice) -> None:
+    def __init__(self, checkpoints: CheckpointStore, notice: Notice) -> None:
         self._checkpoints, self._notice = checkpoints, notice
         self._condition = threading.Condition()
         self._waiting: tuple[State, int] | None = None

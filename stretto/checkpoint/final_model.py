@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stretto.checkpoint.storage import Checkpoints, write_tensors
+from stretto.checkpoint.file_messages import PATHS
+from stretto.checkpoint.run_files import RunFiles
+from stretto.checkpoint.storage import tensor_chunks, write_tensors
 from stretto.errors import LogError
-from stretto.run_dir import CHECKPOINTS
 from stretto.whole_files import written_whole
 
 NAME = "final"
@@ -21,31 +23,35 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 Notice = Callable[[str], object]
 
 
-def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool:
+def save_final(files: RunFiles, tensors: Mapping[str, Tensor], notice: Notice) -> bool:
     """Save the tensors in the run directory and return True; if that fails, save them elsewhere and return False.
 
     On a full disk older checkpoints of the run are removed, never the newest complete one. Raises LogError if the
     tensors could not be written anywhere.
     """
-    target = run / f"{NAME}.safetensors"
-    if not run.exists():
+    target = f"{files.place}/{PATHS['final']}"
+    if not files.exists:
         notice(
-            f"the run folder {run} was removed during the run, and its log and its checkpoints with it; "
+            f"the run folder {files.place} was removed during the run, and its log and its checkpoints with it; "
             f"the trained model goes to a new {target}"
         )
-    problem = _try_write(target, tensors)
+
+    def write() -> None:
+        files.write("final", lambda: tensor_chunks(tensors))
+
+    problem = _problem_of(write)
     removed = []
-    older = Checkpoints(run / CHECKPOINTS).older()
+    older = files.checkpoints().older()
     while problem is not None and problem.errno in FULL and (path := next(older, None)) is not None:
         removed.append(path.name)
-        problem = _try_write(target, tensors)
+        problem = _problem_of(write)
     if removed:
         notice(f"the disk is full: checkpoints were removed to make room for the trained model: {', '.join(removed)}")
     if problem is None:
         return True
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        place = _unused(folder / f"{run.name}-{NAME}.safetensors")
-        if _try_write(place, tensors) is None:
+        place = _unused(folder / f"{files.name}-{NAME}.safetensors")
+        if _problem_of(functools.partial(_write_whole, place, tensors)) is None:
             notice(f"{target} cannot be written: {problem.strerror}; the trained model is in {place}")
             return False
     raise LogError(
@@ -54,15 +60,18 @@ def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool
     ) from problem
 
 
-def _try_write(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
-    """Write a file atomically; return the error that prevented it."""
+def _problem_of(write: Callable[[], None]) -> OSError | None:
+    """Write a file; return the error that prevented it."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(target) as part:
-            write_tensors(part, tensors)
+        write()
     except OSError as error:
         return error
     return None
+
+
+def _write_whole(target: Path, tensors: Mapping[str, Tensor]) -> None:
+    with written_whole(target) as part:
+        write_tensors(part, tensors)
 
 
 def _unused(path: Path) -> Path:

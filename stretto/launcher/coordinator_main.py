@@ -50,6 +50,8 @@ def main() -> None:
 
 
 def _coordinate(config: CoordinatorConfig) -> None:
+    from stretto.checkpoint.file_receiver import FileReceiver
+    from stretto.checkpoint.folder import KEPT_CHECKPOINTS
     from stretto.membership.event_lines import EventAppender
     from stretto.membership.server import MembershipServer
     from stretto.security import server_keys
@@ -79,7 +81,11 @@ def _coordinate(config: CoordinatorConfig) -> None:
         log,
         server_keys(config.keys),
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
-        [EventAppender(folder), *([_inviter(config, coordinator)] if options.host is not None else [])],
+        [
+            EventAppender(folder),
+            FileReceiver(folder, options.keep or KEPT_CHECKPOINTS, coordinator.workers.has_not_failed),
+            *([_inviter(config, coordinator)] if options.host is not None else []),
+        ],
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,
     ).run(threading.Event())  # never set: it serves until SIGTERM
 

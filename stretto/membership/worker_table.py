@@ -85,6 +85,11 @@ class WorkerTable:
         replica = self.replicas[member.worker]
         return replica.incarnation == member.incarnation and replica.state == "in"
 
+    def has_not_failed(self, worker: int, incarnation: int) -> bool:
+        """Return True for the newest incarnation of a worker that has registered, unless it was declared failed."""
+        replica = self.replicas.get(worker)
+        return replica is not None and replica.incarnation == incarnation and replica.state != "gone"
+
     def has_left(self, member: Member) -> bool:
         """Return True if this incarnation has left gracefully or has finished."""
         replica = self.replicas[member.worker]

@@ -13,12 +13,11 @@ from typing import Any
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
-from stretto.checkpoint.storage import Checkpoints, State
+from stretto.checkpoint.storage import State
 from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
-from stretto.run_dir import CHECKPOINTS
 from stretto.runtime.event_writer import boot_id
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
@@ -32,7 +31,7 @@ class CheckpointManager:
 
     def __init__(self, trainer: TrainerView, context: WorkerContext) -> None:
         self._trainer = trainer
-        self._checkpoints = Checkpoints(context.run / CHECKPOINTS, context.keep) if context.run is not None else None
+        self._checkpoints = files.checkpoints(context.keep) if (files := context.files) is not None else None
         self._every = copy.copy(context.checkpoint)
         self.saved_at = 0
         """Number of rounds at the last checkpoint."""

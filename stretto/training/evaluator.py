@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stretto.checkpoint.final_model import NAME, save_final
+from stretto.checkpoint.final_model import save_final
 from stretto.checkpoint.state_transfer import state_dict_of
 from stretto.checkpoint.storage import KINDS
 from stretto.data.leases import audit
@@ -212,13 +214,13 @@ class Evaluator:
 
     def _save_final(self) -> bytes:
         """Save the final model, before other files that may not fit on the disk."""
-        folder, notice = self._context.run, self._trainer.events.notice
-        if folder is None:
+        files, notice = self._context.files, self._trainer.events.notice
+        if files is None:
             return b"nowhere"
-        save_final(folder, _saveable_tensors(self._trainer.model), notice)
+        save_final(files, _saveable_tensors(self._trainer.model), notice)
         if self._predictions is not None:
             try:
-                np.save(folder / f"{NAME}.predictions.npy", self._predictions)
+                files.write("predictions", functools.partial(_as_file, self._predictions))
             except OSError as error:
                 notice(f"the predictions of the trained model could not be saved: {error.strerror}")
         return b"saved"
@@ -257,6 +259,13 @@ class Evaluator:
         except (OSError, SafetensorError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise LogError(f"{path} cannot be written: {why}") from error
+
+
+def _as_file(array: NDArray[Any]) -> list[memoryview]:
+    """Return the content of an array's .npy file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return [file.getbuffer()]
 
 
 def _packed_counts(epoch_batches: EpochBatches) -> bytes:

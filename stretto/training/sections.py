@@ -18,12 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from stretto.checkpoint import state_transfer
+from stretto.checkpoint.file_messages import PATHS
+from stretto.checkpoint.run_files import RunFiles
 from stretto.checkpoint.storage import Checkpoints, State
 from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
 from stretto.membership.epoch_numbers import section_of
 from stretto.membership.worker_status import status
-from stretto.run_dir import CHECKPOINTS, section_folder, section_folders, write_section
+from stretto.run_dir import CHECKPOINTS, section_folder, section_folders
 from stretto.runtime.event_writer import open_folder
 from stretto.strategies.model_sync import trainable
 from stretto.training.arguments import Arguments
@@ -31,11 +33,10 @@ from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
-from stretto.whole_files import written_whole
 
-FINAL = "final.safetensors"
-RANDOM = "final.random"
-"""The random states that all workers continue with after a section that another one follows."""
+FINAL, RANDOM = PATHS["final"], PATHS["random"]
+"""Names of the trained model, and of the random states that all workers continue with after a section that another one
+follows."""
 
 
 class Sections:
@@ -115,11 +116,11 @@ class Sections:
             self._take_random_states(self._read_random())
             return
         trainer = self._end()
-        transport, folder = trainer.transport, self._folder(self._number)
+        transport, files = trainer.transport, self._context.at_section(self._number).files
         if trainer.agent.left:
             return
         random_states = transport.broadcast_bytes(
-            lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder)
+            lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), files)
         )
         if transport.worker:
             self._take_random_states(random_states)
@@ -235,10 +236,10 @@ class Sections:
             refuse_other_data(data, folder, "comes to a section whose data are not its own")
         else:
             self._agree_on_data(transport, data)
-            transport.broadcast_bytes(lambda: self._make(section, transport, data, folder))
+            transport.broadcast_bytes(lambda: self._make(section, transport, data))
         if folder is not None:
             folder.mkdir(exist_ok=True)
-        return context.with_folder(folder, section.number)
+        return context.at_section(section.number)
 
     def _agree_on_data(self, transport: Transport, data: str) -> None:
         digests = transport.all_gather_bytes(data.encode())
@@ -254,14 +255,14 @@ class Sections:
                 )
             )
 
-    def _make(self, section: Section, transport: Transport, data: str, folder: Path | None) -> bytes:
+    def _make(self, section: Section, transport: Transport, data: str) -> bytes:
         """Make the folder of a section, at the first worker."""
         if self._context.resume is not None and section.number == self._entered.number:
             resumed = section_folder(self._context.resume, section.number)
             refuse_other_data(data, resumed, "continues with other data than the resumed run had")
-        if folder is not None and self._context.run is not None:
+        if (files := self._context.files) is not None:
             absent = sorted(set(range(self._context.workers)) - set(transport.members))
-            write_section(self._context.run, folder, {"section": section.number, "data": data, "absent": absent})
+            files.begin_section(section.number, data, absent)
         return b"made"
 
     def _folder(self, number: int) -> Path | None:
@@ -308,11 +309,11 @@ class Sections:
             state_transfer.restore_random_states(state_transfer.unpack_own(random_states), None)
 
 
-def _keep(random_states: bytes, folder: Path | None) -> bytes:
+def _keep(random_states: bytes, files: RunFiles | None) -> bytes:
     """Keep random states for a worker that comes later; a disk that does not take them costs no more than that."""
-    if folder is not None:
-        with contextlib.suppress(OSError), written_whole(folder / RANDOM) as part:
-            part.write_bytes(random_states)
+    if files is not None:
+        with contextlib.suppress(OSError):
+            files.write("random", lambda: [memoryview(random_states)])
     return random_states
 
 

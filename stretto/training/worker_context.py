@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from stretto.checkpoint.file_client import FileClient
+from stretto.checkpoint.folder import KEPT_CHECKPOINTS
+from stretto.checkpoint.run_files import LocalFiles, RemoteFiles, RunFiles
 from stretto.events import EventLog, LineStore
 from stretto.interval import Interval, every
 from stretto.loader.epoch_batches import Rule
@@ -25,6 +28,7 @@ from stretto.parameter_server.rpc_channel import connect_client
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
 from stretto.run_config import RunConfig
+from stretto.run_dir import section_folder
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
 from stretto.transport import Transport
@@ -34,8 +38,6 @@ from stretto.transport.single_worker import SingleWorkerTransport
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
 """Seconds that a launcher may take to restart a server: its pause before the restart, and the process's start."""
-KEPT_CHECKPOINTS = 3
-"""Default number of checkpoints that are kept."""
 FIRST_S = 60.0
 """Seconds that a worker waits for the coordinator's first message."""
 
@@ -59,6 +61,8 @@ class WorkerContext:
     """Number of the section that this is the context of."""
     store: Callable[[int], LineStore] | None = None
     """Returns the store for the events of a section, where the worker does not see the run directory."""
+    remote_files: Callable[[int], RunFiles] | None = None
+    """Returns the place for the files of a section, where the worker does not see the run directory."""
     seed: int | None = None
     single_process: bool = False
     global_batch_of: int = 1
@@ -101,8 +105,20 @@ class WorkerContext:
             return EventLog(self.store(self.section), worker, rank=self.runtime.rank)
         return self.runtime.log(self.run, worker) if self.run is not None else None
 
-    def with_folder(self, run: Path | None, section: int = 1) -> WorkerContext:
-        """Return the same context with another run folder, which exists, for a section."""
+    @property
+    def files(self) -> RunFiles | None:
+        """Place for the files of this section; None without a run folder."""
+        if self.remote_files is not None:
+            return self.remote_files(self.section)
+        return LocalFiles(self.run) if self.run is not None else None
+
+    def with_folder(self, run: Path | None) -> WorkerContext:
+        """Return the same context with another run folder, which exists."""
+        return replace(self, run=run, opens_folder=False)
+
+    def at_section(self, section: int) -> WorkerContext:
+        """Return the same context for a section, whose folder is in that of the first section, which this is for."""
+        run = section_folder(self.run, section) if self.run is not None else None
         return replace(self, run=run, section=section, opens_folder=False)
 
     def from_first_section(self) -> WorkerContext:
@@ -161,6 +177,7 @@ def _context(config: WorkerConfig) -> WorkerContext:
         run=Path(config.run) if config.run else None,
         opens_folder=config.run is None and not config.sends_events,
         store=functools.partial(remote_log, config) if config.sends_events else None,
+        remote_files=functools.partial(_remote_files, config) if config.sends_events else None,
         runtime=Runtime(own_process=True, rank=config.rank, ranks=config.ranks),
         seed=options.seed if config.run or config.sends_events else None,
         server=_server(config),
@@ -172,6 +189,14 @@ def _context(config: WorkerConfig) -> WorkerContext:
         resume=options.resume,
         barrier=barrier_of(config),
     )
+
+
+def _remote_files(config: WorkerConfig, section: int) -> RunFiles:
+    """Return the place for a section's files in the run directory, which this worker does not see."""
+    assert config.coordinator is not None
+    keys, failure_timeout_s = worker_keys(config.keys), config.options.failure_timeout_s
+    client = FileClient(config.worker, config.incarnation, config.coordinator, keys, failure_timeout_s)
+    return RemoteFiles(client, section, section_folder(Path(config.options.name), section).name)
 
 
 def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:

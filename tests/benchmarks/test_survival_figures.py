@@ -9,7 +9,7 @@ from benchmarks import recovery, soak, tables, upkeep
 from benchmarks.pace import Seconds
 from benchmarks.soak import Case, Sample
 from benchmarks.upkeep import Segment
-from stretto.checkpoint.storage import NAME
+from stretto.checkpoint.folder import NAME
 from stretto.events import COORDINATOR, of_process
 from stretto.faults.plan import Every, check, parse
 from stretto.recipe.parser import parse as recipe

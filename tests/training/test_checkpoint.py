@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
+from stretto.checkpoint import folder as folder_format
 from stretto.checkpoint import state_transfer, storage
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import Checkpoints, State, write_tensors
@@ -283,12 +284,12 @@ def test_without_a_complete_checkpoint_none_is_found(second_checkpoint: Path) ->
 
 def test_checkpoint_of_a_later_format_is_skipped_and_kept(second_checkpoint: Path) -> None:
     manifest = second_checkpoint / "manifest.json"
-    body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": storage.FORMAT + 1}).encode()
-    manifest.write_bytes(storage._sealed(body))
+    body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": folder_format.FORMAT + 1}).encode()
+    manifest.write_bytes(folder_format.sealed(body))
     notices: list[str] = []
     checkpoints = Checkpoints(second_checkpoint.parent, keep=1)
     assert checked_round(checkpoints.newest(notices.append)) == 1
-    assert f"format {storage.FORMAT + 1}" in notices[0]
+    assert f"format {folder_format.FORMAT + 1}" in notices[0]
     checkpoints.prune()
     assert second_checkpoint.exists()
 
@@ -319,12 +320,12 @@ def test_the_newest_complete_checkpoints_are_kept(made: list[tuple[int, bool]], 
                 (path / "state.safetensors").write_bytes(b"")
         if known:
             checkpoints.last()
-        ordered = sorted(whole, key=storage._order)
+        ordered = sorted(whole, key=folder_format.order)
         good = [path for path in ordered if whole[path]]
         kept = ordered[ordered.index(good[-keep]) :] if len(good) >= keep else ordered
         checkpoints.prune()
-        assert sorted(Path(folder).iterdir(), key=storage._order) == kept
-        last = storage._order(good[-1])[0] if good else None
+        assert sorted(Path(folder).iterdir(), key=folder_format.order) == kept
+        last = folder_format.order(good[-1])[0] if good else None
         assert checked_round(checkpoints.newest()) == checkpoints.last() == last
 
 

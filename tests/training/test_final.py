@@ -16,8 +16,8 @@ from thread_workers import regression, run_workers, sgd, small_net
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.checkpoint import final_model
 from stretto.checkpoint.final_model import save_final
+from stretto.checkpoint.run_files import LocalFiles
 from stretto.errors import LogError
 
 LIMIT_S = 60
@@ -28,6 +28,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from stretto.checkpoint.storage import Checkpoints, State
 from stretto.checkpoint.final_model import save_final
+from stretto.checkpoint.run_files import LocalFiles
 
 disk, here = Path(sys.argv[1]), Path(sys.argv[2])
 os.chdir(here)
@@ -45,7 +46,7 @@ except OSError:
     pass
 
 def save(size):
-    is_there = save_final(run, {"w": torch.full((size,), 0.5)}, notices.append)
+    is_there = save_final(LocalFiles(run), {"w": torch.full((size,), 0.5)}, notices.append)
     found.append([is_there, sorted(one.name for one in checkpoints.folder.iterdir())])
     return is_there
 
@@ -82,10 +83,10 @@ def test_model_that_cannot_be_written_anywhere_is_an_error(tmp_path: Path, monke
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(final_model, "write_tensors", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LogError, match="the trained model is lost: .*final.safetensors cannot be written: No space"):
-        save_final(tmp_path, {"w": torch.ones(3)}, lambda _text: None)
+        save_final(LocalFiles(tmp_path), {"w": torch.ones(3)}, lambda _text: None)
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -1,0 +1,304 @@
+"""Properties of files that workers send to the coordinator, without sockets: whole or not at all, and nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.checkpoint.file_messages import (
+    CONTENT,
+    PART_BYTES,
+    UNKNOWN,
+    WINDOW,
+    Answer,
+    BeginSection,
+    Call,
+    CheckpointOf,
+    FileOf,
+    HighestRound,
+    Part,
+    Publish,
+    Received,
+    RemoveOlder,
+    Sender,
+    SendWindow,
+)
+from stretto.checkpoint.file_receiver import INCOMING, FileReceiver
+from stretto.checkpoint.storage import Checkpoints, State, state_parts
+from stretto.run_dir import CHECKPOINTS
+from stretto.whole_files import PART as PART_SUFFIX
+
+FINAL = FileOf(1, "final")
+
+
+def receiver_of(run: Path, **options: Any) -> FileReceiver:
+    return FileReceiver(run, 3, options.pop("accepts", lambda worker, incarnation: True), **options)
+
+
+def sender_of(worker: int = 0, connection: str = "0" * 16, incarnation: int = 0) -> Sender:
+    return Sender(worker, incarnation, connection)
+
+
+def call(receiver: FileReceiver, sender: Sender, request: Any, number: int = 1) -> Answer:
+    """Repeat a request until there is an answer."""
+    limit = time.monotonic() + 60
+    while (answer := receiver.call(sender, Call(number, request))) is None:
+        assert time.monotonic() < limit, "no answer within 60 s"
+        time.sleep(0.001)
+    return answer
+
+
+def parts_of(content: bytes) -> Iterator[tuple[str, memoryview]]:
+    yield CONTENT, memoryview(content)
+
+
+def upload(receiver: FileReceiver, sender: Sender, parts: Iterator[tuple[str, memoryview]], target: Any) -> Answer:
+    """Send parts and publish them, over a network that loses nothing."""
+    window = SendWindow(parts)
+    while new := window.new_parts():
+        for part in new:
+            reply = receiver.take(sender, part)
+            if reply.problem:
+                return Answer(1, b"", reply.problem, reply.errno)
+            window.receive(reply)
+    return call(receiver, sender, Publish(window.confirmed, target))
+
+
+def state_of(number: int, size: int = 5) -> State:
+    facts = {"number": number}
+    return State(facts, {"w": torch.full((size,), float(number))}, {2: (facts, {"r": torch.ones(3)})})
+
+
+class Network:
+    """A sender and a receiver that may be killed, and a network that loses, repeats and delays messages."""
+
+    def __init__(self, run: Path, contents: bytes) -> None:
+        self.run, self.contents = run, contents
+        self.receiver, self.sender = receiver_of(run), sender_of()
+        self.window = SendWindow(parts_of(contents))
+        self.lost = False
+
+    def deliver(self, fate: str) -> None:
+        new = self.window.new_parts()
+        sent = self.window.under_way if fate in ("all again", "backwards") else new
+        for part in reversed(sent) if fate == "backwards" else sent:
+            if fate == "lost":
+                continue
+            replies = [self.receiver.take(self.sender, part) for _ in range(1 + (fate == "twice"))]
+            for reply in [] if fate == "replies lost" else replies:
+                self.lost = self.lost or reply.number == UNKNOWN
+                self.window.receive(reply)
+        if fate == "restart":
+            self.receiver = receiver_of(self.run)
+            self.lost = True
+
+
+FATES = st.sampled_from(["arrives", "twice", "lost", "replies lost", "all again", "backwards", "restart"])
+
+
+@given(st.integers(0, 40 * PART_BYTES), st.lists(FATES, max_size=12))
+def test_an_upload_is_in_its_place_unchanged_or_not_at_all_whatever_is_lost(size: int, fates: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        run, content = Path(name), os.urandom(64) * (size // 64 + 1)
+        network = Network(run, content)
+        for fate in fates:
+            network.deliver(fate)
+            assert os.listdir(run) in ([], [INCOMING])
+        if not network.lost:
+            while network.window.under_way or network.window.new_parts():
+                network.deliver("all again")
+        answer = call(network.receiver, network.sender, Publish(network.window.confirmed, FINAL))
+        if network.lost:
+            assert answer.errno == errno.ECONNRESET
+            assert not (run / "final.safetensors").exists()
+            answer = upload(network.receiver, sender_of(connection="1" * 16), parts_of(content), FINAL)
+        assert answer == Answer(1)
+        assert (run / "final.safetensors").read_bytes() == content
+        assert call(network.receiver, network.sender, Publish(network.window.confirmed, FINAL)).number == 1
+        assert network.lost or os.listdir(run) == ["final.safetensors"]
+
+
+@given(st.integers(0, 3 * WINDOW))
+def test_no_more_parts_than_the_window_are_under_way(count: int) -> None:
+    window = SendWindow((CONTENT, memoryview(b"x")) for _ in range(count))
+    sent = window.new_parts()
+    assert len(sent) == min(count, WINDOW)
+    assert window.new_parts() == []
+    window.receive(Received(1))
+    sent += window.new_parts()
+    assert len(window.under_way) <= WINDOW
+    assert [part.number for part in sent] == list(range(len(sent)))
+
+
+def test_received_checkpoint_is_read_back_and_older_ones_are_removed(tmp_path: Path) -> None:
+    receiver = receiver_of(tmp_path)
+    for number in range(1, 6):
+        state = state_of(number, 50_000)
+        sender = sender_of(connection=f"{number:016x}")
+        assert upload(receiver, sender, state_parts(state, number), CheckpointOf(1, number)) == Answer(1)
+    checkpoints = Checkpoints(tmp_path / CHECKPOINTS)
+    assert sorted(os.listdir(checkpoints.folder)) == [f"round-{number:08d}" for number in (3, 4, 5)]
+    newest = checkpoints.newest()
+    assert newest is not None and newest[0] == 5
+    assert newest[1].facts == {"number": 5} and newest[1].tensors["w"].eq(5).all()
+    assert newest[1].own[2][1]["r"].eq(1).all()
+    assert os.listdir(tmp_path) == [CHECKPOINTS]
+    asker = sender_of(connection="f" * 16)
+    assert call(receiver, asker, HighestRound(1), 1).result == b"5"
+    removed = [call(receiver, asker, RemoveOlder(1), number).result for number in (2, 3, 4)]
+    assert removed == [b"round-00000003", b"round-00000004", b""]
+
+
+def test_checkpoint_with_a_file_missing_changed_or_added_is_refused(tmp_path: Path) -> None:
+    receiver = receiver_of(tmp_path)
+    parts = [(name, bytes(data)) for name, data in state_parts(state_of(7), 7)]
+    changed = [(name, data.replace(b"number", b"numbre")) for name, data in parts]
+    lies = [parts[:-1], parts[1:], changed, [*parts, ("worker-5.safetensors", b"more")], parts[-1:], [("content", b"")]]
+    for number, lie in enumerate(lies):
+        sent = ((name, memoryview(data)) for name, data in lie)
+        answer = upload(receiver, sender_of(connection=f"{number:016x}"), sent, CheckpointOf(1, 7))
+        assert answer.problem, lie
+    sent = ((name, memoryview(data)) for name, data in parts)
+    assert upload(receiver, sender_of(connection="a" * 16), sent, CheckpointOf(1, 8)).problem, "another round"
+    assert not (tmp_path / CHECKPOINTS).exists()
+
+
+ENCODE = msgspec.msgpack.encode
+REFUSED = [
+    ["Part", 0, "../escaped", b"x"],
+    ["Part", 0, "/tmp/escaped", b"x"],
+    ["Part", 0, "state.safetensors\n", b"x"],
+    ["Part", 0, "worker-1.safetensors/../../x", b"x"],
+    ["Part", 0, "run.json", b"x"],
+    ["Part", -1, CONTENT, b"x"],
+    ["Part", 0, CONTENT, b"x" * (PART_BYTES + 1)],
+    ["Call", 1, ["Publish", 1, ["FileOf", 1, "events.jsonl"]]],
+    ["Call", 1, ["Publish", 1, ["FileOf", 0, "final"]]],
+    ["Call", 1, ["Publish", 1, ["FileOf", "../x", "final"]]],
+    ["Call", 1, ["Publish", 1, ["CheckpointOf", 1, -5]]],
+    ["Call", 1, ["BeginSection", 2, "x" * 1001, []]],
+    ["Call", 1, ["Shutdown"]],
+    [],
+    7,
+]
+
+
+@pytest.mark.parametrize("message", REFUSED, ids=range(len(REFUSED)))
+def test_message_that_no_worker_sends_is_refused_and_writes_nothing(tmp_path: Path, message: Any) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
+        receiver_of(run).reply(sender_of().name, ENCODE(message))
+    assert os.listdir(tmp_path) == ["run"] and os.listdir(run) == []
+
+
+def test_other_connections_are_left_to_other_services(tmp_path: Path) -> None:
+    for name in (
+        b"worker 0.0",
+        b"files 0.0",
+        b"files 0.0 ../../etc/passwd",
+        b"files 0.0 " + b"0" * 17,
+        b"files -1.0 x",
+    ):
+        assert receiver_of(tmp_path).reply(name, b"") is None
+
+
+def test_worker_that_was_declared_failed_writes_nothing(tmp_path: Path) -> None:
+    failed: set[int] = set()
+    receiver = receiver_of(tmp_path, accepts=lambda worker, incarnation: incarnation not in failed)
+    sender = sender_of()
+    assert receiver.take(sender, Part(0, CONTENT, b"x")) == Received(1)
+    failed.add(0)
+    assert "declared failed" in receiver.take(sender, Part(1, CONTENT, b"x")).problem
+    assert "declared failed" in call(receiver, sender, Publish(1, FINAL)).problem
+    assert upload(receiver, sender_of(0, "1" * 16, 1), parts_of(b"later"), FINAL) == Answer(1)
+    assert os.listdir(tmp_path) == ["final.safetensors"], "the files of the failed worker are removed"
+
+
+def test_a_worker_cannot_add_to_the_upload_of_another(tmp_path: Path) -> None:
+    receiver = receiver_of(tmp_path)
+    receiver.take(sender_of(0), Part(0, CONTENT, b"x"))
+    with pytest.raises(ValueError, match="another worker's upload"):
+        receiver.take(sender_of(1), Part(1, CONTENT, b"y"))
+
+
+def test_a_worker_that_begins_uploads_without_end_has_two(tmp_path: Path) -> None:
+    receiver = receiver_of(tmp_path)
+    for number in range(20):
+        assert receiver.take(sender_of(connection=f"{number:016x}"), Part(0, CONTENT, b"x")) == Received(1)
+        assert len(os.listdir(tmp_path / INCOMING)) <= 2
+
+
+def test_sizes_and_numbers_of_files_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.checkpoint.file_receiver.LARGEST", 2 * PART_BYTES)
+    monkeypatch.setattr("stretto.checkpoint.file_receiver.MAX_FILES", 3)
+    receiver = receiver_of(tmp_path)
+    assert "more than 120000 bytes" in upload(receiver, sender_of(), parts_of(bytes(2 * PART_BYTES + 1)), FINAL).problem
+    many = ((f"worker-{number}.safetensors", memoryview(b"x")) for number in range(4))
+    assert "more than 3 files" in upload(receiver, sender_of(connection="1" * 16), many, FINAL).problem
+    assert "File exists" in upload(receiver, sender_of(connection="2" * 16), iter_twice(), FINAL).problem
+    assert os.listdir(tmp_path) == []
+
+
+def iter_twice() -> Iterator[tuple[str, memoryview]]:
+    for name in ("content", "manifest.json", "content"):
+        yield name, memoryview(b"x")
+
+
+DISK = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+from test_file_uploads import *
+run, size = Path(sys.argv[1]), 1 << 20
+receiver = receiver_of(run, reserve_bytes=1 << 18)
+for number in range(1, 4):
+    parts = state_parts(state_of(number, size // 16), number)
+    assert upload(receiver, sender_of(connection=f"{number:016x}"), parts, CheckpointOf(1, number)) == Answer(1)
+full = upload(receiver, sender_of(connection="a" * 16), parts_of(bytes(size)), FINAL)
+assert full.errno == errno.ENOSPC and "No space" in full.problem, full
+assert os.listdir(run) == [CHECKPOINTS], "what was received is removed"
+disk = os.statvfs(run)
+assert disk.f_bavail * disk.f_frsize > 1 << 18, "room is left for the logs"
+asker = sender_of(connection="b" * 16)
+assert [call(receiver, asker, RemoveOlder(1), number).result for number in (1, 2, 3)][::2] == [b"round-00000001", b""]
+assert upload(receiver, sender_of(connection="c" * 16), parts_of(bytes(size)), FINAL) == Answer(1)
+assert (run / "final.safetensors").stat().st_size == size
+"""
+
+
+def test_full_disk_refuses_an_upload_and_leaves_room_for_the_logs(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=2m none "$1"'
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", tmp_path]).returncode != 0:
+        pytest.skip("no disk of its own can be mounted here")
+    paths = [str(Path(__file__).parent)]
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && shift && exec "$0" "$@"', sys.executable, tmp_path]
+    done = subprocess.run([*command, "-c", DISK, tmp_path, *paths], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_section_folder_is_made_with_its_facts(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"seed": 3}')
+    receiver = receiver_of(tmp_path)
+    assert call(receiver, sender_of(), BeginSection(2, "digest", [1])) == Answer(1)
+    facts = msgspec.json.decode((tmp_path / "section-2/run.json").read_bytes())
+    assert facts == {"seed": 3, "section": 2, "data": "digest", "absent": [1]}
+    assert upload(receiver, sender_of(connection="1" * 16), parts_of(b"x"), FileOf(2, "random")) == Answer(1)
+    assert (tmp_path / "section-2/final.random").read_bytes() == b"x"
+    assert (
+        "No such file" in upload(receiver, sender_of(connection="2" * 16), parts_of(b"x"), FileOf(3, "final")).problem
+    )
+    assert not list(tmp_path.rglob(f"*{PART_SUFFIX}"))

@@ -1,0 +1,208 @@
+"""Runs whose workers do not see the run directory: checkpoints and the trained model reach it, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_place import Place, config_of, until
+from safetensors.torch import load_file
+
+from stretto.checkpoint.folder import DamagedError, checked
+from stretto.checkpoint.storage import Checkpoints
+from stretto.events import read_events
+
+BEFORE = """
+import msgspec
+import stretto.launcher.process_specs as specs
+make = specs.ProcessPlan._worker_config
+def without_run(plan, *given):
+    return msgspec.structs.replace(make(plan, *given), run=None)
+specs.ProcessPlan._worker_config = without_run
+"""
+"""Hides the run directory from all workers."""
+SCRIPT = """
+import os, pathlib, sys, time, torch, stretto
+from stretto.checkpoint.file_messages import SendWindow
+here = pathlib.Path(os.environ["BESIDE"])
+new_parts = SendWindow.new_parts
+def held(window):
+    if window.confirmed > 100 and (here / "hold").exists():
+        (here / "sending").write_text(str(os.getpid()))
+        while (here / "hold").exists():
+            time.sleep(0.01)
+    return new_parts(window)
+SendWindow.new_parts = held
+torch.manual_seed(0)
+x = torch.randn(64, 8); y = x.sum(1, keepdim=True)
+net = torch.nn.Sequential(torch.nn.Linear(8, 100_000), torch.nn.Linear(100_000, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-7)
+data = torch.utils.data.TensorDataset(x, y)
+loader = stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+for epoch in range(int(sys.argv[1])):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+"""
+"""Training whose uploads stop in the middle while there is a file `hold`."""
+LAST = "final.safetensors"
+
+
+@pytest.fixture
+def remote_place(place: Place, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a place with a script, whose runs have a coordinator."""
+    place.recovers = True
+    (place.folder / "train.py").write_text(SCRIPT)
+    monkeypatch.setenv("BESIDE", str(tmp_path_factory.mktemp("beside")))
+    return place
+
+
+def beside(name: str) -> Path:
+    return Path(os.environ["BESIDE"], name)
+
+
+def start(place: Place, epochs: int, *options: str, before: str = BEFORE, out: str = "here") -> subprocess.Popen[bytes]:
+    return place.stretto("run", "-n", "2", "--out", out, *options, "train.py", str(epochs), before=before)
+
+
+def check_ended(run: subprocess.Popen[bytes]) -> str:
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err.decode()
+    return err.decode()
+
+
+def events(out: str, kind: str) -> list[dict[str, Any]]:
+    return [one for one in read_events(Path(out, "events.jsonl")) if one["event"] == kind]
+
+
+def warnings(out: str = "here") -> str:
+    return "\n".join(one["text"] for one in events(out, "warning"))
+
+
+def whole(out: str = "here") -> list[str]:
+    """Return the names of the checkpoints, which are all whole, unless one is removed while it is read."""
+    folder, names = Path(out, "checkpoints"), []
+    for path in sorted(folder.glob("round-*")):
+        try:
+            checked(path)
+        except DamagedError:
+            assert not path.exists(), f"{path} is not whole"
+        else:
+            names.append(path.name)
+    return names
+
+
+def sending() -> int:
+    """Return the pid of the worker whose upload is held."""
+    until(lambda: beside("sending").exists() and beside("sending").read_text(), limit_s=90)
+    return int(beside("sending").read_text())
+
+
+def process_of(place: Place, kind: str) -> list[int]:
+    return [one.pid for one in place.left() if config_of(one).get("type") == kind]
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
+def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(remote_place: Place, recipe: str) -> None:
+    options = ["--recipe", recipe, "--checkpoint-every", "4 rounds", "--keep", "2"]
+    check_ended(start(remote_place, 3, *options))
+    assert len(whole()) == 2
+    model = load_file(Path("here", LAST))
+    assert model["0.weight"].shape == (100_000, 8)
+    left = {path.name for path in Path.cwd().iterdir()}
+    assert left <= {"here", "train.py", "__pycache__"}, "the workers have written on their own disk"
+    assert ".incoming" not in os.listdir("here")
+    if recipe.startswith("local"):
+        check_ended(start(remote_place, 3, *options, before="", out="seen"))
+        seen = load_file(Path("seen", LAST))
+        assert all(seen[name].equal(tensor) for name, tensor in model.items())
+        assert sorted(os.listdir("here")) == sorted(os.listdir("seen"))
+    shutil.rmtree("again", ignore_errors=True)
+    check_ended(start(remote_place, 4, "--recipe", recipe, "--resume", "here", before="", out="again"))
+    assert "continues from the checkpoint of round" in warnings("again")
+
+
+test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it.limit_s = 240  # type: ignore[attr-defined]
+
+
+def test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is(remote_place: Place) -> None:
+    beside("hold").touch()
+    run = start(remote_place, 30, "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds")
+    os.kill(sending(), signal.SIGKILL)
+    assert whole() == []
+    until(lambda: "failed" in str(events("here", "membership")), limit_s=60)
+    beside("hold").unlink()
+    until(whole, limit_s=90)
+    check_ended(run)
+    assert whole() and Path("here", LAST).exists()
+    assert ".incoming" not in os.listdir("here")
+
+
+test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is.limit_s = 240  # type: ignore[attr-defined]
+
+
+def test_killed_coordinator_receives_the_checkpoint_again(remote_place: Place) -> None:
+    beside("hold").touch()
+    run = start(remote_place, 3, "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds")
+    sending()
+    assert os.listdir("here/.incoming") and whole() == []
+    (killed,) = process_of(remote_place, "coordinator")
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: process_of(remote_place, "coordinator") not in ([], [killed]), limit_s=60)
+    beside("hold").unlink()
+    check_ended(run)
+    assert whole() and Path("here", LAST).exists()
+    assert "could not be written" not in warnings()
+    assert ".incoming" not in os.listdir("here")
+
+
+test_killed_coordinator_receives_the_checkpoint_again.limit_s = 240  # type: ignore[attr-defined]
+
+
+def test_full_disk_of_the_launcher_is_reported_and_training_continues(remote_place: Place) -> None:
+    Path("disk").mkdir()
+    mount = 'mount -t tmpfs -o size=18m none "$1"'
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "disk"]).returncode != 0:
+        pytest.skip("no disk of its own can be mounted here")
+    command = f"{BEFORE}import stretto.cli.main as cli; cli.main()"
+    options = ["--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds", "--out", "disk/run"]
+    line = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'{mount} && shift && "$0" -P -c "$@"; code=$?; cp -r disk/run copy; exit $code',
+    ]
+    words = [sys.executable, "disk", command, "run", "-n", "2", *options, "train.py", "3"]
+    done = subprocess.run([*line, *words], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    said = warnings("copy")
+    assert "the checkpoint could not be written: No space left on device" in said
+    assert "training continues; there is no complete one yet" in said
+    assert "the trained model is in" in said
+    assert len(list(Path.cwd().glob("*-final.safetensors"))) == 1
+    assert [one["epoch"] for one in events("copy", "epoch")] == [1, 2, 3], "the log has room"
+    assert Checkpoints(Path("copy/checkpoints")).newest() is None
+
+
+test_full_disk_of_the_launcher_is_reported_and_training_continues.limit_s = 180  # type: ignore[attr-defined]
+
+
+def test_further_section_has_its_files_in_its_own_folder(remote_place: Place) -> None:
+    train = remote_place.folder / "train.py"
+    train.write_text(SCRIPT + "net =" + SCRIPT.partition("\nnet =")[2])
+    check_ended(start(remote_place, 2, "--checkpoint-every", "8 rounds"))
+    for folder in ("here", "here/section-2"):
+        assert whole(folder) and load_file(Path(folder, LAST))["0.weight"].shape == (100_000, 8)
+    assert Path("here/final.random").stat().st_size > 0
+    assert '"section": 2' in Path("here/section-2/run.json").read_text()
+
+
+test_further_section_has_its_files_in_its_own_folder.limit_s = 180  # type: ignore[attr-defined]
