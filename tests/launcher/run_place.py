@@ -138,9 +138,12 @@ class Place:
         config = {"recovery": self.recovers} | config
         return run(RunConfig(self.script(text), args=args, **config), ProgressDisplay(quiet=True))
 
-    def stretto(self, *arguments: str | Path, before: str = "", **popen: Any) -> subprocess.Popen[bytes]:
-        """Start the command as a shell would, after the statements in `before`."""
+    def stretto(
+        self, *arguments: str | Path, before: str = "", network: str = "", **popen: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start the command as a shell would, after the statements in `before`, in a network namespace."""
         command = [
+            *(["ip", "netns", "exec", network] if network else []),
             sys.executable,
             "-P",
             "-c",

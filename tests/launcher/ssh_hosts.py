@@ -7,6 +7,7 @@ command of a session in a shell and, as sshd does, only closes its pipes when th
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import shlex
 import shutil
@@ -14,11 +15,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import NEW_NETWORK
+from namespace_hosts import HOSTS
 from run_place import Place
 
 SHELL_CHARACTERS = set("~$|&;<>()`*?")
@@ -26,10 +29,10 @@ STRETTO = f"{sys.executable} -m stretto.cli"
 
 
 class SshHosts:
-    """Hosts `a`, `b`, ... at one ssh server on loopback, each of which `ssh NAME` reaches."""
+    """Hosts `a`, `b`, ... at one ssh server, on loopback or in a network namespace, that `ssh NAME` reaches."""
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
-        self.folder, self.address = folder, address
+    def __init__(self, folder: Path, address: str = "127.0.0.1", network: str = "") -> None:
+        self.folder, self.address, self.network = folder, address, network
         self.commands: list[str] = []
         """Commands that sessions were started with."""
         self.sessions: list[subprocess.Popen[bytes]] = []
@@ -37,7 +40,7 @@ class SshHosts:
         self.is_refusing = False
         """True if the server refuses all keys."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._run)
 
     def start(self) -> None:
         """Start the server, and put an ssh client that knows its hosts first into PATH."""
@@ -51,6 +54,13 @@ class SshHosts:
         client = self.folder / "bin/ssh"
         client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder}/config "$@"\n')
         client.chmod(0o755)
+
+    def _run(self) -> None:
+        """Run the server in a thread, whose network is that of the host."""
+        if self.network:
+            with Path("/run/netns", self.network).open() as file:
+                assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
+        self._loop.run_forever()
 
     def config(self) -> str:
         """Return the configuration of the ssh client."""
@@ -112,8 +122,9 @@ Host *
         words = shlex.split(command)
         is_plain = not SHELL_CHARACTERS & set(command) and words[0] == sys.executable
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        prefix = ["ip", "netns", "exec", self.network] if self.network else []
         process: subprocess.Popen[bytes] = subprocess.Popen(
-            words if is_plain else ["sh", "-c", command],
+            [*prefix, *(words if is_plain else ["sh", "-c", command])],
             cwd=place,
             env={**os.environ, "HOME": str(place), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
@@ -157,15 +168,34 @@ Host *
         self._loop.close()
 
 
+@contextmanager
+def _served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1", network: str = ""
+) -> Iterator[SshHosts]:
+    if shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("there is no ssh client on this machine")
+    hosts = SshHosts(folder, address, network)
+    hosts.start()
+    monkeypatch.setenv("PATH", f"{hosts.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
 @pytest.fixture
 def ssh_hosts(
     place: Place, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SshHosts]:
-    """Yield hosts that the ssh client in PATH reaches."""
-    if shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
-        pytest.skip("there is no ssh client on this machine")
-    hosts = SshHosts(tmp_path_factory.mktemp("ssh"))
-    hosts.start()
-    monkeypatch.setenv("PATH", f"{hosts.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    yield hosts
-    hosts.close()
+    """Yield hosts on loopback that the ssh client in PATH reaches."""
+    with _served(tmp_path_factory.mktemp("ssh"), monkeypatch) as served:
+        yield served
+
+
+@pytest.fixture
+def ssh_elsewhere(
+    place: Place, hosts: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SshHosts]:
+    """Yield hosts at 10.79.0.2, in the second network namespace, that the ssh client in PATH reaches from the first."""
+    with _served(tmp_path_factory.mktemp("ssh"), monkeypatch, "10.79.0.2", HOSTS[1]) as served:
+        yield served

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from namespace_hosts import events, generations, starts
+from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, starts
 from run_place import Place, until
-from ssh_hosts import STRETTO, SshHosts, ssh_hosts
+from ssh_hosts import STRETTO, SshHosts, ssh_elsewhere, ssh_hosts
 
-__all__ = ["ssh_hosts"]
+__all__ = ["hosts", "ssh_elsewhere", "ssh_hosts"]
 
 SAMPLES, EPOCHS = 96, 6
 SCRIPT = f"""
@@ -46,13 +46,15 @@ FAILURE_TIMEOUT = "5s"
 class Run:
     """A run with hosts, whose script ends soon after the file `enough` exists."""
 
-    def __init__(self, place: Place, both: Path, *options: str, remote: str = STRETTO) -> None:
+    def __init__(
+        self, place: Place, both: Path, *options: str, remote: str = STRETTO, network: str = "", at: str = "127.0.0.1"
+    ) -> None:
         self.folder, self.enough = place.folder / "run", both / "enough"
         (place.folder / "train.py").write_text(SCRIPT)
         place.recovers = True
-        words = ["--listen", "127.0.0.1", "--failure-timeout", FAILURE_TIMEOUT, "--remote-stretto", remote]
+        words = ["--listen", at, "--failure-timeout", FAILURE_TIMEOUT, "--remote-stretto", remote]
         words += ["--recipe", "local_sgd(every=2)", "--out", "run", *options]
-        self.process = place.stretto("run", *words, "train.py", self.enough, stderr=subprocess.STDOUT)
+        self.process = place.stretto("run", *words, "train.py", self.enough, network=network, stderr=subprocess.STDOUT)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for a condition while the launcher runs."""
@@ -218,6 +220,34 @@ def test_broken_connection_ends_the_host_and_the_others_continue(place: Place, s
     assert said.count("host a") == 1, said
     assert "the connection to host a has ended; continuing without its 2 workers" in said
     assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
+
+
+def test_workers_of_a_host_that_vanishes_fail_and_the_others_continue(
+    place: Place, ssh_elsewhere: SshHosts, both: Path
+) -> None:
+    options = ["-n", "1", "--hosts", "a:2", "--failure-timeout", "1s"]
+    run = Run(place, both, *options, network=HOSTS[0], at="10.79.0.1")
+    run.until_started(0, 1, 2)
+    ip("-n", HUB, "link", "set", "port1", "nomaster")
+    client = next(child for child in psutil.Process(run.process.pid).children() if child.name() == "ssh")
+    run.until(lambda: generations(run.folder)[-1] == [0] and not client.is_running())
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
+    assert said.count("host a") == 1, said
+    assert "the connection to host a has ended; continuing without its 2 workers" in said
+
+
+def test_host_whose_workers_are_lost_for_good_is_named_and_the_others_continue(
+    place: Place, ssh_hosts: SshHosts, both: Path
+) -> None:
+    run = Run(place, both, "-n", "1", "--hosts", "a", "--restarts", "0")
+    run.until_started(0, 1)
+    os.kill(run.pids()[1], signal.SIGKILL)
+    run.until(lambda: generations(run.folder)[-1] == [0] and ssh_hosts.sessions[0].poll() is not None)
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert "stretto: host a: worker 1 was killed by SIGKILL; continuing without its worker" in said
 
 
 for one in [value for name, value in list(globals().items()) if name.startswith("test_")]:
