@@ -86,11 +86,14 @@ def invited(key: Path, servers: Servers) -> list[str]:
 
 
 def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
-    """Return the invitation to a run, without numbers."""
+    """Return the invitation to a run, without numbers.
+
+    Workers that a resumed run begins with must know that it is resumed: they receive the state that another one reads.
+    """
     script = options.script if options.module else options.script.absolute()
     workers = options.initial_workers
     options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
-    options = replace(options, out=None, resume=None, faults=None)
+    options = replace(options, out=None, faults=None)
     return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions())
 
 

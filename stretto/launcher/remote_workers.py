@@ -24,7 +24,7 @@ from stretto.run_config import typed_options
 FAILED = 1
 """Exit code of an agent that could not join, or whose script failed."""
 END_S = 5.0
-"""Time that agents have to end their workers."""
+"""Time that agents have to end their workers, and to report that their workers have failed."""
 PASSED_ON = ("threads", "restarts")
 """Options of the run that its agents get too."""
 
@@ -36,10 +36,20 @@ class _RemoteHost:
     spec: AgentSpec
     agent: Agent
     state: Literal["running", "done", "lost"] = "running"
+    failed_at: float | None = None
+    """Time since which all its workers have failed, as far as is known."""
 
     def takes_part(self, view: MembersView) -> bool:
         """Return True if the run has begun, and all workers of the host have been seen."""
         return view.generation > 0 and view.seen.issuperset(self.spec.numbers)
+
+    def has_failed(self, view: MembersView) -> bool:
+        """Return True if all workers have failed, and the agent has had the time to exit with the cause."""
+        if not view.failed.issuperset(self.spec.numbers):
+            self.failed_at = None
+            return False
+        self.failed_at = time.monotonic() if self.failed_at is None else self.failed_at
+        return time.monotonic() - self.failed_at > END_S
 
 
 def agent_specs(plan: ProcessPlan) -> list[AgentSpec]:
@@ -101,7 +111,7 @@ class RemoteWorkers:
         if self._by_hand:
             return view.is_over or bool(view.stopped)
         running = [host for host in self._hosts.values() if host.state == "running"]
-        return all(is_ending and view.failed.issuperset(host.spec.numbers) for host in running)
+        return all(is_ending and host.has_failed(view) for host in running)
 
     def raise_loss(self, view: MembersView) -> None:
         """Raise LaunchError for a run that has no workers any more, if those elsewhere are the cause."""

@@ -34,12 +34,14 @@ def config(place: Place, **fields: Any) -> RunConfig:
         ({"workers": 0, "host": "127.0.0.1", "recipe": "async_sgd"}, "cannot be joined", "-n 0 --min-workers 2"),
         ({"hosts": "a:3", "host": "127.0.0.1", "min_workers": 5}, "cannot be 5", "--min-workers 4"),
         ({"hosts": "a:3", "host": "127.0.0.1", "max_workers": 3}, "cannot be 3", "--max-workers 4"),
+        ({"workers": 0, "hosts": "a", "host": "127.0.0.1", "resume": Path("run")}, "checkpoint", "-n 1 --resume run"),
         ({"workers": 0, "host": "127.0.0.1", "faults": "kill worker at 1s"}, "no worker runs on the launcher", "--f"),
     ],
 )
 def test_options_that_contradict_hosts_are_refused(
     place: Place, fields: dict[str, Any], cause: str, to_type: str
 ) -> None:
+    (place.folder / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(LaunchError, match=cause) as caught:
         check(config(place, **fields))
     assert to_type in str(caught.value).partition("try:")[2]

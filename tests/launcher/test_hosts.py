@@ -49,11 +49,12 @@ class Run:
     def __init__(
         self, place: Place, both: Path, *options: str, remote: str = STRETTO, network: str = "", at: str = "127.0.0.1"
     ) -> None:
-        self.folder, self.enough = place.folder / "run", both / "enough"
+        self.enough = both / "enough"
+        self.folder = place.folder / ("resumed" if "--resume" in options else "run")
         (place.folder / "train.py").write_text(SCRIPT)
         place.recovers = True
         words = ["--listen", at, "--failure-timeout", FAILURE_TIMEOUT, "--remote-stretto", remote]
-        words += ["--recipe", "local_sgd(every=2)", "--out", "run", *options]
+        words += ["--recipe", "local_sgd(every=2)", "--out", str(self.folder), *options]
         self.process = place.stretto("run", *words, "train.py", self.enough, network=network, stderr=subprocess.STDOUT)
 
     def until(self, is_so: Callable[[], bool]) -> None:
@@ -220,6 +221,22 @@ def test_broken_connection_ends_the_host_and_the_others_continue(place: Place, s
     assert said.count("host a") == 1, said
     assert "the connection to host a has ended; continuing without its 2 workers" in said
     assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
+
+
+def test_stopped_run_with_hosts_is_resumed_by_the_workers_of_all_hosts(
+    place: Place, ssh_hosts: SshHosts, both: Path
+) -> None:
+    options = ["-n", "1", "--hosts", "a", "--checkpoint-every", "1 rounds"]
+    run = Run(place, both, *options)
+    run.until(lambda: len(list(run.folder.glob("checkpoints/round-*/manifest*"))) > 1)
+    run.process.terminate()
+    assert "stretto run --resume" in run.process.communicate(timeout=LIMIT_S)[0].decode()
+    resumed = Run(place, both, *options, "--resume", "run")
+    said = resumed.end()
+    assert resumed.process.returncode == 0, said
+    assert "continues from the checkpoint of round" in said
+    assert generations(resumed.folder)[0] == [0, 1]
+    assert resumed.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
 
 
 def test_workers_of_a_host_that_vanishes_fail_and_the_others_continue(
