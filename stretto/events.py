@@ -80,6 +80,8 @@ OF_RANK_0 = ("log", "evaluation", "epoch", "check", "samples_reassigned", "gener
 
 COORDINATOR = -1000
 """Number of the coordinator. Workers are numbered by rank from 0; server s has the number -1 - s."""
+RELAY = COORDINATOR - 1
+"""Number of the relay between hosts that cannot reach each other."""
 
 Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
@@ -91,11 +93,11 @@ TOO_SLOW = "events are written faster than they can be stored"
 def process_name(number: int, rank: int = 0) -> str:
     """Return the name of a process of a run; a worker's rank is named unless it is 0.
 
-    >>> process_name(3), process_name(3, 1), process_name(-1), process_name(COORDINATOR)
-    ('worker 3', 'worker 3 rank 1', 'server 0', 'coordinator')
+    >>> process_name(3), process_name(3, 1), process_name(-1), process_name(COORDINATOR), process_name(RELAY)
+    ('worker 3', 'worker 3 rank 1', 'server 0', 'coordinator', 'relay')
     """
-    if number == COORDINATOR:
-        return "coordinator"
+    if number in (COORDINATOR, RELAY):
+        return "coordinator" if number == COORDINATOR else "relay"
     return f"worker {number}" + f" rank {rank}" * (rank > 0) if number >= 0 else f"server {-1 - number}"
 
 

@@ -86,6 +86,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Address of the coordinator, host:port; None where the run has none."""
     servers: tuple[str, ...] = ()
     """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
+    relay: str | None = None
+    """Address of the relay between hosts, host:port; None where workers connect with each other."""
     keys: KeyTexts | None = None
     """None where traffic is not encrypted."""
 
@@ -158,6 +160,15 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinat
     worker_keys: KeyTexts | None = None
     services: tuple[str, ...] = ()
     """Addresses of the coordinator and of the parameter server, for workers that join."""
+    relay: str | None = None
+    """Address of the relay, for workers that join."""
+
+
+class RelayConfig(Config, frozen=True, kw_only=True, tag="relay"):
+    """Configuration of the relay between hosts."""
+
+    secret: str
+    """Secret key of the run's workers."""
 
 
 def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig | None:
@@ -170,7 +181,9 @@ def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig |
 
 @functools.lru_cache(maxsize=4)
 def _decoded(text: str) -> WorkerConfig | None:
-    config = msgspec.json.decode(text, type=WorkerConfig | ShardConfig | CoordinatorConfig, dec_hook=decode_path)
+    config = msgspec.json.decode(
+        text, type=WorkerConfig | ShardConfig | CoordinatorConfig | RelayConfig, dec_hook=decode_path
+    )
     return config if isinstance(config, WorkerConfig) else None
 
 

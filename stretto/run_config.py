@@ -153,6 +153,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Option('Shell command that runs Stretto on the hosts, such as "~/venv/bin/stretto".', HOSTS, "COMMAND"),
     ] = "stretto"
+    relay: Annotated[
+        bool,
+        Option(
+            "With --listen, pass what workers of different hosts exchange through a relay on this machine: for hosts "
+            "that reach this machine and not each other.",
+            FAILURES,
+        ),
+    ] = False
     port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None
     faults: Annotated[str | None, Option('Faults to inject: "kill worker every 20s".', FAILURES, "FAULTS", "none")] = (
         None

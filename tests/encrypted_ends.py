@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import zmq
 
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
+from stretto.transport.relay_tunnels import RelayAccess
+from tests.relays import shared_relay
 
 LIMIT_S = 20.0
 
@@ -32,25 +32,22 @@ def encrypted(workers: int, timeout_s: float = LIMIT_S, generation: int = 1) -> 
     return joined([ReservedPort("127.0.0.1", new_keys()) for _ in range(workers)], timeout_s, generation)
 
 
-def joined(ports: Sequence[ReservedPort], timeout_s: float = LIMIT_S, generation: int = 1) -> list[EncryptedTransport]:
+def relayed(workers: int, timeout_s: float = LIMIT_S) -> list[EncryptedTransport]:
+    """Return the ends of one generation that exchange through a relay, if this machine has no name."""
+    ports = [ReservedPort("127.0.0.1", new_keys()) for _ in range(workers)]
+    return joined(ports, timeout_s, relay=shared_relay().access)
+
+
+def joined(
+    ports: Sequence[ReservedPort], timeout_s: float = LIMIT_S, generation: int = 1, relay: RelayAccess | None = None
+) -> list[EncryptedTransport]:
     """Return the ends of one generation at these ports."""
     ends = [(worker, port.endpoint) for worker, port in enumerate(ports)]
 
     def connect(rank: int) -> EncryptedTransport:
-        transport = EncryptedTransport(ports[rank], generation, rank, ends, timeout_s)
+        transport = EncryptedTransport(ports[rank], generation, rank, ends, timeout_s, relay)
         transport.connect(LIMIT_S)
         return transport
 
     with ThreadPoolExecutor(len(ports)) as pool:
         return list(pool.map(connect, range(len(ports))))
-
-
-class EncryptedRendezvousInThreads:
-    """Gives each worker of a process a rendezvous of its own, as each process has one."""
-
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
-
-    def of_worker(self) -> Any:
-        """Return the rendezvous of one worker."""
-        return EncryptedRendezvous("127.0.0.1", self._limit_s, self._limit_s)

@@ -52,7 +52,12 @@ PRELOADED = (
     "stretto.parameter_server.rpc_server",
     "stretto.report.html_report",
 )
-WORKERS = ("stretto.launcher.worker_main", "stretto.launcher.shard_main", "stretto.launcher.coordinator_main")
+WORKERS = (
+    "stretto.launcher.worker_main",
+    "stretto.launcher.shard_main",
+    "stretto.launcher.coordinator_main",
+    "stretto.launcher.relay_main",
+)
 """Modules whose processes start no others."""
 READ_AT_START = {"PYTHONHASHSEED": "0", "PYTHONHOME": None, "PYTHONWARNINGS": None}
 """Environment variables that Python reads at its start, as the server has them: with other values, a plain start."""

@@ -134,6 +134,7 @@ def check(config: RunConfig, live: bool = True) -> None:
     _check_server_options(config, live)
     _check_survival(config)
     _check_host(config)
+    _check_relay(config)
     _check_faults(config)
     _check_checkpoints(config)
     _check_batch(config)
@@ -215,6 +216,21 @@ def _without_listen(hosts: str) -> LaunchError:
     expected = f"an address of this machine that the hosts reach, such as {', '.join(addresses)}"
     to_type = f"--hosts {hosts} --listen {addresses[-1]}"
     return LaunchError(explain("--hosts needs --listen", got=f"--hosts {hosts}", expected=expected, to_type=to_type))
+
+
+def _check_relay(config: RunConfig) -> None:
+    """Raise LaunchError for a relay that no worker would use."""
+    if not config.relay:
+        return
+    got = "--relay" + f" --listen {config.host}" * bool(config.host) + " --no-encryption" * config.plain
+    if config.host is None or config.plain:
+        problem = "only encrypted traffic between hosts can be relayed"
+        expected, to_type = "a run that other hosts join, encrypted", "--listen 10.0.0.1:7878 --relay"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+    if settled(config).servers:
+        problem = "over a parameter server no worker connects with another one, so there is nothing to relay"
+        got += f" --recipe {settled(config).recipe}"
+        raise LaunchError(explain(problem, got=got, expected="no --relay", to_type=f"--listen {config.host}"))
 
 
 def _check_batch(config: RunConfig) -> None:

@@ -91,8 +91,10 @@ def _coordinate(config: CoordinatorConfig) -> None:
 
 
 def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
-    options, services = config.options, config.services
-    return Inviter(invitation_of(options, services), coordinator.give_numbers, lambda: packed_code(options))
+    options = config.options
+    return Inviter(
+        invitation_of(options, config.services, config.relay), coordinator.give_numbers, lambda: packed_code(options)
+    )
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:

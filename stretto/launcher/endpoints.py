@@ -30,16 +30,19 @@ class Keys:
 
 @dataclass(frozen=True)
 class Servers:
-    """Listening sockets of the batch dispatcher and of each shard, or none; socket of the coordinator.
+    """Listening sockets of the batch dispatcher and of each shard, or none; of the coordinator; of the relay.
 
-    `keys` is None where traffic is not encrypted, `coordinator` where the run has none. `elsewhere` are the addresses
-    of services that another launcher has started: the coordinator's, the batch dispatcher's and the shards'.
+    `keys` is None where traffic is not encrypted, `coordinator` and `relay` where the run has none. `elsewhere` are the
+    addresses of services that another launcher has started: the coordinator's, the batch dispatcher's and the shards';
+    `relay_elsewhere` is that of its relay.
     """
 
     sockets: tuple[socket, ...] = ()
     keys: Keys | None = None
     coordinator: socket | None = None
     elsewhere: tuple[str, ...] = ()
+    relay: socket | None = None
+    relay_elsewhere: str | None = None
 
     @property
     def coordinator_at(self) -> str | None:
@@ -47,6 +50,11 @@ class Servers:
         if self.coordinator is not None:
             return address(self.coordinator)
         return self.elsewhere[0] if self.elsewhere else None
+
+    @property
+    def relay_at(self) -> str | None:
+        """Address of the relay, if there is one."""
+        return address(self.relay) if self.relay is not None else self.relay_elsewhere
 
     @property
     def shards(self) -> int:
@@ -89,17 +97,23 @@ def address(listener: socket) -> str:
 
 @contextlib.contextmanager
 def servers_for(
-    shards: int, plain: bool, coordinated: bool = False, host: str | None = None, port: int | None = None
+    shards: int,
+    plain: bool,
+    coordinated: bool = False,
+    host: str | None = None,
+    port: int | None = None,
+    relayed: bool = False,
 ) -> Iterator[Servers]:
     """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make new keys unless `plain`.
 
-    The coordinator listens on `port`, by default a free one.
+    The coordinator listens on `port`, by default a free one. If `relayed`, there is a socket for a relay.
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(listening(host=host)) for _ in range(shards + 1 if shards else 0)]
         coordinator = stack.enter_context(listening(port, host)) if coordinated else None
+        relay = stack.enter_context(listening(host=host)) if relayed else None
         keys = None if plain or not (shards or coordinated) else _new_keys()
-        yield Servers(tuple(sockets), keys, coordinator)
+        yield Servers(tuple(sockets), keys, coordinator, relay=relay)
 
 
 def _new_keys() -> Keys:

@@ -85,7 +85,16 @@ def invited(key: Path, servers: Servers) -> list[str]:
     return [line, "all traffic between workers and services is encrypted; the key lets its holder in"]
 
 
-def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
+def route(options: RunConfig, servers: Servers) -> list[str]:
+    """Return a sentence on the way of tensors between workers of different hosts; none if they go to a server."""
+    if servers.relay_at is not None:
+        return [f"workers of different hosts exchange through the relay at {servers.relay_at}"]
+    if servers.addresses or not options.elastic:
+        return []
+    return ["workers of different hosts connect with each other; --relay is for hosts that can't"]
+
+
+def invitation_of(options: RunConfig, services: tuple[str, ...], relay: str | None = None) -> Invitation:
     """Return the invitation to a run, without numbers.
 
     Workers that a resumed run begins with must know that it is resumed: they receive the state that another one reads.
@@ -94,7 +103,7 @@ def invitation_of(options: RunConfig, services: tuple[str, ...]) -> Invitation:
     workers = options.initial_workers
     options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
     options = replace(options, out=None, faults=None)
-    return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions())
+    return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions(), relay)
 
 
 def packed_code(options: RunConfig) -> bytes:
@@ -153,7 +162,7 @@ def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tupl
 def _servers(invitation: Invitation, key: JoinKey) -> Servers:
     """Return the services of the run, as a joining launcher sees them."""
     keys = Keys(Pair(key.keys[0], ""), Pair(*key.keys[1:])) if key.keys is not None else None
-    return Servers((), keys, elsewhere=invitation.services)
+    return Servers((), keys, elsewhere=invitation.services, relay_elsewhere=invitation.relay)
 
 
 def _check_versions(there: Mapping[str, str]) -> None:

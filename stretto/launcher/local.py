@@ -17,7 +17,7 @@ from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import JoinRequest, invited, plan_of_join, write_join_key
+from stretto.launcher.join import JoinRequest, invited, plan_of_join, route, write_join_key
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
@@ -49,7 +49,9 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     inbox: Inbox = SimpleQueue()
     with (
         listening(config.port) as listener,
-        servers_for(config.servers or 0, config.plain, config.elastic, config.host, config.listen_port) as servers,
+        servers_for(
+            config.servers or 0, config.plain, config.elastic, config.host, config.listen_port, config.relay
+        ) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
@@ -60,7 +62,7 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
             display.note(note)
         if config.host is not None:
             key = write_join_key(folder, servers)
-            for line in invited(key, servers):
+            for line in [*invited(key, servers), *route(config, servers)]:
                 display.note(line)
         try:
             _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display, make_engine)
@@ -80,6 +82,8 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
     with handled(lambda number: inbox.put(Signalled(number))):
         count, folder = len(plan.joining), f", run folder {plan.folder}"
         display.starting(f"{count} worker{'s' * (count > 1)} for the run {joining.run}{folder * (not plan.sees_run)}")
+        for line in route(plan.config, plan.servers):
+            display.note(line)
         _supervise(plan, inbox, display)
         return plan.folder
 

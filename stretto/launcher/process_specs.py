@@ -1,8 +1,8 @@
 """Specifications of the processes of a run: number, command, environment, configuration, inherited sockets.
 
 Workers are numbered by rank from 0. Servers have numbers below 0, so that one table holds both: server 0 is -1, server
-1 is -2; the coordinator has a number below those of all servers. A restarted process keeps its number; its incarnation
-is one higher.
+1 is -2; the coordinator and the relay have numbers below those of all servers. A restarted process keeps its number;
+its incarnation is one higher.
 """
 
 from __future__ import annotations
@@ -15,13 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
-from stretto.events import COORDINATOR, process_name
+from stretto.events import COORDINATOR, RELAY, process_name
 from stretto.interval import every
 from stretto.launcher.config import codec_folder, is_asynchronous
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
-from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
+from stretto.process_config import (
+    OF_TORCHRUN,
+    RECIPE,
+    VARIABLE,
+    Config,
+    CoordinatorConfig,
+    RelayConfig,
+    ShardConfig,
+    WorkerConfig,
+)
 from stretto.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +52,7 @@ class ProcessSpec:
     """Rank of the process within its worker."""
 
     def __str__(self) -> str:
-        return process_name(self.number, self.rank) + (f" of {self.of}" if self.number != COORDINATOR else "")
+        return process_name(self.number, self.rank) + (f" of {self.of}" if self.number > COORDINATOR else "")
 
 
 def shard_of(number: int) -> int:
@@ -81,6 +90,8 @@ class ProcessPlan:
         numbers = [*(self.joining or range(self.config.workers)), *map(server_of, range(self.servers.shards))]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
+        if self.servers.relay is not None:
+            numbers.insert(1, RELAY)
         return (part for number in numbers for part in self.parts(number))
 
     def parts(self, number: int, incarnation: int = 0) -> list[ProcessSpec]:
@@ -90,8 +101,8 @@ class ProcessPlan:
 
     def part(self, number: int, incarnation: int = 0, rank: int = 0) -> ProcessSpec:
         """Return the specification of one process."""
-        if number == COORDINATOR:
-            return self._coordinator()
+        if number in (COORDINATOR, RELAY):
+            return self._coordinator() if number == COORDINATOR else self._relay()
         return self._worker(number, incarnation, rank) if number >= 0 else self._server(number, incarnation)
 
     def _worker(self, number: int, incarnation: int, rank: int) -> ProcessSpec:
@@ -118,6 +129,7 @@ class ProcessPlan:
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,
             servers=servers.addresses,
+            relay=servers.relay_at,
             keys=servers.worker_keys,
         )
 
@@ -155,9 +167,18 @@ class ProcessPlan:
             servers=servers.addresses if is_asynchronous(self.config) else (),
             worker_keys=servers.worker_keys,
             services=(address(servers.coordinator), *servers.addresses),
+            relay=servers.relay_at,
             snapshot_interval_s=_snapshot_interval_s(self.config),
         )
         return self._service(COORDINATOR, 1, "coordinator_main", process, fds)
+
+    def _relay(self) -> ProcessSpec:
+        relay, keys = self.servers.relay, self.servers.keys
+        assert relay is not None
+        assert keys is not None
+        fd = relay.fileno()
+        process = RelayConfig(options=self.config, run=self._run, listen_fd=fd, secret=keys.worker.secret)
+        return self._service(RELAY, 1, "relay_main", process, [fd])
 
     def _service(self, number: int, workers: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
         environment = _common(self.config) | {"OMP_NUM_THREADS": "1"}

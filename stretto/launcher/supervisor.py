@@ -14,7 +14,7 @@ from queue import Empty
 import msgspec
 
 from stretto.errors import LogError
-from stretto.events import COORDINATOR, LogFile, of_process, process_name
+from stretto.events import COORDINATOR, RELAY, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
 from stretto.launcher.engines.agents import AgentExited
 from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
@@ -171,7 +171,9 @@ class Supervisor:
         """Return True if the others may continue: the process did not report an error of the script."""
         if not self._config.elastic:
             return False
-        return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
+        return end.code < 0 or (
+            end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker in (COORDINATOR, RELAY)
+        )
 
     def _survive(self, member: Supervised, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""

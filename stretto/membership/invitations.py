@@ -47,6 +47,8 @@ class Invitation(msgspec.Struct, array_like=True, tag=True, frozen=True):
     options: bytes
     """RunConfig as JSON."""
     versions: dict[str, str]
+    relay: str | None = None
+    """Address of the relay, in a run that has one."""
 
 
 class CodePart(msgspec.Struct, array_like=True, tag=True, frozen=True):

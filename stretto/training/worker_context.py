@@ -213,8 +213,10 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
     rendezvous: Rendezvous
     if config.options.host is not None and config.keys is not None:
         from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
+        from stretto.transport.relay_tunnels import RelayAccess
 
-        rendezvous = EncryptedRendezvous(config.coordinator_host, *limits_s, device)
+        relay = RelayAccess(config.relay, config.keys[2].encode()) if config.relay is not None else None
+        rendezvous = EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
     else:
         from stretto.transport.rendezvous import GroupRendezvous
 

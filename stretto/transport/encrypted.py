@@ -35,6 +35,7 @@ from stretto.transport.peer_stream import (
     PeerStream,
     ended,
 )
+from stretto.transport.relay_tunnels import RelayAccess
 
 FRAME_BYTES = 9 + 33
 """Bytes that ZeroMQ adds to a frame: its flags and length, and those of its encryption."""
@@ -52,7 +53,13 @@ class EncryptedTransport(Transport):
     """
 
     def __init__(
-        self, port: ReservedPort, generation: int, rank: int, members: Sequence[tuple[int, Endpoint]], timeout_s: float
+        self,
+        port: ReservedPort,
+        generation: int,
+        rank: int,
+        members: Sequence[tuple[int, Endpoint]],
+        timeout_s: float,
+        relay: RelayAccess | None = None,
     ) -> None:
         super().__init__(rank, len(members))
         keep_freed_memory()
@@ -62,7 +69,8 @@ class EncryptedTransport(Transport):
             one: PeerStream(self._names[rank], self._names[one], generation, _room)
             for one in range(len(members)) if one != rank
         }  # fmt: skip
-        self._sockets = MemberSockets(port, rank, [end for _, end in members], PIECE_BYTES + FRAME_BYTES)
+        ends, largest = [end for _, end in members], PIECE_BYTES + FRAME_BYTES
+        self._sockets = MemberSockets(port, rank, ends, largest, relay, generation)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._error: TransportError | None = None

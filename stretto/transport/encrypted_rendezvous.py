@@ -25,6 +25,7 @@ from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
 from stretto.transport.gloo_rendezvous import own_address
 from stretto.transport.malloc import trim_freed_memory
+from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.rendezvous import LastWorkerTransport
 from stretto.transport.shared_memory import over_shared_memory
 
@@ -36,8 +37,14 @@ class EncryptedRendezvous:
     """
 
     def __init__(
-        self, toward: str, failure_timeout_s: float, timeout_s: float, device: torch.device | None = None
+        self,
+        toward: str,
+        failure_timeout_s: float,
+        timeout_s: float,
+        device: torch.device | None = None,
+        relay: RelayAccess | None = None,
     ) -> None:
+        self._relay = relay
         self._toward, self._patience_s, self._timeout_s = toward, failure_timeout_s, timeout_s
         if device is not None and device.type != "cpu":
             notice_host_memory("groups of devices are not encrypted; --no-encryption would use them")
@@ -60,7 +67,7 @@ class EncryptedRendezvous:
             return LastWorkerTransport()
         ends = [(one.worker, Endpoint.parse(one.report.address)) for one in members.members]
         port = self._taken(ends[rank][1])
-        transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s)
+        transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s, self._relay)
         with self._lock:
             self._forming = transport
         try:

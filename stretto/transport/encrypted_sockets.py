@@ -5,13 +5,16 @@ messages in one direction each. A message's sender is the worker whose key the c
 
     port reserved, connections are refused  ->  open to the keys of the members  ->  closed to new connections
 
-The address of a worker is its host, its port and its public key. The secret key stays in the process.
+The address of a worker is its host, its port, its public key, and a name of its machine. The secret key stays in the
+process. With a relay (`stretto/relay.py`), connections between two machines pass through it; nothing else differs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import itertools
 import socket
 import struct
@@ -24,6 +27,8 @@ from zmq.utils.monitor import recv_monitor_message
 from zmq.utils.z85 import encode
 
 from stretto.errors import TransportError, explain
+from stretto.transport.host_memory import host_name
+from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
 
 HANDSHAKE_MS = 2000
 """Milliseconds after which a connection without the key of a member is closed."""
@@ -42,14 +47,15 @@ SO_ATTACH_FILTER, DROP_ALL = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a worker: where it listens, and its public key."""
+    """Address of a worker: where it listens, its public key, and the name of its machine, empty if unknown."""
 
     host: str
     port: int
     public: bytes
+    machine: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port} {self.public.decode()}"
+        return f"{self.host}:{self.port} {self.public.decode()} {self.machine}".rstrip()
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
@@ -58,13 +64,13 @@ class Endpoint:
         >>> str(Endpoint.parse("10.0.0.1:7 rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"))
         '10.0.0.1:7 rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7'
         """
-        place, _, public = text.partition(" ")
+        place, public, machine = (*text.split(" "), "", "")[:3]
         host, _, port = place.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or len(public) != 40:
             problem, expected = "a worker's address can't be read", "host:port, a space, and a public key"
             to_type = "the same options and the same version of Stretto on all hosts"
             raise TransportError(explain(problem, got=repr(text[:100]), expected=expected, to_type=to_type))
-        return cls(host, int(port), public.encode())
+        return cls(host, int(port), public.encode(), machine)
 
     @property
     def url(self) -> str:
@@ -95,11 +101,19 @@ class ReservedPort:
         except OSError:
             self.socket.close()
             raise
-        self.endpoint = Endpoint(host, self.socket.getsockname()[1], keys.public)
+        self.endpoint = Endpoint(host, self.socket.getsockname()[1], keys.public, machine_name())
 
     def close(self) -> None:
         """Release the port."""
         self.socket.close()
+
+
+@functools.cache
+def machine_name() -> str:
+    """Return a name of this machine and its network, a digest; empty if there is none."""
+    with contextlib.suppress(OSError):
+        return hashlib.blake2b(host_name().encode(), digest_size=16).hexdigest()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +129,28 @@ class Received:
 class MemberSockets:
     """Sockets of the worker of rank `rank` among the members' endpoints.
 
-    `receive`, `ended`, `admit` and `poll` are calls of one thread. `send` may be called by others, one at a time.
+    `receive`, `ended`, `admit` and `poll` are calls of one thread. `send` may be called by others, one at a time. With
+    a `relay`, connections with other machines pass through it; they are those of this generation.
     """
 
-    def __init__(self, port: ReservedPort, rank: int, members: Sequence[Endpoint], largest: int) -> None:
+    def __init__(
+        self,
+        port: ReservedPort,
+        rank: int,
+        members: Sequence[Endpoint],
+        largest: int,
+        relay: RelayAccess | None = None,
+        generation: int = 0,
+    ) -> None:
         self._ranks = {one.public: other for other, one in enumerate(members) if other != rank}
+        self._own, self._relay = port.endpoint, relay
         self._context: zmq.Context[Any] = zmq.Context()
         self._admission = self._context.socket(zmq.REP)
         self._admission.bind("inproc://zeromq.zap.01")  # before the port is open: without it all keys are admitted
         self._listener, self._guarded = self._listen(port, largest)
+        self._tunnels = None
+        if relay is not None and (relayed := [end.public for end in members if self._is_relayed(end)]):
+            self._tunnels = RelayTunnels(relay, port.endpoint, generation, relayed)
         self._senders = {one: self._connect(port.keys, end) for one, end in enumerate(members) if one != rank}
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_sender.setblocking(False)
@@ -146,8 +173,17 @@ class MemberSockets:
         made = self._socket(zmq.PUSH, keys)
         made.curve_serverkey = end.public
         made.sndhwm, made.reconnect_ivl = 0, RETRY_MS
-        made.connect(end.url)
+        if self._is_relayed(end):
+            assert self._tunnels is not None
+            made.handshake_ivl = 0  # the relay waits for the other end
+            made.connect(self._tunnels.url(end.public))
+        else:
+            made.connect(end.url)
         return made
+
+    def _is_relayed(self, other: Endpoint) -> bool:
+        own = self._own
+        return self._relay is not None and other != own and (not own.machine or own.machine != other.machine)
 
     def _socket(self, kind: int, keys: KeyPair) -> Any:
         made = self._context.socket(kind)
@@ -225,3 +261,5 @@ class MemberSockets:
         for other in (self._guarded, self._wake_sender, self._wake_receiver):
             other.close()
         self._context.term()
+        if self._tunnels is not None:
+            self._tunnels.close(linger_ms)

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,32 @@ import pytest
 
 from stretto.events import read_events
 
-HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there"))
+HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there", "elsewhere"))
+SCRIPT = """
+import pathlib, sys, time, torch, stretto, nets
+assert sys.argv[1:] == ["--lr", "0.01"]
+torch.manual_seed(0)
+x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
+net = nets.net()
+optimizer = torch.optim.SGD(net.parameters(), lr=float(sys.argv[2]))
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+loader = stretto.distribute(net, optimizer, loader)
+print("code in", nets.__file__, flush=True)
+for epoch in range(60):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        if not pathlib.Path(ENOUGH).exists():
+            time.sleep(0.06)
+"""
+WITHOUT_DISK = """
+mount -t tmpfs none "$1"
+cd "$1"
+shift
+exec "$@"
+"""
 
 
 def ip(*words: str) -> None:
@@ -26,15 +51,31 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[None]:
     """Yield two hosts on a bridge: 10.79.0.1 and 10.79.0.2."""
+    with bridged(HOSTS[:2]):
+        yield
+
+
+@pytest.fixture
+def apart_hosts() -> Iterator[None]:
+    """Yield three hosts, 10.79.0.1 to 10.79.0.3, of which the last two reach the first and not each other."""
+    with bridged(HOSTS):
+        for port in ("port1", "port2"):
+            ip("-n", HUB, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+        yield
+
+
+@contextmanager
+def bridged(hosts: Sequence[str]) -> Iterator[None]:
+    """Make hosts on a bridge."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     with ExitStack() as stack:
-        for name in (HUB, *HOSTS):
+        for name in (HUB, *hosts):
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
         ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
         ip("-n", HUB, "link", "set", "bridge", "up")
-        for number, name in enumerate(HOSTS):
+        for number, name in enumerate(hosts):
             port = f"port{number}"
             ip("-n", HUB, "link", "add", port, "type", "veth", "peer", "name", "uplink", "netns", name)
             ip("-n", HUB, "link", "set", port, "master", "bridge", "up")
@@ -48,6 +89,38 @@ def on(host: str, *words: str) -> subprocess.Popen[str]:
     command = ["ip", "netns", "exec", host, sys.executable, "-m", "stretto.cli", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def joining(host: str, folder: Path, key: bytes, *words: str) -> Any:
+    """Start `stretto join` on a host, where `folder` is empty; the key comes from standard input."""
+    command = [sys.executable, "-m", "stretto.cli", "join", *words, "--key", "-"]
+    hidden = ["unshare", "-m", "sh", "-ec", WITHOUT_DISK, "sh", str(folder), *command]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", host, *hidden],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin is not None
+    process.stdin.write(key)
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def write_script(folder: Path, outside: pytest.TempPathFactory) -> Path:
+    """Write a script, which trains slowly until there is a file, whose path is returned."""
+    enough = outside.mktemp("both") / "enough"
+    (folder / "train.py").write_text(SCRIPT.replace("ENOUGH", repr(str(enough))))
+    (folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    return enough
+
+
+def assert_each_sample_counts_once(run: Path) -> None:
+    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
+    assert len(audits) == 60
+    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
 
 
 def events(run: Path) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "servers": 2,
     "on_nan": "skip",
     "plain": True,
+    "relay": True,
     "failure_timeout_s": 2.5,
     "timeout_s": 60.0,
     "restarts": 1,

@@ -6,17 +6,27 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from namespace_hosts import HOSTS, events, generations, hosts, on, starts, until
+from namespace_hosts import (
+    HOSTS,
+    SCRIPT,
+    assert_each_sample_counts_once,
+    events,
+    generations,
+    hosts,
+    joining,
+    on,
+    starts,
+    until,
+    write_script,
+)
 from run_place import Place
 
 from stretto.errors import LaunchError
@@ -33,64 +43,18 @@ from stretto.security import server_keys
 
 __all__ = ["hosts"]
 
-SCRIPT = """
-import pathlib, sys, time, torch, stretto, nets
-assert sys.argv[1:] == ["--lr", "0.01"]
-torch.manual_seed(0)
-x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
-net = nets.net()
-optimizer = torch.optim.SGD(net.parameters(), lr=float(sys.argv[2]))
-data = torch.utils.data.TensorDataset(x, y)
-loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
-loader = stretto.distribute(net, optimizer, loader)
-print("code in", nets.__file__, flush=True)
-for epoch in range(60):
-    for a, b in loader:
-        optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
-        optimizer.step()
-        if not pathlib.Path(ENOUGH).exists():
-            time.sleep(0.06)
-"""
-WITHOUT_DISK = """
-mount -t tmpfs none "$1"
-cd "$1"
-shift
-exec "$@"
-"""
-
-
-def joining(folder: Path, key: bytes, *words: str) -> subprocess.Popen[bytes]:
-    """Start `stretto join` on the other host, where `folder` is empty; the key comes from standard input."""
-    command = [sys.executable, "-m", "stretto.cli", "join", *words, "--key", "-"]
-    hidden = ["unshare", "-m", "sh", "-ec", WITHOUT_DISK, "sh", str(folder), *command]
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", HOSTS[1], *hidden],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdin is not None
-    process.stdin.write(key)
-    process.stdin.close()
-    process.stdin = None
-    return process
-
 
 @pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd(shards=2)"])
 def test_hosts_without_a_shared_disk_train_each_sample_once(
     place: Place, hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    enough = tmp_path_factory.mktemp("both") / "enough"
-    (place.folder / "train.py").write_text(SCRIPT.replace("ENOUGH", repr(str(enough))))
-    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    enough = write_script(place.folder, tmp_path_factory)
     run = place.folder / "run"
     address = "10.79.0.1:7878"
     options = ["-n", "2", "--recipe", recipe, "--listen", address, "--failure-timeout", "5s", "--out", "run"]
     here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
     until(lambda: (run / "join.key").exists() and {0, 1} <= starts(run).keys(), here)
-    there: Any = joining(place.folder, (run / "join.key").read_bytes(), address, "-n", "2")
+    there = joining(HOSTS[1], place.folder, (run / "join.key").read_bytes(), address, "-n", "2")
     until(lambda: {2, 3} <= starts(run).keys(), here, there)
     killed = starts(run)[3]["pid"]
     os.kill(killed, signal.SIGKILL)
@@ -99,9 +63,7 @@ def test_hosts_without_a_shared_disk_train_each_sample_once(
     said = [one.communicate(timeout=90)[0] for one in (here, there)]
     assert (here.returncode, there.returncode) == (0, 0), said
     assert f"stretto join {address} --key join.key" in said[0] and "is encrypted" in said[0]
-    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
-    assert len(audits) == 60
-    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert_each_sample_counts_once(run)
     ended = {event["worker"] for event in events(run) if event["event"] == "end"}
     assert ended >= {0, 1, 2, 3}
     assert not list(place.folder.glob("runs")), "the guests have written on their own disk"

@@ -28,11 +28,14 @@ import torch.distributed as dist
 
 from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError
+from stretto.transport import encrypted_sockets
 from stretto.transport.conformance import check_transport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.process_group import ProcessGroupTransport, drop_parked
+from stretto.transport.relay_tunnels import RelayAccess
 from tests.encrypted_ends import view
+from tests.relays import SECRET, shared_relay
 
 LIMIT_S = 20.0
 TIMEOUT_S = 4.0
@@ -87,7 +90,21 @@ class EncryptedGenerations:
         self.formed.abort()
 
 
-KINDS: dict[str, Any] = {"gloo": GlooGenerations, "encrypted": EncryptedGenerations}
+class RelayedGenerations(EncryptedGenerations):
+    """Encrypted transports whose workers count as on machines of their own, through the relay of `shared_relay`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encrypted_sockets.machine_name = lambda: ""
+        access = RelayAccess(os.environ["RELAY"], SECRET)
+        self.rendezvous = EncryptedRendezvous("127.0.0.1", PATIENCE_S, TIMEOUT_S, relay=access)
+
+
+KINDS: dict[str, Any] = {
+    "gloo": GlooGenerations,
+    "encrypted": EncryptedGenerations,
+    "relayed": RelayedGenerations,
+}
 
 
 class Obeying:
@@ -220,6 +237,7 @@ class Crew:
         # PyTorch asks the DNS for the name of each store that it connects to; a lost answer must not cost 5 s
         resolver = {"RES_OPTIONS": "timeout:1 attempts:1"}
         root = str(Path(__file__).resolve().parents[2])  # the nursery imports modules of the tests
+        resolver["RELAY"] = shared_relay().access.address if kind == "relayed" else ""
         environment = {**os.environ, **resolver, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
         self.nursery = subprocess.Popen(
             [sys.executable, __file__, self.path, kind], stdin=subprocess.PIPE, env=environment, text=True

@@ -23,7 +23,7 @@ from stretto.collective_ops import AllGather, AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.membership.messages import GenerationView
 from stretto.simulator.runner import Simulator
-from stretto.transport import in_memory
+from stretto.transport import encrypted_sockets, in_memory
 from stretto.transport import process_group as collective_wire
 from stretto.transport.conformance import check_end, check_operations, check_transport
 from stretto.transport.elastic import AbortableTransport, ElasticTransport
@@ -34,12 +34,19 @@ from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.shared_memory import over_shared_memory
 from stretto.transport.single_worker import SingleWorkerTransport
 from tests.elastic_workers import InMemoryRendezvous, ThreadConnection, ThreadCoordinator
-from tests.encrypted_ends import encrypted
+from tests.encrypted_ends import encrypted, relayed
+from tests.relays import shared_relay
 
 
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(autouse=True)
+def _machines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers count as being on several machines, so that those with a relay use it."""
+    monkeypatch.setattr(encrypted_sockets, "machine_name", lambda: "")
 
 
 def collective(workers: int, timeout_s: float = 20.0) -> list[ProcessGroupTransport]:
@@ -92,6 +99,12 @@ def elastic_encrypted(workers: int) -> list[ElasticTransport]:
     return elastic(workers, lambda _: EncryptedRendezvous("127.0.0.1", 20.0, 20.0))
 
 
+def elastic_relayed(workers: int) -> list[ElasticTransport]:
+    """Return elastic transports through a relay."""
+    access = shared_relay().access
+    return elastic(workers, lambda _: EncryptedRendezvous("127.0.0.1", 20.0, 20.0, relay=access))
+
+
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
@@ -104,6 +117,8 @@ def elastic_encrypted(workers: int) -> list[ElasticTransport]:
         (lambda n: [PeerGroup(end, range(n)) for end in in_memory.wires(n)], (1, 2, 3, 5)),
         (encrypted, (1, 2, 3, 5)),
         (elastic_encrypted, (2, 3)),
+        (relayed, (1, 2, 3, 5)),
+        (elastic_relayed, (2, 3)),
     ],
     ids=[
         "memory",
@@ -115,6 +130,8 @@ def elastic_encrypted(workers: int) -> list[ElasticTransport]:
         "group",
         "encrypted",
         "elastic encrypted",
+        "relayed",
+        "elastic relayed",
     ],
 )
 def test_every_transport_passes_the_conformance_test(make, workers) -> None:
@@ -145,7 +162,9 @@ def test_a_simulated_elastic_transport_passes_the_conformance_test(workers: int,
 # --- exchanges of pairs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
+@pytest.mark.parametrize(
+    "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
+)
 def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> None:
     ends = make(3, 0.3)
     alone, others = ends[0].submit(Exchange(1, torch.ones(4))), [ends[1], ends[2]]
@@ -156,7 +175,9 @@ def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> No
         alone.wait()
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
+@pytest.mark.parametrize(
+    "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
+)
 def test_an_exchange_of_two_dtypes_is_an_error_at_both_workers(make) -> None:
     ends = make(2, 5.0)
     handles = [end.submit(Exchange(1 - end.worker, torch.ones(4).to(dtype)))
@@ -176,7 +197,7 @@ def abortable(workers: int) -> list[ProcessGroupTransport]:
         )
 
 
-@pytest.mark.parametrize("make", [abortable, encrypted], ids=["collective", "encrypted"])
+@pytest.mark.parametrize("make", [abortable, encrypted, relayed], ids=["collective", "encrypted", "relayed"])
 def test_an_abort_ends_an_exchange_and_a_group(make) -> None:
     ends = make(2)
     group, began = ends[0].group([1, 0]), time.monotonic()
@@ -207,7 +228,7 @@ def group_mean(end: Collectives, contribution: Tensor) -> Any:
     return end.group(range(end.workers)).submit(AllReduceMean(contribution)).wait()
 
 
-@pytest.mark.parametrize("make", [collective, encrypted], ids=["collective", "encrypted"])
+@pytest.mark.parametrize("make", [collective, encrypted, relayed], ids=["collective", "encrypted", "relayed"])
 @pytest.mark.parametrize("numbers", [10_007, 9_000_001], ids=["one piece", "many pieces"])
 def test_means_of_a_group_have_the_same_bits_at_all_workers(make, numbers: int) -> None:
     ends = make(3)
@@ -222,7 +243,7 @@ def test_means_of_a_group_have_the_same_bits_at_all_workers(make, numbers: int) 
         end.close()
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, encrypted], ids=["memory", "encrypted"])
+@pytest.mark.parametrize("make", [in_memory.wires, encrypted, relayed], ids=["memory", "encrypted", "relayed"])
 def test_means_of_a_group_can_be_waited_for_in_any_order_and_between_other_operations(make) -> None:
     """Workers wait at other times than each other: some before they submit the next operation, some after all."""
     ends, waits = make(3), [(0, 2, 1), (0, 1, 2), (2, 0, 1)]
@@ -271,7 +292,9 @@ def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.Mo
         assert new.fileno() not in wire._opened
 
 
-@pytest.mark.parametrize("make", [in_memory.wires, collective, encrypted], ids=["memory", "collective", "encrypted"])
+@pytest.mark.parametrize(
+    "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
+)
 def test_a_missing_worker_is_an_error_within_the_timeout(make) -> None:
     ends = make(2, 0.3)
     with pytest.raises(TransportError, match=r"worker"):

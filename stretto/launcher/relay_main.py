@@ -1,0 +1,31 @@
+"""Entry point of the process that relays what workers of different hosts exchange.
+
+Started as `python -P -m stretto.launcher.relay_main`, with its configuration in the environment.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+from stretto.events import RELAY
+from stretto.launcher.shard_main import leave, own_config
+from stretto.launcher.worker_main import begin, fail, log_in
+from stretto.process_config import RelayConfig
+
+
+def main() -> None:
+    """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
+    signal.signal(signal.SIGTERM, leave)
+    config = own_config(RelayConfig)
+    begin(config)
+    try:
+        from stretto.relay import serve  # imports zmq: SIGTERM has its handler before that
+
+        serve(socket.socket(fileno=config.listen_fd), config.secret.encode())
+    except BaseException as error:
+        fail(error, RELAY, log_in(config.run))
+
+
+if __name__ == "__main__":
+    main()

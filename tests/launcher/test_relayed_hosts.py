@@ -1,0 +1,103 @@
+"""Workers of hosts that reach the launcher and not each other exchange through its relay."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from namespace_hosts import (
+    HOSTS,
+    apart_hosts,
+    assert_each_sample_counts_once,
+    events,
+    generations,
+    joining,
+    on,
+    starts,
+    until,
+    write_script,
+)
+from run_place import Place, config_of
+
+from stretto.errors import LaunchError
+from stretto.launcher.config import check
+from stretto.launcher.endpoints import servers_for
+from stretto.launcher.join import route
+from stretto.run_config import RunConfig
+
+__all__ = ["apart_hosts"]
+ADDRESS = "10.79.0.1:7878"
+
+
+def relay_of(place: Place) -> int:
+    """Return the process of the relay."""
+    return next(one.pid for one in place.left() if config_of(one).get("type") == "relay")
+
+
+def started(run: Path, *numbers: int) -> bool:
+    return set(numbers) <= starts(run).keys()
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+def test_hosts_that_cannot_reach_each_other_train_each_sample_once(
+    place: Place, apart_hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough, run = write_script(place.folder, tmp_path_factory), place.folder / "run"
+    options = ["-n", "1", "--recipe", recipe, "--listen", ADDRESS, "--relay", "--out", "run"]
+    here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
+    until(lambda: (run / "join.key").exists() and started(run, 0), here)
+    key = (run / "join.key").read_bytes()
+    there = joining(HOSTS[1], place.folder, key, ADDRESS, "-n", "2")
+    until(lambda: started(run, 0, 1, 2), here, there)
+    elsewhere = joining(HOSTS[2], place.folder, key, ADDRESS)
+    until(lambda: [0, 1, 2, 3] in generations(run) and started(run, 3), here, there, elsewhere)
+    killed = starts(run)[3]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: starts(run)[3]["pid"] != killed and generations(run)[-1] == [0, 1, 2, 3], here, there, elsewhere)
+    formed = len(generations(run))
+    os.kill(relay_of(place), signal.SIGKILL)
+    until(lambda: len(generations(run)) > formed and generations(run)[-1] == [0, 1, 2, 3], here, there, elsewhere)
+    enough.touch()
+    said = [one.communicate(timeout=90)[0] for one in (here, there, elsewhere)]
+    assert [one.returncode for one in (here, there, elsewhere)] == [0, 0, 0], said
+    assert "workers of different hosts exchange through the relay at 10.79.0.1:" in said[0]
+    assert_each_sample_counts_once(run)
+    failed = {event["process"] for event in events(run) if event["event"] == "membership" and event["what"] == "failed"}
+    assert failed == {"worker 3", "relay"}
+
+
+test_hosts_that_cannot_reach_each_other_train_each_sample_once.limit_s = 240  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"host": None}, ("got: --relay", "--listen 10.0.0.1:7878 --relay")),
+        ({"plain": True}, ("got: --relay --listen 10.0.0.1 --no-encryption",)),
+        ({"recipe": "async_sgd"}, ("there is nothing to relay", "got: --relay --listen 10.0.0.1 --recipe async_sgd")),
+    ],
+)
+def test_a_relay_that_no_worker_would_use_is_refused(place: Place, changed: dict[str, Any], words: list[str]) -> None:
+    script = place.folder / "train.py"
+    script.touch()
+    config = RunConfig(script, workers=2, host="10.0.0.1", relay=True, recipe="allreduce")
+    check(config)
+    with pytest.raises(LaunchError) as refused:
+        check(msgspec.structs.replace(config, **changed))
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_a_run_says_which_way_workers_of_different_hosts_use() -> None:
+    config = RunConfig(Path("train.py"), workers=2, host="127.0.0.1")
+    said = []
+    for shards, relayed in ((0, False), (0, True), (1, False)):
+        with servers_for(shards, plain=False, coordinated=True, host="127.0.0.1", relayed=relayed) as servers:
+            said.append("".join(route(config, servers)))
+            assert (servers.relay_at or "no relay") in [*said[-1].split(), "no relay"]
+    assert "connect with each other" in said[0] and "--relay" in said[0]
+    assert "through the relay at 127.0.0.1:" in said[1]
+    assert said[2] == ""

@@ -1,0 +1,79 @@
+"""A relay in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from stretto.relay import Relay, serving
+from stretto.transport.relay_tunnels import RelayAccess
+
+SECRET = b"of the run"
+
+
+class RecordingRelay(Relay):
+    """Relay whose connections can all be closed, as by the end of its process."""
+
+    def __init__(self) -> None:
+        self.notices = list[str]()
+        self._connections = list[Any]()
+        super().__init__(SECRET, self.notices.append)
+
+    def connection(self) -> asyncio.Protocol:
+        """Return the protocol of a new connection."""
+        self._connections.append(super().connection())
+        return self._connections[-1]
+
+    async def end(self) -> None:
+        """Close all connections."""
+        for one in self._connections:
+            one.transport.abort()
+        await asyncio.sleep(0)  # they are closed in the next iteration of the loop
+
+
+class RelayThread:
+    """Relay at a port of its own, which can be stopped and started again there."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        self.port = self._listener.getsockname()[1]
+        self.relay = RecordingRelay()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(serving(self._listener, self.relay))
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def access(self) -> RelayAccess:
+        return RelayAccess(f"127.0.0.1:{self.port}", SECRET)
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.run_until_complete(self.relay.end())
+        self._loop.close()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(20)
+
+
+@contextlib.contextmanager
+def relay() -> Iterator[RelayThread]:
+    """Yield a relay."""
+    made = RelayThread()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@functools.cache
+def shared_relay() -> RelayThread:
+    """Return the relay of this process, for tests that do not disturb it."""
+    return RelayThread()

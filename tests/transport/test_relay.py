@@ -1,0 +1,315 @@
+"""Relay between hosts that cannot reach each other: whom it lets in, what it stores and what it survives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from stretto import relay as relay_module
+from stretto.collective_ops import Exchange
+from stretto.errors import BrokenTransportError
+from stretto.relay import (
+    HANDSHAKE_S,
+    JOINED,
+    MAX_STRANGERS,
+    NONCE_BYTES,
+    REQUEST_BYTES,
+    End,
+    Stream,
+    checked,
+    signed,
+)
+from stretto.transport import encrypted_sockets
+from stretto.transport.encrypted import EncryptedTransport
+from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
+from stretto.transport.relay_tunnels import RelayAccess
+from tests.encrypted_ends import joined, new_keys
+from tests.relays import SECRET, RelayThread, relay, shared_relay
+
+LIMIT_S = 20.0
+STREAM = Stream(b"2" * 16, b"3" * 16, 7)
+
+
+@pytest.fixture(autouse=True)
+def _machines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encrypted_sockets, "machine_name", lambda: "")
+
+
+@pytest.fixture
+def running() -> Iterator[RelayThread]:
+    """Yield a relay, and close the connections with it."""
+    with relay() as made:
+        yield made
+    while _opened:
+        _opened.pop().close()
+
+
+def ports(count: int) -> list[ReservedPort]:
+    return [ReservedPort("127.0.0.1", new_keys()) for _ in range(count)]
+
+
+def until(is_so: Callable[[], object]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+_opened = list[socket.socket]()
+
+
+def plain(made: RelayThread) -> socket.socket:
+    """Return a connection that is closed after the test."""
+    _opened.append(socket.create_connection(("127.0.0.1", made.port), LIMIT_S))
+    return _opened[-1]
+
+
+def request_on(one: socket.socket, end: End = b"s", stream: Stream = STREAM, secret: bytes = SECRET) -> bytes:
+    """Return a signed request for an end of a stream, on a new connection."""
+    return signed(end, stream, received(one, NONCE_BYTES), secret)
+
+
+def end_of(made: RelayThread, end: End, stream: Stream = STREAM) -> socket.socket:
+    """Return a connection that has asked for an end of a stream."""
+    found = plain(made)
+    found.sendall(request_on(found, end, stream))
+    return found
+
+
+def received(one: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count and (piece := one.recv(count - len(found))):
+        found += piece
+    return found
+
+
+def is_closed(one: socket.socket) -> bool:
+    """Return True once the other end has closed the connection."""
+    one.settimeout(LIMIT_S + HANDSHAKE_S)
+    with one, contextlib.suppress(ConnectionError):
+        while one.recv(1 << 16):
+            pass
+    return True
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+def repeated(one: socket.socket) -> bytes:
+    """Return a request that was signed for another connection."""
+    received(one, NONCE_BYTES)
+    return signed(b"s", STREAM, b"an earlier number", SECRET)
+
+
+STRANGERS: dict[str, tuple[Callable[[socket.socket], bytes], str]] = {
+    "silence": (lambda one: b"", "no request within 2 s"),
+    "a web request": (lambda one: b"GET / HTTP/1.0\r\n\r\n", "no request within 2 s"),
+    "garbage": (lambda one: os.urandom(5000), "more than a request"),
+    "a request and more": (lambda one: request_on(one) + b"and more", "more than a request"),
+    "a request of garbage": (lambda one: os.urandom(REQUEST_BYTES), "without the key"),
+    "another secret": (lambda one: request_on(one, secret=b"of another run"), "without the key"),
+    "a repeated request": (repeated, "without the key"),
+    "another end than the signed one": (lambda one: b"r" + request_on(one)[1:], "without the key"),
+}
+
+
+@pytest.mark.parametrize(("sent", "why"), STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_refused_and_logged_and_members_connect(
+    running: RelayThread, sent: Callable[[socket.socket], bytes], why: str
+) -> None:
+    strangers = [plain(running) for _ in range(3)]
+    for one in strangers:
+        with contextlib.suppress(ConnectionError):
+            one.sendall(sent(one))
+    ends = joined(ports(2), relay=running.access)
+    assert all(is_closed(one) for one in strangers)
+    until(lambda: running.relay.refused == 3)
+    assert len(running.relay.notices) == 2
+    assert all("a connection from 127.0.0.1 was refused: " in text and why in text for text in running.relay.notices)
+    close(ends)
+
+
+def test_more_connections_without_a_request_close_the_oldest(running: RelayThread) -> None:
+    strangers = [plain(running) for _ in range(2 * MAX_STRANGERS)]
+    assert all(is_closed(one) for one in strangers[:MAX_STRANGERS])
+    assert "too many connections" in running.relay.notices[0]
+
+
+@pytest.mark.parametrize("place", range(0, REQUEST_BYTES, 3))
+def test_a_changed_request_is_not_signed(place: int) -> None:
+    request = bytearray(signed(b"s", STREAM, b"number", SECRET))
+    assert checked(request, b"number", SECRET) == (b"s", STREAM)
+    request[place] ^= 1
+    with pytest.raises(ValueError, match="without the key"):
+        checked(request, b"number", SECRET)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_pass_both_ways_and_an_end_that_closes_closes_the_other(running: RelayThread) -> None:
+    sender, receiver = end_of(running, b"s"), end_of(running, b"r")
+    assert {received(one, len(JOINED)) for one in (sender, receiver)} == {JOINED}
+    data = os.urandom(3_000_000)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.sendall, data)
+        assert received(receiver, len(data)) == data
+        sending.result()
+    receiver.sendall(b"back")
+    assert received(sender, 4) == b"back"
+    sender.sendall(b"last")
+    sender.close()
+    assert received(receiver, 100) == b"last"
+
+
+def test_a_receiver_that_does_not_read_slows_its_sender_down(running: RelayThread) -> None:
+    sender, receiver = end_of(running, b"s"), end_of(running, b"r")
+    received(sender, len(JOINED))
+    sender.settimeout(1.0)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 256 << 20:
+            sent += sender.send(bytes(1 << 20))
+    assert sent < 64 << 20, "more than the buffers of the kernel hold"
+    receiver.close()
+    assert is_closed(sender)
+
+
+def test_an_end_that_has_closed_is_forgotten_and_a_new_one_takes_the_place_of_a_waiting_one(
+    running: RelayThread,
+) -> None:
+    end_of(running, b"s").close()
+    until(lambda: running.relay.waiting == 0)
+    waiting, newer = end_of(running, b"s"), end_of(running, b"s")
+    assert is_closed(waiting)
+    receiver = end_of(running, b"r")
+    assert {received(one, len(JOINED)) for one in (newer, receiver)} == {JOINED}
+
+
+def test_streams_of_other_workers_and_generations_are_apart(running: RelayThread) -> None:
+    sender = end_of(running, b"s")
+    apart = STREAM._replace(generation=8), Stream(STREAM.receiver, STREAM.sender, 7)
+    others = [end_of(running, b"r", other) for other in apart]
+    receiver = end_of(running, b"r")
+    assert received(receiver, len(JOINED)) == received(sender, len(JOINED)) == JOINED
+    for one in others:
+        one.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            one.recv(1)
+
+
+# --- transports -------------------------------------------------------------------------------------------------------
+
+
+def close(ends) -> None:
+    for end in ends:
+        end.abort()
+        end.close()
+
+
+def exchanged(ends, tensor: torch.Tensor) -> bool:
+    handles = [end.submit(Exchange(1 - end.worker, tensor)) for end in ends]
+    return all(torch.equal(handle.wait(), tensor) for handle in handles)
+
+
+def test_the_relay_reads_nothing_of_a_tensor(running: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, forward = bytearray(), relay_module._Connection.data_received
+
+    def recording(self, data: bytes) -> None:
+        passed.extend(data)
+        forward(self, data)
+
+    monkeypatch.setattr(relay_module._Connection, "data_received", recording)
+    ends, secret = joined(ports(2), relay=running.access), b"nobody reads this"
+    tensor = torch.frombuffer(bytearray(secret * 20_000), dtype=torch.uint8)
+    assert exchanged(ends, tensor)
+    assert len(passed) > 2 * tensor.numel()
+    assert secret not in passed
+    close(ends)
+
+
+def test_workers_of_one_machine_do_not_use_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nothing:
+        unused = RelayAccess(f"127.0.0.1:{nothing.getsockname()[1]}", SECRET)
+    monkeypatch.setattr(encrypted_sockets, "machine_name", lambda: "one")
+    ends = joined(ports(2), relay=unused)
+    assert exchanged(ends, torch.ones(10))
+    close(ends)
+
+
+def test_a_generation_ends_with_its_relay_and_the_next_one_connects_at_the_restarted_relay() -> None:
+    first = RelayThread()
+    ends = joined(ports(2), relay=first.access)
+    assert exchanged(ends, torch.ones(10))
+    waiting = ends[0].submit(Exchange(1, torch.ones(9)))
+    first.stop()
+    with pytest.raises(BrokenTransportError, match="worker 1 has failed, or has left"):
+        waiting.wait()
+    own = ports(2)
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(joined, own, generation=2, relay=first.access)
+        restarted = RelayThread(first.port)
+        following = forming.result()
+    assert exchanged(following, torch.ones(10))
+    close([*ends, *following])
+    restarted.stop()
+
+
+def test_a_secret_is_not_printed() -> None:
+    assert "of the run" not in repr(shared_relay().access)
+
+
+@pytest.mark.parametrize("machine", ["", "a" * 32])
+def test_an_endpoint_is_read_as_it_is_printed(machine: str) -> None:
+    end = Endpoint("10.0.0.1", 7, new_keys().public, machine)
+    assert Endpoint.parse(str(end)) == end
+
+
+def test_ends_that_were_joined_are_not_waiting(running: RelayThread) -> None:
+    ends = joined(ports(3), relay=running.access)
+    assert not running.relay.waiting
+    close(ends)
+
+
+def test_two_generations_of_the_same_workers_are_apart(running: RelayThread) -> None:
+    keys = [new_keys() for _ in range(2)]
+    made = [[ReservedPort("127.0.0.1", one) for one in keys] for _ in range(2)]
+
+    def formed(own: list[ReservedPort], generation: int) -> list[EncryptedTransport]:
+        return joined(own, generation=generation, relay=running.access)
+
+    with ThreadPoolExecutor(2) as pool:
+        generations = list(pool.map(formed, made, (1, 2)))
+    assert all(exchanged(ends, torch.ones(10)) for ends in generations)
+    for ends in generations:
+        close(ends)
+
+
+def test_last_messages_pass_before_a_worker_leaves(running: RelayThread) -> None:
+    ends, tensor = joined(ports(2), relay=running.access), torch.arange(400_000.0)
+    handles = [end.submit(Exchange(1 - end.worker, tensor)) for end in ends]
+    handles[0].wait()
+    ends[0].close()
+    assert torch.equal(handles[1].wait(), tensor)
+    ends[1].close()
+
+
+def test_a_relay_that_is_away_ends_no_process() -> None:
+    """Transports are closed at any moment of their attempts to connect."""
+    with socket.create_server(("127.0.0.1", 0)) as nothing:
+        away = RelayAccess(f"127.0.0.1:{nothing.getsockname()[1]}", SECRET)
+    for number in range(20):
+        own = ports(2)
+        ends = [(rank, port.endpoint) for rank, port in enumerate(own)]
+        transport = EncryptedTransport(own[0], 1, 0, ends, LIMIT_S, away)
+        own[1].close()
+        with pytest.raises(BrokenTransportError, match="could not connect with worker 1"):
+            transport.connect(0.01 * number)
+        transport.close()
