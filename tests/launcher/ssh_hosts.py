@@ -35,7 +35,7 @@ class SshHosts:
         self.folder, self.address, self.network = folder, address, network
         self.commands: list[str] = []
         """Commands that sessions were started with."""
-        self.sessions: list[subprocess.Popen[bytes]] = []
+        self._sessions: list[tuple[str, subprocess.Popen[bytes]]] = []
         self.connections: list[Any] = []
         self.is_refusing = False
         """True if the server refuses all keys."""
@@ -130,7 +130,7 @@ Host *
             start_new_session=True,
             **pipes,  # type: ignore[call-overload]
         )
-        self.sessions.append(process)
+        self._sessions.append((command, process))
         await session.redirect(process.stdin, process.stdout, process.stderr)
         code = await self._loop.run_in_executor(None, process.wait)
         with suppress(OSError):
@@ -140,6 +140,15 @@ Host *
             else:
                 session.exit(code)
         await session.wait_closed()
+
+    def pids(self) -> list[tuple[str, int]]:
+        """Return the commands, each with its process."""
+        return [(command, session.pid) for command, session in self._sessions]
+
+    @property
+    def sessions(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of the commands."""
+        return [session for _, session in self._sessions]
 
     def break_connections(self) -> None:
         """Close the connections without a word to the clients or the commands."""

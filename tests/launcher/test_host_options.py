@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from run_place import Place
+from run_place import Place, until
 
 from stretto.errors import LaunchError
 from stretto.host_list import Host
 from stretto.launcher.config import check, described, with_hosts
 from stretto.launcher.endpoints import servers_for
+from stretto.launcher.engines.ssh import AgentLines
 from stretto.launcher.engines.ssh_errors import explained
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.remote_workers import agent_specs
@@ -73,6 +76,25 @@ def test_workers_of_hosts_have_the_numbers_after_those_of_the_launcher(place: Pl
     assert words == f"join {address} --key - -n 4 --output none --threads 3"
     assert [msgspec.json.decode(spec.key)["first"] for spec in specs] == [2, 4]
     assert not any(secret in word for secret in servers.worker_keys or () for word in (words, repr(specs)))
+
+
+def test_lines_of_an_agent_are_shown_except_an_error_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.launcher.engines.ssh.HELD_S", 0.0)
+    shown: list[str] = []
+    reading, writing = os.pipe()
+    lines = AgentLines(shown.append)
+    with open(reading, "rb", buffering=0) as pipe:
+        reader = threading.Thread(target=lines.read, args=(pipe,))
+        reader.start()
+        with open(writing, "wb", buffering=0) as end:
+            end.write(b"Welcome\r\nto b\nstretto: starting 2 workers\n")
+            until(lambda: shown == ["Welcome", "to b", "starting 2 workers"])
+            end.write(b"stretto: worker 2 failed\nTraceback\n")
+            end.write(b"the whole log: x")
+        reader.join(10)
+    assert shown == ["Welcome", "to b", "starting 2 workers"]
+    lines.flush()
+    assert shown[3:] == ["worker 2 failed", "Traceback", "the whole log: x"]
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,9 @@ def test_run_begins_with_the_workers_of_all_hosts_and_a_killed_one_is_restarted(
     assert len(ssh_hosts.commands) == 2
     shown = [" ".join(process.cmdline()) for process in place.left()] + ssh_hosts.commands
     assert not any(secret in text for secret in secrets for text in shown)
-    agents = [psutil.Process(session.pid) for session in ssh_hosts.sessions]
-    assert {run.pids()[2], run.pids()[3]} <= {child.pid for agent in agents for child in agent.children()}
+    sessions = {command.split(" -n ")[1][0]: psutil.Process(pid) for command, pid in ssh_hosts.pids()}
+    children = {count: {child.pid for child in session.children()} for count, session in sessions.items()}
+    assert run.pids()[1] in children["1"] and {run.pids()[2], run.pids()[3]} <= children["2"]
     killed = run.pids()[3]
     os.kill(killed, signal.SIGKILL)
     run.until(lambda: run.pids()[3] != killed)
@@ -208,6 +209,33 @@ def test_end_of_the_launcher_ends_all_processes_of_all_hosts(
     assert run.process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
     until(lambda: place.left() == [], LIMIT_S)
     assert all(session.poll() is not None for session in ssh_hosts.sessions)
+
+
+def test_launcher_killed_while_hosts_join_leaves_no_process(place: Place, ssh_hosts: SshHosts, both: Path) -> None:
+    run = Run(place, both, "-n", "1", "--hosts", "a,b")
+    run.until(lambda: bool(ssh_hosts.commands))
+    run.process.kill()
+    run.process.communicate(timeout=LIMIT_S)
+    until(lambda: place.left() == [], LIMIT_S)
+
+
+def test_machine_without_an_ssh_client_is_explained(place: Place, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(both))
+    said = Run(place, both, "-n", "1", "--hosts", "a").end()
+    assert "hosts cannot be reached: ssh cannot be started: No such file" in said
+    assert "  try: apt install openssh-client, or stretto join on each host" in said
+
+
+def test_agent_that_is_asked_to_end_leaves_and_the_others_continue(
+    place: Place, ssh_hosts: SshHosts, both: Path
+) -> None:
+    run = Run(place, both, "-n", "1", "--hosts", "a:2")
+    run.until_started(0, 1, 2)
+    ssh_hosts.sessions[0].terminate()
+    run.until(lambda: generations(run.folder)[-1] == [0] and ssh_hosts.sessions[0].poll() is not None)
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert "stretto: host a: stopped by SIGTERM; continuing without its 2 workers" in said
 
 
 def test_broken_connection_ends_the_host_and_the_others_continue(place: Place, ssh_hosts: SshHosts, both: Path) -> None:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 14
 CONNECT_S = 15
 HELD_S = 1.0
-"""Time for which lines are held back: an agent that exits at once has printed an error, which is shown once."""
+"""Time for which a single line is held back."""
 LAST_S = 1.0
 """Limit of the wait for the last output of an agent that has exited."""
 MISSED = 3
@@ -99,7 +99,7 @@ class SshAgent:
     ) -> None:
         self._spec, self._process, self._remote_stretto = spec, process, remote_stretto
         self._report, self._output = report, output
-        self._lines = _Lines(lambda text: output.note(f"{spec.host.name}: {text}"))
+        self._lines = AgentLines(lambda text: output.note(f"{spec.host.name}: {text}"))
         self._readers = [
             threading.Thread(target=self._read_output, daemon=True),
             threading.Thread(target=self._lines.read, args=(_pipe(process.stderr),), daemon=True),
@@ -143,29 +143,40 @@ class SshAgent:
         self._report(AgentExited(self._spec.host.name, code, text if code else ""))
 
 
-class _Lines:
-    """Lines on the standard error of an agent. They are held back for HELD_S, since the last ones may be an error."""
+class AgentLines:
+    """Lines on the standard error of an agent, which are shown as they come, except the last ones.
+
+    The last line that begins with Stretto's name, and all after it, are held back: they may be the error with which the
+    agent exits, which the launcher shows itself. A single line is no error, if HELD_S pass.
+    """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self.tail = self._held = b""
+        self.tail = self._partial = b""
+        self._held: list[bytes] = []
         self.is_shown = True
 
     def read(self, pipe: IO[bytes]) -> None:
         """Read lines until the end; the last ones stay held back."""
         while True:
-            if self._held and not select.select([pipe], [], [], HELD_S)[0]:
-                self.flush()
+            if len(self._held) == 1 and not select.select([pipe], [], [], HELD_S)[0]:
+                self._show(1)
             if not (data := os.read(pipe.fileno(), CHUNK_BYTES)):
+                self._held += [self._partial] if self._partial else []
                 return
-            self._held += data
             self.tail = (self.tail + data)[-TAIL_BYTES:]
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            self._held += lines
+            self._show(max((number for number, line in enumerate(self._held) if line.startswith(OURS)), default=0))
 
     def flush(self) -> None:
         """Show the lines that are held back."""
-        held, self._held = self._held, b""
-        for line in held.splitlines() if self.is_shown else ():
-            self._note(line.removeprefix(OURS).decode(errors="replace"))
+        self._show(len(self._held))
+
+    def _show(self, count: int) -> None:
+        shown, self._held = self._held[:count], self._held[count:]
+        for line in shown if self.is_shown else ():
+            self._note(line.removeprefix(OURS).decode(errors="replace").rstrip("\r"))
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
