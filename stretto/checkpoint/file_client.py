@@ -7,20 +7,34 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import zmq
 
-from stretto.checkpoint.file_messages import Answer, Call, Part, Publish, Received, Request, Sender, SendWindow, Target
+from stretto.checkpoint.file_messages import (
+    Answer,
+    Call,
+    CheckpointFile,
+    FileOf,
+    Part,
+    Publish,
+    ReadFile,
+    Received,
+    Request,
+    Sender,
+    SendWindow,
+    Target,
+)
 from stretto.membership.client import dealer
 from stretto.security import WorkerKeys
 
 ANSWER_MS = 1000
 """Time in ms after which messages without a reply are sent again."""
-DONE_MS = 50
-"""Time in ms after which the coordinator is asked again whether it has processed a request."""
+FIRST_MS, DONE_MS = 1, 50
+"""First and longest time in ms after which the coordinator is asked again whether it has processed a request."""
 SILENT_S = 60.0
 """Time in seconds without a reply, or with none that confirms anything, after which an upload or request fails."""
 ATTEMPTS = 3
@@ -59,6 +73,12 @@ class FileClient:
         """Return the result of a request. Raises OSError; a TimeoutError if the coordinator is silent for the limit."""
         with self._connect() as connection:
             return connection.call(request, limit_s)
+
+    def download(self, resumed: bool, file: CheckpointFile | FileOf, path: Path) -> None:
+        """Copy a file of the run directory, or of that of the run that is resumed, to a path here. Raises OSError."""
+        with self._connect() as connection, path.open("xb") as copy:
+            while data := connection.call(ReadFile(resumed, file, copy.tell())):
+                copy.write(data)
 
     def _connect(self) -> _Connection:
         sender = Sender(self.worker, self.incarnation, os.urandom(8).hex())
@@ -103,7 +123,7 @@ class _Connection:
     def call(self, request: Request, limit_s: float = SILENT_S) -> bytes:
         """Return the result of a request, which is repeated until it has been processed."""
         self._calls += 1
-        reply_at = time.monotonic()
+        reply_at, wait_ms = time.monotonic(), FIRST_MS
         while True:
             self._send([Call(self._calls, request)])
             data = self._received(ANSWER_MS)
@@ -113,7 +133,8 @@ class _Connection:
                 _raise_problem(answer)
                 return answer.result
             if data is not None:
-                self._dealer.poll(DONE_MS)
+                self._dealer.poll(wait_ms)
+                wait_ms = min(2 * wait_ms, DONE_MS)
             _check_silence(reply_at, limit_s)
 
     def _send(self, messages: Iterable[Part | Call]) -> None:

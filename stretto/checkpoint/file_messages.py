@@ -1,4 +1,4 @@
-"""Messages in which a worker that does not see the run directory writes files there, through the coordinator.
+"""Messages in which a worker that does not see the run directory writes and reads files there, through the coordinator.
 
 Every upload has a connection of its own, and so has a series of other requests.
 
@@ -32,6 +32,10 @@ PART_BYTES = 60_000
 """Largest number of bytes in a part: messages of members wait for one part at most."""
 WINDOW = 16
 """Number of parts that are sent before the first of them is confirmed."""
+READ_BYTES = 1 << 20
+"""Largest number of bytes of a file in the answer to a request."""
+CHECKPOINTS_FOUND = list[tuple[int, int, int]]
+"""Section, round, and number among the checkpoints of the same round."""
 CONTENT = "content"
 """Name of the file in an upload that is no checkpoint."""
 UNKNOWN = -1
@@ -104,6 +108,39 @@ class RemoveOlder(_Message, frozen=True):
     section: SectionNumber
 
 
+class CheckpointFile(_Message, frozen=True):
+    """A file of a checkpoint: of the checkpoint of this number among several of the same round."""
+
+    section: SectionNumber
+    round: Number
+    occurrence: Number
+    name: FileName
+
+
+class ListCheckpoints(_Message, frozen=True):
+    """Request for section, round and number of all checkpoints, the newest first, as `CHECKPOINTS_FOUND`.
+
+    `resumed`, here and below: of the run that is resumed, instead of this run.
+    """
+
+    resumed: bool
+
+
+class ReadFile(_Message, frozen=True):
+    """Request for the bytes of a file from this offset on, at most `READ_BYTES`; none at its end."""
+
+    resumed: bool
+    file: CheckpointFile | FileOf
+    offset: Number
+
+
+class DataOf(_Message, frozen=True):
+    """Request for the digest of the data of a section, as it is in its `run.json`."""
+
+    resumed: bool
+    section: SectionNumber
+
+
 class BeginSection(_Message, frozen=True):
     """Request to make the folder of a section, with these facts in its `run.json`."""
 
@@ -112,7 +149,7 @@ class BeginSection(_Message, frozen=True):
     absent: Annotated[list[Number], msgspec.Meta(max_length=10_000)]
 
 
-Request: TypeAlias = Publish | HighestRound | RemoveOlder | BeginSection
+Request: TypeAlias = Publish | HighestRound | RemoveOlder | BeginSection | ListCheckpoints | ReadFile | DataOf
 
 
 class Call(_Message, frozen=True):

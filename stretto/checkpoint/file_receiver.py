@@ -18,16 +18,22 @@ from pathlib import Path
 import msgspec
 
 from stretto.checkpoint.file_messages import (
+    CHECKPOINTS_FOUND,
     CONTENT,
+    READ_BYTES,
     UNKNOWN,
     Answer,
     BeginSection,
     Call,
+    CheckpointFile,
     CheckpointOf,
+    DataOf,
     FileOf,
     HighestRound,
+    ListCheckpoints,
     Part,
     Publish,
+    ReadFile,
     Received,
     RemoveOlder,
     Request,
@@ -35,9 +41,9 @@ from stretto.checkpoint.file_messages import (
     checkpoint_folder,
     sender_of,
 )
-from stretto.checkpoint.folder import MANIFEST, CheckpointFolder, checked
+from stretto.checkpoint.folder import MANIFEST, CheckpointFolder, checked, name_of, order
 from stretto.errors import LogError
-from stretto.run_dir import section_folder, write_section
+from stretto.run_dir import read_run, section_folder, section_folders, write_section
 from stretto.whole_files import sync
 
 INCOMING = ".incoming"
@@ -116,15 +122,22 @@ class FileReceiver:
     """Service of the coordinator that writes the files of workers to the run directory.
 
     `accepts` returns True for an incarnation of a worker that has not failed; a late one must not write. `keep` is the
-    number of checkpoints that are kept. A worker's files have the fixed names of `file_messages`.
+    number of checkpoints that are kept, `resumed` the directory of the run that is resumed. The names of all files are
+    fixed.
     """
 
     needs_log = False
 
     def __init__(
-        self, run: Path, keep: int, accepts: Callable[[int, int], bool], reserve_bytes: int = RESERVE_BYTES
+        self,
+        run: Path,
+        keep: int,
+        accepts: Callable[[int, int], bool],
+        resumed: Path | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         self._run, self._keep, self._accepts, self._reserve_bytes = run, keep, accepts, reserve_bytes
+        self._resumed = resumed
         self._uploads: dict[str, _Upload] = {}
         self._calls: dict[str, tuple[int, Future[bytes]]] = {}
         self._threads = ThreadPoolExecutor(THREADS, "files")
@@ -219,7 +232,21 @@ class FileReceiver:
             case BeginSection(section, data, absent):
                 facts = {"section": section, "data": data, "absent": absent}
                 write_section(self._run, section_folder(self._run, section), facts)
+            case ListCheckpoints(resumed):
+                return _ENCODER.encode(_checkpoints_in(self._folder(resumed)))
+            case ReadFile(resumed, file, offset):
+                return _read(_path_of(file, self._folder(resumed)), offset)
+            case DataOf(resumed, section):
+                return str(read_run(section_folder(self._folder(resumed), section)).get("data", "")).encode()
         return b""
+
+    def _folder(self, resumed: bool) -> Path:
+        """Return the directory of the run that is resumed, or of this run."""
+        if not resumed:
+            return self._run
+        if self._resumed is None:
+            raise UploadError("this run resumes no other one")
+        return self._resumed
 
     def _publish(self, sender: Sender, request: Publish) -> None:
         """Put the files of an upload in their place, after they were synced and checked."""
@@ -252,6 +279,24 @@ class FileReceiver:
         if section not in self._folders:
             self._folders[section] = CheckpointFolder(checkpoint_folder(self._run, section), self._keep)
         return self._folders[section]
+
+
+def _path_of(file: CheckpointFile | FileOf, run: Path) -> Path:
+    if isinstance(file, FileOf):
+        return file.path(run)
+    return checkpoint_folder(run, file.section) / name_of(file.round, file.occurrence) / file.name
+
+
+def _checkpoints_in(run: Path) -> CHECKPOINTS_FOUND:
+    """Return the checkpoints of all sections, the newest first."""
+    numbers = range(len(section_folders(run)) + 1, 0, -1)
+    folders = [(number, CheckpointFolder(checkpoint_folder(run, number))) for number in numbers]
+    return [(number, *order(path)) for number, folder in folders for path in folder.paths()]
+
+
+def _read(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), READ_BYTES, offset)
 
 
 def _text(error: BaseException) -> str:

@@ -135,7 +135,7 @@ class CheckpointFolder:
     def _unused(self, number: int) -> Path:
         """Return an unused path for a checkpoint of this round: a second one of the same round ends in -2."""
         occurrence = max((order(path)[1] for path in self.paths() if order(path)[0] == number), default=0) + 1
-        return self.folder / (f"round-{number:08d}" + (f"-{occurrence}" if occurrence > 1 else ""))
+        return self.folder / name_of(number, occurrence)
 
 
 def order(path: Path) -> tuple[int, int]:
@@ -143,6 +143,15 @@ def order(path: Path) -> tuple[int, int]:
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
+
+
+def name_of(number: int, occurrence: int = 1) -> str:
+    """Return the name of a checkpoint.
+
+    >>> name_of(120), name_of(120, 2)
+    ('round-00000120', 'round-00000120-2')
+    """
+    return f"round-{number:08d}" + (f"-{occurrence}" if occurrence > 1 else "")
 
 
 def worker_file(worker: int) -> str:
@@ -164,13 +173,14 @@ def sealed(body: bytes) -> bytes:
 
 def checked(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after every byte was verified."""
-    manifest = _manifest(path / MANIFEST)
+    manifest = read_manifest(path / MANIFEST)
     for name in (COMMON, *map(worker_file, manifest.own)):
         _check(path / name, manifest.files[name])
     return manifest
 
 
-def _manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a file. Raises DamagedError."""
     try:
         text = path.read_bytes()
     except OSError as error:

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from stretto.checkpoint.file_client import FileClient
 from stretto.checkpoint.file_messages import (
+    CHECKPOINTS_FOUND,
     CONTENT,
     PATHS,
     BeginSection,
+    CheckpointFile,
     CheckpointOf,
+    DataOf,
     FileOf,
     HighestRound,
     Kind,
+    ListCheckpoints,
     RemoveOlder,
 )
-from stretto.checkpoint.folder import KEPT_CHECKPOINTS
-from stretto.checkpoint.storage import Checkpoints, State, state_parts, write_synced
+from stretto.checkpoint.folder import KEPT_CHECKPOINTS, MANIFEST, DamagedError, name_of, read_manifest
+from stretto.checkpoint.storage import Checkpoints, Notice, State, read_checkpoint, state_parts, write_synced
 from stretto.errors import LogError
-from stretto.run_dir import CHECKPOINTS, section_folder, write_section
+from stretto.run_dir import CHECKPOINTS, read_run, section_folder, section_folders, write_section
 from stretto.whole_files import written_whole
 
 HIGHEST_S = 5.0
 """Time in seconds that asynchronous workers wait for the number of the newest checkpoint."""
 Chunks = Callable[[], Iterable[memoryview]]
 """Returns the content of a file; called once more where it has to be written again."""
+
+
+class Newest(NamedTuple):
+    """A checkpoint that was read: its round, its state, and where it is, for a notice."""
+
+    round: int
+    state: State
+    place: str
 
 
 class CheckpointStore(Protocol):
@@ -77,6 +92,21 @@ class RunFiles(Protocol):
         """Write a file, whole or not at all. Raises OSError."""
         ...
 
+    def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
+        """Return the path of a file of a section of this run, or of its copy in the folder `scratch`; None without it.
+
+        Raises OSError.
+        """
+        ...
+
+    def data_of(self, section: int) -> str:
+        """Return the digest of the data of a section of this run; "" if it is not known. Raises LogError."""
+        ...
+
+    def newest(self, scratch: Path, notice: Notice) -> Newest | None:
+        """Return the newest whole checkpoint of all sections of this run; `scratch` is an empty folder for copies."""
+        ...
+
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints, of which the newest `keep` complete ones are kept."""
         ...
@@ -106,6 +136,22 @@ class LocalFiles:
         with written_whole(self.folder / PATHS[kind]) as part:
             write_synced(part, content())
 
+    def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
+        """Return the path of a file of a section."""
+        path = section_folder(self.folder, section) / PATHS[kind]
+        return path if path.is_file() else None
+
+    def data_of(self, section: int) -> str:
+        """Return the digest of the data of a section."""
+        return str(read_run(section_folder(self.folder, section)).get("data", ""))
+
+    def newest(self, scratch: Path, notice: Notice) -> Newest | None:
+        """Return the newest whole checkpoint of all sections."""
+        for folder in (*reversed(section_folders(self.folder)), self.folder):
+            if (found := Checkpoints(folder / CHECKPOINTS).newest(notice)) is not None:
+                return Newest(*found, str(folder / CHECKPOINTS))
+        return None
+
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints in this folder."""
         return Checkpoints(self.folder / CHECKPOINTS, keep)
@@ -118,21 +164,65 @@ class LocalFiles:
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files of a section in the run directory of the launcher, which this process does not see."""
+    """Files of a section in the run directory of the launcher, which this process does not see.
+
+    `resumed`: in the directory of the run that is resumed.
+    """
 
     client: FileClient
     section: int
     name: str
+    resumed: bool = False
     exists = True
 
     @property
     def place(self) -> str:
         """The folder, for notices."""
-        return str(section_folder(Path(f"the run folder of the launcher at {self.client.address}"), self.section))
+        which = "run that is resumed" if self.resumed else "run"
+        return str(section_folder(Path(f"the folder of the {which} at {self.client.address}"), self.section))
 
     def write(self, kind: Kind, content: Chunks) -> None:
         """Send a file to the coordinator, which writes it whole or not at all."""
         self.client.upload(FileOf(self.section, kind), lambda: ((CONTENT, chunk) for chunk in content()))
+
+    def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
+        """Copy a file of a section to the folder `scratch`."""
+        path = scratch / PATHS[kind]
+        try:
+            self.client.download(self.resumed, FileOf(section, kind), path)
+        except FileNotFoundError:
+            return None
+        return path
+
+    def data_of(self, section: int) -> str:
+        """Return the digest of the data of a section."""
+        try:
+            return self.client.request(DataOf(self.resumed, section)).decode()
+        except OSError as error:
+            raise LogError(f"the data of section {section} are not known: {error.strerror}") from error
+
+    def newest(self, scratch: Path, notice: Notice) -> Newest | None:
+        """Copy the newest whole checkpoint of all sections, and read it."""
+        found = msgspec.msgpack.decode(self.client.request(ListCheckpoints(self.resumed)), type=CHECKPOINTS_FOUND)
+        for section, number, occurrence in found:
+            copy = scratch / f"{section}-{name_of(number, occurrence)}"
+            try:
+                self._copy_checkpoint(section, number, occurrence, copy)
+                return Newest(*read_checkpoint(copy), self.place)
+            except (OSError, DamagedError) as problem:
+                notice(f"{problem}; the checkpoint {name_of(number, occurrence)} is skipped")
+            shutil.rmtree(copy, ignore_errors=True)
+        return None
+
+    def _copy_checkpoint(self, section: int, number: int, occurrence: int, copy: Path) -> None:
+        copy.mkdir()
+
+        def fetch(name: str) -> None:
+            self.client.download(self.resumed, CheckpointFile(section, number, occurrence, name), copy / name)
+
+        fetch(MANIFEST)
+        for name in read_manifest(copy / MANIFEST).files:
+            fetch(name)
 
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints at the launcher; its coordinator knows how many are kept."""

@@ -99,7 +99,7 @@ class Checkpoints(CheckpointFolder):
         while remaining := [path for path in self.paths() if path not in skipped]:
             skipped.add(remaining[0])
             try:
-                return _read(remaining[0])
+                return read_checkpoint(remaining[0])
             except DamagedError as damage:
                 if remaining[0].exists():  # not removed by the run that writes here
                     notice(f"{damage}; the checkpoint {remaining[0].name} is skipped")
@@ -196,7 +196,7 @@ def _check_plain(fact: object, path: str) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> tuple[int, State]:
+def read_checkpoint(path: Path) -> tuple[int, State]:
     """Return round and state of a checkpoint. Raises DamagedError if it is damaged."""
     manifest = checked(path)
     try:

@@ -83,7 +83,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
         [
             EventAppender(folder),
-            FileReceiver(folder, options.keep or KEPT_CHECKPOINTS, coordinator.workers.has_not_failed),
+            FileReceiver(folder, options.keep or KEPT_CHECKPOINTS, coordinator.workers.has_not_failed, options.resume),
             *([_inviter(config, coordinator)] if options.host is not None else []),
         ],
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,

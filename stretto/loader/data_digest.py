@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from stretto.errors import LoaderError, LogError, StaysOutError, explain
-from stretto.run_dir import read_run
+from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.transport.tensor_bytes import octets
 
 LARGEST = 1 << 26
@@ -160,11 +158,7 @@ def _pieces(data: Any) -> Iterator[bytes]:
                 yield numbers[LARGEST:][-LARGEST:].tobytes()
 
 
-def refuse_other_data(data: str, folder: Path | None, problem: str) -> None:
-    """Raise StaysOutError if the section that a folder is of has other data."""
-    try:
-        known = read_run(folder).get("data", data) if folder is not None else data
-    except (LogError, msgspec.DecodeError):
-        return
-    if known != data:
+def refuse_other_data(data: str, known: str, problem: str) -> None:
+    """Raise StaysOutError if a section has other data than are known of it; "" if none are."""
+    if known not in ("", data):
         raise StaysOutError(f"this worker {problem}: it drew them with other random numbers")

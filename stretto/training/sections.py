@@ -9,23 +9,25 @@ before that one have empty loaders, and their models are read from the run folde
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from stretto.checkpoint import state_transfer
-from stretto.checkpoint.file_messages import PATHS
+from stretto.checkpoint.file_messages import Kind
 from stretto.checkpoint.run_files import RunFiles
-from stretto.checkpoint.storage import Checkpoints, State
+from stretto.checkpoint.storage import State
 from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
 from stretto.membership.epoch_numbers import section_of
 from stretto.membership.worker_status import status
-from stretto.run_dir import CHECKPOINTS, section_folder, section_folders
+from stretto.run_dir import section_folder
 from stretto.runtime.event_writer import open_folder
 from stretto.strategies.model_sync import trainable
 from stretto.training.arguments import Arguments
@@ -33,10 +35,6 @@ from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
-
-FINAL, RANDOM = PATHS["final"], PATHS["random"]
-"""Names of the trained model, and of the random states that all workers continue with after a section that another one
-follows."""
 
 
 class Sections:
@@ -201,17 +199,17 @@ class Sections:
 
     def _read(self, begins_again: bool, notices: list[str]) -> bytes:
         """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
-        runs = [run for run in (self._context.run if begins_again else None, self._context.resume) if run is not None]
-        folders = [folder / CHECKPOINTS for run in runs for folder in (*reversed(section_folders(run)), run)]
-        for folder in folders:
-            checkpoint = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
+        resumed = self._context.resumed_files
+        for files in (self._context.files if begins_again else None, resumed):
+            with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+                checkpoint = files.newest(Path(scratch), notices.append) if files is not None else None
             if checkpoint is not None:
-                number, state = checkpoint
-                notices.append(f"continues from the checkpoint of round {number} in {folder}")
+                notices.append(f"continues from the checkpoint of round {checkpoint.round} in {checkpoint.place}")
+                state = checkpoint.state
                 return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
-        if self._context.resume is None:
+        if resumed is None:
             return state_transfer.pack(State({}, {}))
-        problem, expected = f"there is no complete checkpoint in {folders[-1]}", "a run with --checkpoint-every"
+        problem, expected = f"there is no complete checkpoint in {resumed.place}", "a run with --checkpoint-every"
         got, to_type = "no checkpoint to continue from", "stretto run without --resume, with --checkpoint-every"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
@@ -233,7 +231,7 @@ class Sections:
             context = context.from_first_section()
         data, folder = digest_of(loader), self._folder(section.number)
         if transport.arrives:
-            refuse_other_data(data, folder, "comes to a section whose data are not its own")
+            refuse_other_data(data, _data_of(context.files, section), "comes to a section whose data are not its own")
         else:
             self._agree_on_data(transport, data)
             transport.broadcast_bytes(lambda: self._make(section, transport, data))
@@ -257,9 +255,9 @@ class Sections:
 
     def _make(self, section: Section, transport: Transport, data: str) -> bytes:
         """Make the folder of a section, at the first worker."""
-        if self._context.resume is not None and section.number == self._entered.number:
-            resumed = section_folder(self._context.resume, section.number)
-            refuse_other_data(data, resumed, "continues with other data than the resumed run had")
+        resumed = self._context.resumed_files
+        if section.number == self._entered.number:
+            refuse_other_data(data, _data_of(resumed, section), "continues with other data than the resumed run had")
         if (files := self._context.files) is not None:
             absent = sorted(set(range(self._context.workers)) - set(transport.members))
             files.begin_section(section.number, data, absent)
@@ -279,19 +277,22 @@ class Sections:
 
     # --- a section that is skipped --------------------------------------------------------------------------------
 
-    def _ended(self, name: str) -> Path | None:
+    def _ended(self, kind: Kind, scratch: Path) -> Path | None:
         """Return a file of the skipped section, from this run or from the run that is resumed."""
-        runs = [run for run in (self._context.run, self._context.resume) if run is not None]
-        paths = [section_folder(run, self._number) / name for run in runs]
-        return next((path for path in paths if path.is_file()), None)
+        for files in (self._context.files, self._context.resumed_files):
+            with contextlib.suppress(OSError):
+                if files is not None and (path := files.find(kind, self._number, scratch)) is not None:
+                    return path
+        return None
 
     @torch.no_grad()
     def _skip(self, model: nn.Module) -> None:
         """Give the model the values that it had at the end of a section that was over before this worker came."""
-        path, tensors = self._ended(FINAL), {}
-        if path is not None:
-            with contextlib.suppress(OSError, SafetensorError):
-                tensors = load_file(path)
+        with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+            path, tensors = self._ended("final", Path(scratch)), {}
+            if path is not None:
+                with contextlib.suppress(OSError, SafetensorError):
+                    tensors = load_file(path)
         named = state_transfer.state_dict_of(model)
         fits = {name for name, tensor in tensors.items() if name in named and named[name].shape == tensor.shape}
         for name in fits:
@@ -301,12 +302,20 @@ class Sections:
             self._write("warning", self._context.runtime.clock(), text=text)
 
     def _read_random(self) -> bytes:
-        path = self._ended(RANDOM)
-        return path.read_bytes() if path is not None else b""
+        with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+            path = self._ended("random", Path(scratch))
+            return path.read_bytes() if path is not None else b""
 
     def _take_random_states(self, random_states: bytes) -> None:
         if random_states:
             state_transfer.restore_random_states(state_transfer.unpack_own(random_states), None)
+
+
+def _data_of(files: RunFiles | None, section: Section) -> str:
+    """Return the digest of the data that a section of a run has; "" if it is not known."""
+    with contextlib.suppress(LogError, msgspec.DecodeError):
+        return files.data_of(section.number) if files is not None else ""
+    return ""
 
 
 def _keep(random_states: bytes, files: RunFiles | None) -> bytes:

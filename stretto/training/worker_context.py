@@ -61,8 +61,11 @@ class WorkerContext:
     """Number of the section that this is the context of."""
     store: Callable[[int], LineStore] | None = None
     """Returns the store for the events of a section, where the worker does not see the run directory."""
-    remote_files: Callable[[int], RunFiles] | None = None
-    """Returns the place for the files of a section, where the worker does not see the run directory."""
+    remote_files: Callable[[int, bool], RunFiles] | None = None
+    """Returns the place for the files of a section, where the worker does not see the run directory.
+
+    With True, the place is in the directory of the run that is resumed.
+    """
     seed: int | None = None
     single_process: bool = False
     global_batch_of: int = 1
@@ -86,7 +89,7 @@ class WorkerContext:
     checkpoint: Interval | None = None
     keep: int = KEPT_CHECKPOINTS
     resume: Path | None = None
-    """Folder of the run to resume."""
+    """Folder of the run to resume, on the machine of the launcher."""
     barrier: Barrier | None = None
     """Barrier of the script's workers; None for a single worker."""
 
@@ -109,8 +112,15 @@ class WorkerContext:
     def files(self) -> RunFiles | None:
         """Place for the files of this section; None without a run folder."""
         if self.remote_files is not None:
-            return self.remote_files(self.section)
+            return self.remote_files(self.section, False)
         return LocalFiles(self.run) if self.run is not None else None
+
+    @property
+    def resumed_files(self) -> RunFiles | None:
+        """Files of the run that is resumed; None where no run is resumed."""
+        if self.resume is None:
+            return None
+        return self.remote_files(1, True) if self.remote_files is not None else LocalFiles(self.resume)
 
     def with_folder(self, run: Path | None) -> WorkerContext:
         """Return the same context with another run folder, which exists."""
@@ -191,12 +201,12 @@ def _context(config: WorkerConfig) -> WorkerContext:
     )
 
 
-def _remote_files(config: WorkerConfig, section: int) -> RunFiles:
-    """Return the place for a section's files in the run directory, which this worker does not see."""
+def _remote_files(config: WorkerConfig, section: int, resumed: bool) -> RunFiles:
+    """Return the place for a section's files in a run directory, which this worker does not see."""
     assert config.coordinator is not None
     keys, failure_timeout_s = worker_keys(config.keys), config.options.failure_timeout_s
     client = FileClient(config.worker, config.incarnation, config.coordinator, keys, failure_timeout_s)
-    return RemoteFiles(client, section, section_folder(Path(config.options.name), section).name)
+    return RemoteFiles(client, section, section_folder(Path(config.options.name), section).name, resumed)
 
 
 def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:

@@ -164,7 +164,7 @@ class ElasticTransport(Transport):
         coordinator.attach(self)
         self._meet_again()
         self.arrives = _has_history(self._form)
-        self.begins_again = any(member.incarnation for member in self._form.members)
+        self.begins_again = self._form.generation > 1 or any(member.incarnation for member in self._form.members)
         if not self.arrives:
             self._generation = self._form.generation
 

@@ -164,7 +164,7 @@ class Transport(Collectives):
     arrives = False
     """True if this worker joined a run that had begun, and so takes no part in its initial agreements."""
     begins_again = False
-    """True if a member of the first generation is a restarted worker."""
+    """True if the run may have checkpoints, though no member of the generation has state: earlier members failed."""
     join_position: JoinPosition | None = None
     """Position of a run over a server when this worker joined it; None for a worker that started with it."""
     _loop: Loop = NoLoop()

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.checkpoint.file_messages import (
+    CHECKPOINTS_FOUND,
     CONTENT,
     PART_BYTES,
     UNKNOWN,
@@ -26,11 +27,14 @@ from stretto.checkpoint.file_messages import (
     Answer,
     BeginSection,
     Call,
+    CheckpointFile,
     CheckpointOf,
     FileOf,
     HighestRound,
+    ListCheckpoints,
     Part,
     Publish,
+    ReadFile,
     Received,
     RemoveOlder,
     Sender,
@@ -190,6 +194,9 @@ REFUSED = [
     ["Call", 1, ["Publish", 1, ["FileOf", "../x", "final"]]],
     ["Call", 1, ["Publish", 1, ["CheckpointOf", 1, -5]]],
     ["Call", 1, ["BeginSection", 2, "x" * 1001, []]],
+    ["Call", 1, ["ReadFile", False, ["FileOf", 1, "../run.json"], 0]],
+    ["Call", 1, ["ReadFile", False, ["CheckpointFile", 1, 1, 1, "../../join.key"], 0]],
+    ["Call", 1, ["ReadFile", "/etc", ["FileOf", 1, "final"], 0]],
     ["Call", 1, ["Shutdown"]],
     [],
     7,
@@ -288,6 +295,24 @@ def test_full_disk_refuses_an_upload_and_leaves_room_for_the_logs(tmp_path: Path
     command = ["unshare", "-m", "sh", "-c", f'{mount} && shift && exec "$0" "$@"', sys.executable, tmp_path]
     done = subprocess.run([*command, "-c", DISK, tmp_path, *paths], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_files_of_a_run_that_is_resumed_are_read_in_its_folder_only(tmp_path: Path) -> None:
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    for number, folder in enumerate((run, resumed), 1):
+        (folder / CHECKPOINTS).mkdir(parents=True)
+        Checkpoints(folder / CHECKPOINTS).write(state_of(number), number)
+    found = [((1, 1, 1), run), ((1, 2, 1), resumed)]
+    for is_resumed, (place, folder) in enumerate(found):
+        receiver, sender = receiver_of(run, resumed=resumed), sender_of(connection=f"{is_resumed:016x}")
+        answer = call(receiver, sender, ListCheckpoints(bool(is_resumed)))
+        assert msgspec.msgpack.decode(answer.result, type=CHECKPOINTS_FOUND) == [place]
+        file = CheckpointFile(*place, "manifest.json")
+        content = (folder / CHECKPOINTS / f"round-{place[1]:08d}/manifest.json").read_bytes()
+        assert call(receiver, sender, ReadFile(bool(is_resumed), file, 0), 2).result == content
+        assert call(receiver, sender, ReadFile(bool(is_resumed), file, len(content)), 3).result == b""
+        assert call(receiver, sender, ReadFile(bool(is_resumed), FINAL, 0), 4).errno == errno.ENOENT
+    assert "resumes no other" in call(receiver_of(run), sender_of(), ListCheckpoints(True)).problem
 
 
 def test_section_folder_is_made_with_its_facts(tmp_path: Path) -> None:

@@ -192,8 +192,52 @@ def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(p
     assert here.returncode == 128 + signal.SIGTERM, said
 
 
+def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
+    place: Place, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough = tmp_path_factory.mktemp("both") / "enough"
+    (place.folder / "train.py").write_text(
+        SCRIPT.replace("ENOUGH", repr(str(enough))).replace("range(60)", "range(40)")
+    )
+    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    run, again, place.recovers = place.folder / "run", place.folder / "again", True
+    options = ["-n", "0", "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds", "--listen", "127.0.0.1"]
+
+    def started(folder: Path, *further: str) -> list[subprocess.Popen[bytes]]:
+        """Start a run and a guest with a worker."""
+        words = [*options, *further, "--out", folder.name, "train.py", "--lr", "0.01"]
+        here = place.stretto("run", *words, stderr=subprocess.STDOUT)
+        until(lambda: (folder / "coordinator.wal").exists(), here)
+        return [here, joined(folder)]
+
+    def joined(folder: Path) -> subprocess.Popen[bytes]:
+        address = json.loads((folder / "join.key").read_text())["address"]
+        return place.stretto("join", address, "--key", folder / "join.key", stderr=subprocess.STDOUT)
+
+    def warnings(folder: Path) -> str:
+        return str([event["text"] for event in events(folder) if event["event"] == "warning"])
+
+    here, lost = started(run)
+    until(lambda: any((run / "checkpoints").glob("round-*")), here, lost)
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait(60)
+    until(lambda: any(event.get("what") == "failed" for event in events(run)), here)
+    guest = joined(run)
+    until(lambda: "continues from the checkpoint of round" in warnings(run), here, guest)
+    enough.touch()
+    said = [one.communicate(timeout=60)[0].decode() for one in (here, guest)]
+    assert (here.returncode, guest.returncode) == (0, 0), said
+    assert (run / "final.safetensors").exists() and not list(place.folder.glob("runs/*/checkpoints"))
+    resumed = started(again, "--resume", "run")
+    said = [one.communicate(timeout=60)[0].decode() for one in resumed]
+    assert [one.returncode for one in resumed] == [0, 0], said
+    assert "continues from the checkpoint of round" in warnings(again)
+    assert (again / "final.safetensors").read_bytes() == (run / "final.safetensors").read_bytes()
+
+
 for one in (
     test_run_without_workers_of_its_own_ends_with_those_that_joined,
     test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed,
+    test_run_whose_workers_all_joined_continues_from_its_checkpoints,
 ):
-    one.limit_s = 90  # type: ignore[attr-defined]
+    one.limit_s = 180  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -50,9 +49,25 @@ for epoch in range(int(sys.argv[1])):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
+        (here / f"trained-{stretto.rank()}-{os.getpid()}").touch()
+        while (here / "stop").exists() and epoch == int(sys.argv[1]) - 1:
+            time.sleep(0.01)
 """
-"""Training whose uploads stop in the middle while there is a file `hold`."""
+"""Training whose uploads stop in the middle while there is a file `hold`, and whose last epoch waits for `stop`."""
 LAST = "final.safetensors"
+WAIT = """
+        while (here / "stop").exists() and epoch == int(sys.argv[1]) - 1:
+            time.sleep(0.01)
+"""
+SLOW = """
+        if (here / "stop").exists():
+            time.sleep(0.05)
+"""
+SAVED = """
+from safetensors.torch import save_file
+stretto.finish()
+save_file(kept.state_dict(), here / f"kept-{stretto.rank()}")
+"""
 
 
 @pytest.fixture
@@ -124,9 +139,13 @@ def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(re
         seen = load_file(Path("seen", LAST))
         assert all(seen[name].equal(tensor) for name, tensor in model.items())
         assert sorted(os.listdir("here")) == sorted(os.listdir("seen"))
-    shutil.rmtree("again", ignore_errors=True)
-    check_ended(start(remote_place, 4, "--recipe", recipe, "--resume", "here", before="", out="again"))
-    assert "continues from the checkpoint of round" in warnings("again")
+    check_ended(start(remote_place, 5, "--recipe", recipe, "--resume", "here", before="", out="again"))
+    check_ended(start(remote_place, 5, "--recipe", recipe, "--resume", "here", out="there"))
+    for out in ("again", "there"):
+        assert "continues from the checkpoint of round" in warnings(out)
+    if recipe.startswith("local"):
+        again, there = (load_file(Path(out, LAST)) for out in ("again", "there"))
+        assert all(again[name].equal(tensor) for name, tensor in there.items())
 
 
 test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it.limit_s = 240  # type: ignore[attr-defined]
@@ -206,3 +225,42 @@ def test_further_section_has_its_files_in_its_own_folder(remote_place: Place) ->
 
 
 test_further_section_has_its_files_in_its_own_folder.limit_s = 180  # type: ignore[attr-defined]
+
+
+def test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_checkpoint(remote_place: Place) -> None:
+    beside("stop").touch()
+    run = start(remote_place, 4, "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds")
+    until(lambda: whole() and len(process_of(remote_place, "worker")) == 2, limit_s=90)
+    for pid in process_of(remote_place, "worker"):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: "continues from the checkpoint of round" in warnings(), limit_s=90)
+    beside("stop").unlink()
+    check_ended(run)
+    assert Path("here", LAST).exists()
+
+
+test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_checkpoint.limit_s = 240  # type: ignore[attr-defined]
+
+
+def test_restarted_worker_receives_the_model_of_an_earlier_section(remote_place: Place) -> None:
+    first, _, rest = SCRIPT.replace("100_000", "100").partition("\nnet =")
+    slow = rest.replace(WAIT, SLOW).replace("int(sys.argv[1])", "400")
+    (remote_place.folder / "train.py").write_text(
+        f"{first}\nnet ={rest.replace(WAIT, '')}\nkept = net\nnet ={slow}{SAVED}"
+    )
+    beside("stop").touch()
+    run = start(remote_place, 2, "--recipe", "local_sgd(every=2)")
+    until(lambda: Path("here/section-2/events.jsonl").exists() and events("here/section-2", "start"), limit_s=90)
+    killed = next(one["pid"] for one in events("here/section-2", "start") if one["worker"] == 1)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: any(one["pid"] != killed for one in events("here/section-2", "start")[2:]), limit_s=90)
+    beside("stop").unlink()
+    check_ended(run)
+    first_model = load_file(Path("here", LAST))
+    kept = [load_file(path) for path in beside("kept").parent.glob("kept-*")]
+    assert len(kept) == 2
+    for model in kept:
+        assert all(model[name].equal(tensor) for name, tensor in first_model.items())
+
+
+test_restarted_worker_receives_the_model_of_an_earlier_section.limit_s = 240  # type: ignore[attr-defined]
