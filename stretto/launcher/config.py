@@ -271,9 +271,6 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise LaunchError(explain(problem, got=f"--keep {config.keep} alone", expected=expected, to_type=to_type))
     if config.resume is not None and not (config.resume / CHECKPOINTS).is_dir():
         _refuse_resume(config.resume)
-    if config.resume is not None and not config.workers:
-        problem, got = "the checkpoint is read by a worker on this machine", f"-n 0 --resume {config.resume}"
-        raise LaunchError(explain(problem, got=got, expected="1 worker", to_type=f"-n 1 --resume {config.resume}"))
 
 
 def _refuse_resume(run: Path) -> None:

@@ -37,7 +37,6 @@ def config(place: Place, **fields: Any) -> RunConfig:
         ({"workers": 0, "host": "127.0.0.1", "recipe": "async_sgd"}, "cannot be joined", "-n 0 --min-workers 2"),
         ({"hosts": "a:3", "host": "127.0.0.1", "min_workers": 5}, "cannot be 5", "--min-workers 4"),
         ({"hosts": "a:3", "host": "127.0.0.1", "max_workers": 3}, "cannot be 3", "--max-workers 4"),
-        ({"workers": 0, "hosts": "a", "host": "127.0.0.1", "resume": Path("run")}, "checkpoint", "-n 1 --resume run"),
         ({"workers": 0, "host": "127.0.0.1", "faults": "kill worker at 1s"}, "no worker runs on the launcher", "--f"),
     ],
 )

@@ -244,7 +244,7 @@ test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_chec
 
 def test_restarted_worker_receives_the_model_of_an_earlier_section(remote_place: Place) -> None:
     first, _, rest = SCRIPT.replace("100_000", "100").partition("\nnet =")
-    slow = rest.replace(WAIT, SLOW).replace("int(sys.argv[1])", "400")
+    slow = rest.replace(WAIT, SLOW).replace("int(sys.argv[1])", "150")
     (remote_place.folder / "train.py").write_text(
         f"{first}\nnet ={rest.replace(WAIT, '')}\nkept = net\nnet ={slow}{SAVED}"
     )
