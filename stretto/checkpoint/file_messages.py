@@ -47,13 +47,14 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 SectionNumber = Annotated[int, msgspec.Meta(ge=1, le=MAX_SECTION)]
 NAMES = r"\A(content|manifest\.json|state\.safetensors|worker-(0|[1-9][0-9]{0,6})\.safetensors)\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=NAMES)]
-Kind: TypeAlias = Literal["final", "predictions", "random"]
+Kind: TypeAlias = Literal["final", "predictions", "random", "residual"]
 PATHS: dict[Kind, str] = {
     "final": "final.safetensors",
     "predictions": "final.predictions.npy",
     "random": "final.random",
+    "residual": "residuals/worker-{}.safetensors",
 }
-"""Names of the single files in the folder of a section."""
+"""Names of the single files in the folder of a section; that of a residual has the number of the worker that left."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -68,14 +69,15 @@ class CheckpointOf(_Message, frozen=True):
 
 
 class FileOf(_Message, frozen=True):
-    """A file of a section, as the target of an upload."""
+    """A file of a section, as the target of an upload. `number` is the worker that a residual is of."""
 
     section: SectionNumber
     kind: Kind
+    number: Number = 0
 
     def path(self, run: Path) -> Path:
         """Return the path of the file in a run directory."""
-        return section_folder(run, self.section) / PATHS[self.kind]
+        return section_folder(run, self.section) / PATHS[self.kind].format(self.number)
 
 
 Target: TypeAlias = CheckpointOf | FileOf
@@ -141,6 +143,13 @@ class DataOf(_Message, frozen=True):
     section: SectionNumber
 
 
+class RemoveResidual(_Message, frozen=True):
+    """Request to remove the residual of a worker that left, since another worker has added it to its own."""
+
+    section: SectionNumber
+    worker: Number
+
+
 class BeginSection(_Message, frozen=True):
     """Request to make the folder of a section, with these facts in its `run.json`."""
 
@@ -149,7 +158,9 @@ class BeginSection(_Message, frozen=True):
     absent: Annotated[list[Number], msgspec.Meta(max_length=10_000)]
 
 
-Request: TypeAlias = Publish | HighestRound | RemoveOlder | BeginSection | ListCheckpoints | ReadFile | DataOf
+Request: TypeAlias = (
+    Publish | HighestRound | RemoveOlder | BeginSection | RemoveResidual | ListCheckpoints | ReadFile | DataOf
+)
 
 
 class Call(_Message, frozen=True):

@@ -36,6 +36,7 @@ from stretto.checkpoint.file_messages import (
     ReadFile,
     Received,
     RemoveOlder,
+    RemoveResidual,
     Request,
     Sender,
     checkpoint_folder,
@@ -232,6 +233,8 @@ class FileReceiver:
             case BeginSection(section, data, absent):
                 facts = {"section": section, "data": data, "absent": absent}
                 write_section(self._run, section_folder(self._run, section), facts)
+            case RemoveResidual(section, worker):
+                FileOf(section, "residual", worker).path(self._run).unlink(missing_ok=True)
             case ListCheckpoints(resumed):
                 return _ENCODER.encode(_checkpoints_in(self._folder(resumed)))
             case ReadFile(resumed, file, offset):
@@ -253,13 +256,17 @@ class FileReceiver:
         upload = self._uploads.get(sender.connection)
         if upload is None or upload.failure is not None or upload.next != request.parts:
             raise ConnectionResetError(errno.ECONNRESET, "the coordinator was restarted and lost the upload")
+        target = request.target
+        if isinstance(target, FileOf) and target.kind == "residual" and target.number != sender.worker:
+            raise UploadError(f"worker {sender.worker} has sent the residual of worker {target.number}")
         upload.close()
         for path in upload.folder.iterdir():
             sync(path)
         sync(upload.folder)
-        target = request.target
         if isinstance(target, FileOf):
             path = target.path(self._run)
+            if target.kind == "residual":
+                path.parent.mkdir(exist_ok=True)
             (upload.folder / CONTENT).replace(path)
             sync(path.parent)
         else:

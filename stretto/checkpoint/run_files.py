@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+from safetensors.torch import load_file
+from torch import Tensor
 
 from stretto.checkpoint.file_client import FileClient
 from stretto.checkpoint.file_messages import (
     CHECKPOINTS_FOUND,
     CONTENT,
-    PATHS,
     BeginSection,
     CheckpointFile,
     CheckpointOf,
@@ -25,6 +27,7 @@ from stretto.checkpoint.file_messages import (
     Kind,
     ListCheckpoints,
     RemoveOlder,
+    RemoveResidual,
 )
 from stretto.checkpoint.folder import KEPT_CHECKPOINTS, MANIFEST, DamagedError, name_of, read_manifest
 from stretto.checkpoint.storage import Checkpoints, Notice, State, read_checkpoint, state_parts, write_synced
@@ -88,8 +91,12 @@ class RunFiles(Protocol):
         """False if the folder was removed during the run."""
         ...
 
-    def write(self, kind: Kind, content: Chunks) -> None:
-        """Write a file, whole or not at all. Raises OSError."""
+    def write(self, kind: Kind, content: Chunks, number: int = 0) -> None:
+        """Write a file, whole or not at all; `number` is the worker that a residual is of. Raises OSError."""
+        ...
+
+    def take_residual(self, worker: int) -> dict[str, Tensor] | None:
+        """Return the residual of a worker that left, and remove its file; None while there is none. Raises OSError."""
         ...
 
     def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
@@ -130,15 +137,25 @@ class LocalFiles:
         """False if the folder was removed during the run."""
         return self.folder.exists()
 
-    def write(self, kind: Kind, content: Chunks) -> None:
+    def write(self, kind: Kind, content: Chunks, number: int = 0) -> None:
         """Write a file, whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.folder / PATHS[kind]) as part:
+        path = FileOf(1, kind, number).path(self.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as part:
             write_synced(part, content())
+
+    def take_residual(self, worker: int) -> dict[str, Tensor] | None:
+        """Read and remove the residual of a worker that left."""
+        path = FileOf(1, "residual", worker).path(self.folder)
+        if not path.is_file():
+            return None
+        residual = load_file(path)
+        path.unlink()
+        return residual
 
     def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
         """Return the path of a file of a section."""
-        path = section_folder(self.folder, section) / PATHS[kind]
+        path = FileOf(section, kind).path(self.folder)
         return path if path.is_file() else None
 
     def data_of(self, section: int) -> str:
@@ -181,13 +198,26 @@ class RemoteFiles:
         which = "run that is resumed" if self.resumed else "run"
         return str(section_folder(Path(f"the folder of the {which} at {self.client.address}"), self.section))
 
-    def write(self, kind: Kind, content: Chunks) -> None:
+    def write(self, kind: Kind, content: Chunks, number: int = 0) -> None:
         """Send a file to the coordinator, which writes it whole or not at all."""
-        self.client.upload(FileOf(self.section, kind), lambda: ((CONTENT, chunk) for chunk in content()))
+        target = FileOf(self.section, kind, number)
+        self.client.upload(target, lambda: ((CONTENT, chunk) for chunk in content()))
+
+    def take_residual(self, worker: int) -> dict[str, Tensor] | None:
+        """Copy the residual of a worker that left, and let the coordinator remove it."""
+        with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+            path = Path(scratch, "residual")
+            try:
+                self.client.download(False, FileOf(self.section, "residual", worker), path)
+            except FileNotFoundError:
+                return None
+            residual = load_file(path)
+        self.client.request(RemoveResidual(self.section, worker))
+        return residual
 
     def find(self, kind: Kind, section: int, scratch: Path) -> Path | None:
         """Copy a file of a section to the folder `scratch`."""
-        path = scratch / PATHS[kind]
+        path = scratch / kind
         try:
             self.client.download(self.resumed, FileOf(section, kind), path)
         except FileNotFoundError:

@@ -6,13 +6,10 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from stretto.checkpoint import state_transfer
-from stretto.checkpoint.storage import State, write_tensors
+from stretto.checkpoint.storage import State
 from stretto.data.assignment import BatchAssignment
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
@@ -22,10 +19,10 @@ from stretto.membership.worker_status import status
 from stretto.runtime.event_writer import boot_id
 from stretto.strategies.model_sync import draw_from
 from stretto.training.checkpoint_manager import CheckpointManager
+from stretto.training.residual_handover import ResidualHandover
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 from stretto.transport.interface import Change, JoinPosition
-from stretto.whole_files import written_whole
 
 
 class ElasticAgent:
@@ -41,6 +38,7 @@ class ElasticAgent:
         self.left = False
         """True if this worker has left the run gracefully."""
         self.checkpoints = CheckpointManager(trainer, context)
+        self._residuals = ResidualHandover(trainer, context.files)
         self._members = trainer.transport.members
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
@@ -235,6 +233,8 @@ class ElasticAgent:
             if change is None:
                 return
             self._rested(change)
+        if self._trainer.global_steps.is_at_rest():
+            self._residuals.take()
         if self.checkpoints.is_due():
             self.checkpoints.save()
 
@@ -242,36 +242,16 @@ class ElasticAgent:
         number = self._trainer.transport.number
         if number in change.gone and number not in change.members:
             self._leave()
+        if _first(change) == number:
+            self._residuals.expect(change.gone)
         if change.save:
             self.checkpoints.save()
 
     def _leave(self) -> None:
-        """Leave gracefully: write this worker's residual where the remaining workers find it."""
+        """Leave gracefully."""
         self.left = True
-        residuals = self._trainer.strategy.state.residuals()
-        if residuals and self._context.run is None:
-            self._trainer.events.notice("its residual is lost: this machine does not see the folder of the run")
-        elif residuals:
-            path = self._residuals_of(self._context.worker)
-            path.parent.mkdir(exist_ok=True)
-            with written_whole(path) as part:
-                write_tensors(part, residuals)
+        self._residuals.give(self._context.worker)
         raise SystemExit(0)
-
-    def _add_residuals_of(self, gone: tuple[int, ...]) -> None:
-        """Add the residuals of workers that left, at the first worker."""
-        if self._context.run is None:
-            return
-        for worker in gone:
-            path = self._residuals_of(worker)
-            if path.is_file():
-                self._trainer.strategy.state.add_residuals(load_file(path))
-                path.unlink()
-
-    def _residuals_of(self, worker: int) -> Path:
-        """Return the file in which a worker that leaves hands its residual to the others."""
-        assert self._context.run is not None
-        return self._context.run / "residuals" / f"worker-{worker}.safetensors"
 
     # --- membership changes ------------------------------------------------------------------------------------
 
@@ -308,11 +288,7 @@ class ElasticAgent:
                 back[worker] = back.get(worker, 0) + samples
         if isinstance(current, AssignedEpoch):
             progress.follow_assignment(current.assigned_samples)
-        first = next(
-            worker for worker in change.members if worker not in change.came
-        )  # joining workers receive no change
-        if first == trainer.transport.number:
-            self._add_residuals_of(change.gone)
+        if _first(change) == trainer.transport.number:
             self._write_change(change, back)
 
     def _write_change(self, change: Change, back: dict[int, int]) -> None:
@@ -379,3 +355,8 @@ class ElasticAgent:
             self._trainer.progress.uncount_lost(self._counted)
             self._lost, self._counted = [], 0
         return lost
+
+
+def _first(change: Change) -> int:
+    """Return the first member that was one before; joining workers receive no change."""
+    return next(worker for worker in change.members if worker not in change.came)

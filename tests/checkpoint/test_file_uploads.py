@@ -242,6 +242,15 @@ def test_a_worker_cannot_add_to_the_upload_of_another(tmp_path: Path) -> None:
         receiver.take(sender_of(1), Part(1, CONTENT, b"y"))
 
 
+def test_a_worker_sends_no_residual_but_its_own(tmp_path: Path) -> None:
+    receiver = receiver_of(tmp_path)
+    assert upload(receiver, sender_of(3), parts_of(b"x"), FileOf(1, "residual", 3)) == Answer(1)
+    assert (tmp_path / "residuals/worker-3.safetensors").read_bytes() == b"x"
+    sender = sender_of(4, "1" * 16)
+    assert "residual of worker 3" in upload(receiver, sender, parts_of(b"y"), FileOf(1, "residual", 3)).problem
+    assert (tmp_path / "residuals/worker-3.safetensors").read_bytes() == b"x"
+
+
 def test_a_worker_that_begins_uploads_without_end_has_two(tmp_path: Path) -> None:
     receiver = receiver_of(tmp_path)
     for number in range(20):

@@ -264,3 +264,51 @@ def test_restarted_worker_receives_the_model_of_an_earlier_section(remote_place:
 
 
 test_restarted_worker_receives_the_model_of_an_earlier_section.limit_s = 240  # type: ignore[attr-defined]
+
+
+LEAVING = """
+from stretto.strategies.strategy_state import StrategyState
+from stretto.training.residual_handover import ResidualHandover
+def total(residuals):
+    return repr(sum(one.double().sum().item() for one in residuals.values()))
+add, give = StrategyState.add_residuals, ResidualHandover.give
+def adding(state, residuals):
+    add(state, residuals)
+    (here / "added").write_text(total(residuals))
+def giving(handover, worker):
+    (here / "given").write_text(total(handover._trainer.strategy.state.residuals()))
+    while (here / "stop").exists():
+        time.sleep(0.01)
+    give(handover, worker)
+StrategyState.add_residuals, ResidualHandover.give = adding, giving
+"""
+"""Notes residuals that are given and added, and lets a worker that leaves wait with its own while there is `stop`."""
+
+
+@pytest.mark.parametrize("before", [BEFORE, ""], ids=["not seen", "seen"])
+def test_residual_of_a_worker_that_leaves_reaches_the_others_though_they_have_continued(
+    remote_place: Place, before: str
+) -> None:
+    script = SCRIPT.replace("100_000", "1000").replace(WAIT, SLOW).replace('"stop"', '"slow"')
+    head, _, rest = script.partition("torch.manual_seed(0)\n")
+    (remote_place.folder / "train.py").write_text(f"{head}{LEAVING}torch.manual_seed(0)\n{rest}")
+    beside("stop").touch()
+    beside("slow").touch()
+    recipe = "local_sgd(every=1, how=error_feedback(top_k(0.01)))"
+    run = start(remote_place, 100, "--recipe", recipe, before=before)
+    until(lambda: len(list(beside("x").parent.glob("trained-*"))) == 2, limit_s=90)
+    left = next(one["pid"] for one in events("here", "start") if one["worker"] == 1)
+    os.kill(left, signal.SIGTERM)
+    until(beside("given").exists, limit_s=60)
+    until(lambda: [one["members"] for one in events("here", "generation_changed")] == [[0]], limit_s=60)
+    assert not beside("added").exists()
+    beside("stop").unlink()
+    until(beside("added").exists, limit_s=60)
+    beside("slow").unlink()
+    check_ended(run)
+    assert beside("added").read_text() == beside("given").read_text() != "0.0"
+    assert os.listdir("here/residuals") == []
+    assert "residual" not in warnings()
+
+
+test_residual_of_a_worker_that_leaves_reaches_the_others_though_they_have_continued.limit_s = 180  # type: ignore[attr-defined]
