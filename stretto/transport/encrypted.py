@@ -79,6 +79,8 @@ class EncryptedTransport(Transport):
         """Ranks of the members that have connected with this worker, by the descriptor of the connection."""
         self._greeted, self._gone = set[int](), set[int]()
         """Ranks of the members that have connected, and of the members that have ended the generation."""
+        self.unreached: list[int] = []
+        """Ranks of the members that had not connected when `connect` failed, if that was after half of its limit."""
         self._progress = 0
         """Number of received messages."""
         self._bytes_sent = self._bytes_received = 0
@@ -92,13 +94,15 @@ class EncryptedTransport(Transport):
 
         Raise BrokenTransportError if one of them has not connected after `limit_s`.
         """
+        began = time.monotonic()
         with self._changed:
-            for rank in self._streams:
+            for rank in self._streams if self._error is None else ():
                 self._send(rank, Head(HELLO, self._generation).packed(), None)
             self._changed.wait_for(lambda: self._error or len(self._greeted) == len(self._streams), limit_s)
-            missing = [self._names[rank] for rank in self._streams if rank not in self._greeted]
+            missing = [rank for rank in self._streams if rank not in self._greeted]
         if missing:
-            who = f"{self._names[self.worker]} could not connect with {', '.join(missing)}"
+            self.unreached = missing if time.monotonic() - began >= limit_s / 2 else []
+            who = f"{self._names[self.worker]} could not connect with {', '.join(self._names[one] for one in missing)}"
             why = f": {self._error}" if self._error is not None else f" within {limit_s:g} s"
             self._abort(BrokenTransportError(who + why))
         self._raise_error()

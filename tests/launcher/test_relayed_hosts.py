@@ -101,3 +101,29 @@ def test_a_run_says_which_way_workers_of_different_hosts_use() -> None:
     assert "connect with each other" in said[0] and "--relay" in said[0]
     assert "through the relay at 127.0.0.1:" in said[1]
     assert said[2] == ""
+
+
+def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue(
+    place: Place, apart_hosts: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough, run = write_script(place.folder, tmp_path_factory), place.folder / "run"
+    options = ["-n", "1", "--recipe", "allreduce", "--listen", ADDRESS, "--failure-timeout", "4s", "--out", "run"]
+    here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
+    until(lambda: (run / "join.key").exists() and started(run, 0), here)
+    key = (run / "join.key").read_bytes()
+    there = joining(HOSTS[1], place.folder, key, ADDRESS)
+    until(lambda: started(run, 0, 1), here, there)
+    elsewhere = joining(HOSTS[2], place.folder, key, ADDRESS)
+    refusal = elsewhere.communicate(timeout=90)[0].decode()
+    until(lambda: generations(run)[-1] == [0, 1], here, there)
+    enough.touch()
+    said = [one.communicate(timeout=90)[0] for one in (here, there)]
+    assert [one.returncode for one in (here, there)] == [0, 0], said
+    assert elsewhere.returncode != 0
+    assert "worker 2 at 10.79.0.3 and worker 1 at 10.79.0.2 can't connect with each other" in refusal
+    assert "--relay" in refusal
+    assert "workers of different hosts connect with each other; --relay" in said[0]
+    assert_each_sample_counts_once(run)
+
+
+test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue.limit_s = 240  # type: ignore[attr-defined]

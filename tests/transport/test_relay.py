@@ -14,7 +14,8 @@ import torch
 
 from stretto import relay as relay_module
 from stretto.collective_ops import Exchange
-from stretto.errors import BrokenTransportError
+from stretto.errors import BrokenTransportError, TransportError
+from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.relay import (
     HANDSHAKE_S,
     JOINED,
@@ -28,6 +29,7 @@ from stretto.relay import (
 )
 from stretto.transport import encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
+from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess
 from tests.encrypted_ends import joined, new_keys
@@ -313,3 +315,38 @@ def test_a_relay_that_is_away_ends_no_process() -> None:
         with pytest.raises(BrokenTransportError, match="could not connect with worker 1"):
             transport.connect(0.01 * number)
         transport.close()
+
+
+# --- workers that cannot reach each other -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "with_history", "relayed", "says_so"),
+    [
+        (1, (False, False), False, True),
+        (0, (False, False), False, False),
+        (1, (True, False), False, True),
+        (0, (False, True), False, True),
+        (0, (True, False), False, False),
+        (1, (True, True), False, False),
+        (1, (False, False), True, False),
+    ],
+)
+def test_one_of_two_workers_that_cannot_connect_twice_says_what_to_type(
+    running: RelayThread, rank: int, with_history: tuple[bool, bool], relayed: bool, says_so: bool
+) -> None:
+    rendezvous = EncryptedRendezvous("127.0.0.1", 0.1, LIMIT_S, relay=running.access if relayed else None)
+    silent = ReservedPort("127.0.0.1", new_keys())
+    for generation, error in ((1, BrokenTransportError), (2, TransportError if says_so else BrokenTransportError)):
+        addresses = [str(silent.endpoint), str(silent.endpoint)]
+        addresses[rank] = rendezvous.address
+        members = [
+            Member(number, 0, ReadyReport(int(history), address=one))
+            for number, (one, history) in enumerate(zip(addresses, with_history, strict=True))
+        ]
+        with pytest.raises(TransportError) as caught:
+            rendezvous.form(GenerationView(generation, members), rank)
+        assert type(caught.value) is error
+    assert ("--relay" in str(caught.value)) == says_so
+    rendezvous.close()
+    silent.close()
