@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError, explain
-from stretto.events import COORDINATOR, PHASES, Event, counts_for_worker, process_name, read_events
+from stretto.events import COORDINATOR, PHASES, RELAY, Event, counts_for_worker, process_name, read_events
 
 Point = tuple[float, float]
 PER_INCARNATION = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
@@ -126,10 +126,10 @@ class History:
     def failure(self) -> str | None:
         """Reason of the failure of the run, or None: the earliest error that is not a consequence of another.
 
-        An error of a coordinator that was restarted is not a failure of the run.
+        An error of a coordinator or a relay that was restarted is not a failure of the run.
         """
-        harmless = process_name(COORDINATOR) if self.ended else None
-        relevant = [event for event in self.of("error") if event["process"] != harmless]
+        harmless = [process_name(number) for number in (COORDINATOR, RELAY)] if self.ended else []
+        relevant = [event for event in self.of("error") if event["process"] not in harmless]
         errors = sorted(relevant, key=lambda event: (bool(event.get("consequence")), event["t"]))
         if errors:
             first = errors[0]

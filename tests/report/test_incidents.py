@@ -136,13 +136,14 @@ def test_failures_of_servers_are_reported(tmp_path: Path) -> None:
     assert record(folder)["failed"] is None
 
 
-def test_an_error_of_a_restarted_coordinator_is_not_a_failure(tmp_path: Path) -> None:
-    error = {"event": "error", "t": 1.0, "process": "coordinator", "kind": "OSError", "text": "no space"}
+@pytest.mark.parametrize("process", ["coordinator", "relay"])
+def test_an_error_of_a_restarted_coordinator_or_relay_is_not_a_failure(tmp_path: Path, process: str) -> None:
+    error = {"event": "error", "t": 1.0, "process": process, "kind": "OSError", "text": "no space"}
     events = [*training(2, 0.02, 1000, 1, 0.9), error]
     assert record(write_run(tmp_path / "whole", workers=2, recipe="a()", events=events))["failed"] is None
     torn = [one for one in events if one["event"] != "end"]
     failed = record(write_run(tmp_path / "torn", workers=2, recipe="a()", events=torn))["failed"]
-    assert failed == "coordinator failed: OSError: no space"
+    assert failed == f"{process} failed: OSError: no space"
 
 
 def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:
