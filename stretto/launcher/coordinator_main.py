@@ -53,6 +53,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
     from stretto.checkpoint.file_receiver import FileReceiver
     from stretto.checkpoint.folder import KEPT_CHECKPOINTS
     from stretto.membership.event_lines import EventAppender
+    from stretto.membership.output_lines import OutputAppender
     from stretto.membership.server import MembershipServer
     from stretto.security import server_keys
 
@@ -83,6 +84,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
         [
             EventAppender(folder),
+            OutputAppender(folder, options.workers),
             FileReceiver(folder, options.keep or KEPT_CHECKPOINTS, coordinator.workers.has_not_failed, options.resume),
             *([_inviter(config, coordinator)] if options.host is not None else []),
         ],

@@ -14,6 +14,8 @@ from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError
 
 TAIL_LINES = 20
+DETAILS_LINES, DETAILS_CHARACTERS = 10, 4000
+"""Largest size of the text of an error that is sent to the other machines of a run."""
 NO_END = (
     "its script, or a library, has called os._exit: what the others exchange with it is lost, and so is the model\n"
     "  try: end the script by its last line, or by sys.exit()"
@@ -44,6 +46,13 @@ def first_cause(ends: Sequence[Exited], running: Mapping[int, ReportedError], fa
     causes += [_of_error(worker, 0, error) for worker, error in running.items()]
     causes += [_of_exit(failure) for failure in reversed(failures)]
     return next((cause for cause in causes if cause.root), None) or _with_finished(causes[0], ends)
+
+
+def for_others(cause: Cause) -> str:
+    """Return the text of a cause for the other machines of a run: its error, and the last lines of its traceback."""
+    headline = cause.headline.removeprefix(f"{process_name(cause.worker, cause.rank)} failed: ")
+    details = cause.details.splitlines()[-DETAILS_LINES:]
+    return "\n".join([headline.replace("\n", " "), *details])[:DETAILS_CHARACTERS]
 
 
 def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +19,9 @@ from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, invited, plan_of_join, route, write_join_key
 from stretto.launcher.listeners import listening
-from stretto.launcher.log_relay import LogRelay, log_of
+from stretto.launcher.log_relay import Forward, LogRelay
+from stretto.launcher.logs_elsewhere import LogsElsewhere
+from stretto.launcher.output_sender import CLOSE_S, OutputSender
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.remote_workers import RemoteWorkers
@@ -27,6 +29,7 @@ from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped, Supervisor
+from stretto.membership.output_lines import log_of
 from stretto.run_config import RunConfig
 from stretto.run_dir import make_folder, write_run
 
@@ -91,8 +94,33 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 def _supervise(
     plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine
 ) -> None:
+    with _forwarding(plan) as forward:
+        _supervise_with(plan, inbox, display, make_engine(inbox), forward)
+
+
+@contextlib.contextmanager
+def _forwarding(plan: ProcessPlan) -> Iterator[Forward | None]:
+    """Yield the way of output to the directory of the run; None where this launcher writes it there itself."""
+    if plan.sees_run:
+        yield None
+        return
+    sender, limit_s = OutputSender(plan.servers, plan.config.failure_timeout_s), CLOSE_S
+    sender.start()
+    try:
+        yield sender.add
+    except Stopped:
+        limit_s = 0.0
+        raise
+    finally:
+        sender.close(limit_s)
+
+
+def _supervise_with(
+    plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay, engine: Engine, forward: Forward | None
+) -> None:
     config, folder = plan.config, plan.folder
-    engine, relay = make_engine(inbox), LogRelay(folder, config.output, display)
+    elsewhere = LogsElsewhere(folder, plan.numbers_shown) if config.host is not None and not plan.joining else None
+    relay = LogRelay(folder, config.output, display, forward, elsewhere)
     agents = SshAgents(config.remote_stretto, config.failure_timeout_s, inbox.put, relay)
     remote = RemoteWorkers(plan, agents.start, relay.note)
     supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
@@ -127,6 +155,5 @@ def _text(cause: Cause, relay: LogRelay, folder: Path) -> str:
     """Return the text of a cause; an error that a process reported is also written to its log file."""
     log = log_of(folder, cause.worker, cause.rank)
     if cause.reported:
-        with contextlib.suppress(OSError), log.open("a") as file:
-            file.write(f"{cause.headline}\n{cause.details}\n")
+        relay.append(cause.worker, cause.rank, f"{cause.headline}\n{cause.details}\n")
     return readable(cause, relay.tail, str(log))

@@ -7,6 +7,7 @@ the display needs no lock.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import threading
@@ -19,7 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import IO
 
 from stretto.events import COORDINATOR, process_name
+from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
+from stretto.membership.output_lines import log_of
 from stretto.run_config import Output
 
 CHUNK_BYTES = 1 << 16
@@ -32,9 +35,8 @@ DRAIN_S = 0.7
 """Time that a pipe may stay open after the workers: a process that left its group may hold it."""
 
 
-def log_of(folder: Path, worker: int, rank: int = 0) -> Path:
-    """Return the log file of a process."""
-    return folder / f"{process_name(worker, rank).replace(' ', '-')}.log"
+Forward = Callable[[int, int, bytes], None]
+"""Takes output of a worker's rank."""
 
 
 @dataclass
@@ -58,11 +60,21 @@ class _Output:
 
 
 class LogRelay(threading.Thread):
-    """Thread that reads all pipes until it is closed and the last pipe is closed."""
+    """Thread that reads all pipes until it is closed and the last pipe is closed.
 
-    def __init__(self, folder: Path, output: Output, display: ProgressDisplay) -> None:
+    `forward` receives what is written to the log files; `elsewhere` reads the log files of workers on other machines.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        output: Output,
+        display: ProgressDisplay,
+        forward: Forward | None = None,
+        elsewhere: LogsElsewhere | None = None,
+    ) -> None:
         super().__init__(name="relay", daemon=True)
-        self._folder = folder
+        self._folder, self._forward, self._elsewhere = folder, forward, elsewhere
         self._output = output
         self._display: ProgressDisplay | None = display
         self._limit: float | None = None
@@ -97,8 +109,10 @@ class LogRelay(threading.Thread):
                 self._read(key.data)
             self._show_due()
             if time.monotonic() >= due_s:
+                self._relay_elsewhere()
                 self._show(lambda display: display.poll())
                 due_s = time.monotonic() + TICK_S
+        self._relay_elsewhere()
         self._show_due()
         self._show(lambda display: display.end())
         self._close_all()
@@ -137,7 +151,24 @@ class LogRelay(threading.Thread):
             key.data.close()
         self._selector.close()
 
+    def append(self, worker: int, rank: int, text: str) -> None:
+        """Add lines of Stretto's own to the log file of a process, once it has exited."""
+        with contextlib.suppress(OSError), log_of(self._folder, worker, rank).open("a") as file:
+            file.write(text)
+        if self._forward is not None:
+            self._forward(worker, rank, text.encode())
+
+    def _relay_elsewhere(self) -> None:
+        """Show new output of workers on other machines, as that of workers here."""
+        for (worker, rank), data in self._elsewhere.read() if self._elsewhere is not None else ():
+            if self._output == "rank0" and (worker, rank) == (0, 0):
+                self._show(functools.partial(_say, data=data))
+            elif self._output == "all":
+                self._show(functools.partial(_say, data=_labelled(worker, rank, data.splitlines())))
+
     def _store(self, source: _Output, data: bytes) -> None:
+        if self._forward is not None and data:
+            self._forward(source.worker, source.rank, data)
         while source.file is not None and data:
             try:
                 data = data[os.write(source.file, data) :]
@@ -154,7 +185,7 @@ class LogRelay(threading.Thread):
             if source.worker == COORDINATOR:
                 self._note_lines(lines)
             else:
-                self._show(lambda display: display.say(_labelled(source, lines)))
+                self._show(lambda display: display.say(_labelled(source.worker, source.rank, lines)))
 
     def _note_lines(self, lines: Sequence[bytes]) -> None:
         """Show lines of the coordinator as notes."""
@@ -187,8 +218,11 @@ def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
     return [*lines, source.partial] if not data and source.partial else lines
 
 
-def _labelled(source: _Output, lines: Sequence[bytes]) -> bytes:
+def _labelled(worker: int, rank: int, lines: Sequence[bytes]) -> bytes:
     """Return the lines, each with the process that printed it."""
-    is_whole_worker = source.worker >= 0 and not source.rank
-    process_label = str(source.worker) if is_whole_worker else process_name(source.worker, source.rank)
+    process_label = str(worker) if worker >= 0 and not rank else process_name(worker, rank)
     return b"".join(b"[%s] %s\n" % (process_label.encode(), line) for line in lines)
+
+
+def _say(display: ProgressDisplay, data: bytes) -> None:
+    display.say(data)

@@ -83,6 +83,11 @@ class ProcessPlan:
     sees_run: bool = True
     """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
 
+    @property
+    def numbers_shown(self) -> range:
+        """Workers whose output reaches this launcher by another way than their log files."""
+        return range(self.config.initial_workers if self.config.workers or self.config.hosts else 0)
+
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
         longer to start.

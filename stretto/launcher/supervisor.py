@@ -19,7 +19,7 @@ from stretto.faults.plan import FaultEvent
 from stretto.launcher.engines.agents import AgentExited
 from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
 from stretto.launcher.exit_notifier import ExitNotifier
-from stretto.launcher.failure_cause import Cause, first_cause, in_words
+from stretto.launcher.failure_cause import Cause, first_cause, for_others, in_words
 from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
 from stretto.launcher.remote_workers import RemoteWorkers
@@ -85,6 +85,8 @@ class Supervisor:
         """Failures that the run survived, with the incarnation."""
         self._members: dict[int, Supervised] = {}
         number = min(plan.joining) + 1 if plan.joining else 0
+        self._cause: Cause | None = None
+        """Cause of the end of the run."""
         self._exit_notifier = ExitNotifier(plan.servers, number) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
@@ -110,6 +112,7 @@ class Supervisor:
                 case Exited():
                     cause = self._handle(news)
                     if cause is not None:
+                        self._cause = cause
                         return cause
                 case AgentExited():
                     self._remote.handle(news, self._view())
@@ -122,8 +125,10 @@ class Supervisor:
             return
         joined = [member for member in self._members.values() if self._plan.joining]
         for member in joined:
+            is_cause = self._cause is not None and self._cause.worker == member.number
+            why = for_others(self._cause) if self._cause is not None and is_cause else "its launcher has ended"
             if member.state not in ("left", "done"):
-                self._exit_notifier.gone(member.number, member.incarnation, "its launcher has ended", False)
+                self._exit_notifier.gone(member.number, member.incarnation, why, False)
         if joined:
             self._exit_notifier.end_joined()
         self._exit_notifier.close(LAST_REPORT_MS if joined else 0)

@@ -194,13 +194,21 @@ class MembershipCoordinator:
         why: str = "its process ended",
         rank: int = 0,
     ) -> list[Outgoing]:
-        """Process the exit of a rank, which ends its worker; the launcher restarts the worker or not."""
+        """Process the exit of a rank, which ends its worker; the launcher restarts the worker or not.
+
+        Lines of `why` after the first are announced once, and not kept; of workers that the run began with, by their
+        launcher.
+        """
         replica = self.workers.replicas.get(worker)
         if replica is None or incarnation > replica.incarnation:
             replica = self._begin(worker, incarnation, rank + 1, rank, now)
         if incarnation == replica.incarnation and replica.state != "left":
             restart_note = f", worker {worker} is restarted" if will_restart else ""
-            self._end(replica, why, will_restart, now, restart_note=restart_note, rank=rank)
+            headline, _, details = why.partition("\n")
+            is_news = replica.state != "gone"
+            self._end(replica, headline, will_restart, now, restart_note=restart_note, rank=rank)
+            if details and is_news and worker >= self._rules.expected:
+                self.announcements.notices.append(details)
         return self._settled(now)
 
     def give_numbers(self, launcher: str, count: int, first: int | None = None) -> tuple[int, ...]:
