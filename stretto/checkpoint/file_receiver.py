@@ -60,6 +60,8 @@ UPLOADS_EACH, UPLOADS = 2, 256
 """Largest number of uploads at a time: of a worker, which may save its last checkpoint and its model, and of all."""
 CALLS = 256
 """Number of connections whose last request is remembered."""
+LARGE_ANSWERS = 16
+"""Number of connections whose last answer has a part of a file and is kept; a part is read again if it is lost."""
 THREADS = 2
 
 _MESSAGE = msgspec.msgpack.Decoder(Part | Call)
@@ -141,6 +143,8 @@ class FileReceiver:
         self._resumed = resumed
         self._uploads: dict[str, _Upload] = {}
         self._calls: dict[str, tuple[int, Future[bytes]]] = {}
+        self._large: dict[str, None] = {}
+        """Connections whose last answer is kept and has a part of a file, the oldest first."""
         self._threads = ThreadPoolExecutor(THREADS, "files")
         self._folders: dict[int, CheckpointFolder] = {}
         self._folders_lock = threading.Lock()
@@ -214,8 +218,19 @@ class FileReceiver:
         if isinstance(call.request, Publish) and (upload := self._uploads.get(sender.connection)) is not None:
             self._end(upload)
         if (error := future.exception()) is None:
+            if future.result():
+                self._keep_few(sender.connection)
             return Answer(call.number, future.result())
         return Answer(call.number, b"", _text(error), getattr(error, "errno", None) or 0)
+
+    def _keep_few(self, newest: str) -> None:
+        """Forget the oldest of too many answers with parts of files: a part that is asked for again is read again."""
+        self._large.pop(newest, None)
+        self._large[newest] = None
+        if len(self._large) > LARGE_ANSWERS:
+            oldest = next(iter(self._large))
+            del self._large[oldest]
+            self._calls.pop(oldest, None)
 
     def _processed(self, sender: Sender, request: Request) -> bytes:
         """Process a request, in a thread; return its result."""

@@ -22,8 +22,10 @@ from stretto.runtime.event_writer import boot_id
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 
-LAST_S = 60.0
-"""Seconds that the last checkpoint may take after the script has ended."""
+LAST_S, LAST_REMOTE_S = 60.0, 3600.0
+"""Seconds that the last checkpoint may take after the script has ended, on a disk here and at the launcher.
+
+Sending ends earlier if the coordinator takes nothing."""
 
 
 class CheckpointManager:
@@ -32,6 +34,7 @@ class CheckpointManager:
     def __init__(self, trainer: TrainerView, context: WorkerContext) -> None:
         self._trainer = trainer
         self._checkpoints = files.checkpoints(context.keep) if (files := context.files) is not None else None
+        self._last_s = LAST_REMOTE_S if context.remote_files is not None else LAST_S
         self._every = copy.copy(context.checkpoint)
         self.saved_at = 0
         """Number of rounds at the last checkpoint."""
@@ -120,9 +123,9 @@ class CheckpointManager:
         """Write the last state if it `is_wanted` and checkpoints are kept, and wait for the writer."""
         if self._every is not None and is_wanted:
             self.save()
-        if self._writer is not None and not self._writer.close(LAST_S):
+        if self._writer is not None and not self._writer.close(self._last_s):
             self._trainer.events.notice(
-                f"the checkpoint of round {self._number} was not written within {LAST_S:g} s, and is lost"
+                f"the checkpoint of round {self._number} was not written within {self._last_s:g} s, and is lost"
             )
         self.pass_on()
 

@@ -22,6 +22,7 @@ from stretto.checkpoint.file_messages import (
     CHECKPOINTS_FOUND,
     CONTENT,
     PART_BYTES,
+    READ_BYTES,
     UNKNOWN,
     WINDOW,
     Answer,
@@ -322,6 +323,18 @@ def test_files_of_a_run_that_is_resumed_are_read_in_its_folder_only(tmp_path: Pa
         assert call(receiver, sender, ReadFile(bool(is_resumed), file, len(content)), 3).result == b""
         assert call(receiver, sender, ReadFile(bool(is_resumed), FINAL, 0), 4).errno == errno.ENOENT
     assert "resumes no other" in call(receiver_of(run), sender_of(), ListCheckpoints(True)).problem
+
+
+def test_few_answers_with_parts_of_files_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "final.safetensors").write_bytes(bytes(READ_BYTES + 5))
+    receiver = receiver_of(tmp_path)
+    for number in range(100):
+        sender = sender_of(connection=f"{number:016x}")
+        assert len(call(receiver, sender, ReadFile(False, FINAL, 0)).result) == READ_BYTES
+        assert len(call(receiver, sender, ReadFile(False, FINAL, READ_BYTES), 2).result) == 5
+    kept = [future.result() for _, future in receiver._calls.values()]
+    assert sum(map(len, kept)) <= 16 * READ_BYTES and len(kept) <= 16
+    assert len(call(receiver, sender_of(connection="0" * 16), ReadFile(False, FINAL, 0)).result) == READ_BYTES
 
 
 def test_section_folder_is_made_with_its_facts(tmp_path: Path) -> None:
