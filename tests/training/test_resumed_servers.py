@@ -26,6 +26,7 @@ from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.training.checkpoint_manager import CheckpointManager
+from stretto.training.worker_context import WorkerContext
 
 BATCHES, DONE, APART = 12, 6, 16
 """A batch changes an element of its own; the elements are so far apart that both servers hold some of them."""
@@ -166,7 +167,7 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
             progress=progress,
             global_steps=SimpleNamespace(refuse_not_finite=lambda: None),
         )
-        context: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
+        context = WorkerContext(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)
 
         def state(own: dict[int, Any]) -> State:
