@@ -31,7 +31,7 @@ from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import listening, serve
 from stretto.process_config import ShardConfig
 from stretto.run_config import RunConfig
-from stretto.security import WorkerKeys, new_keys
+from stretto.security import RunKeys
 
 RECIPE = "async_sgd"
 BUFFER_ID = 1
@@ -53,30 +53,24 @@ def run(parameters: int, workers: int, seconds: float, curve: bool = False, shar
 
 @dataclass(frozen=True)
 class ServerAddresses:
-    """Addresses of a server's coordinator and shards, number of its workers, and the workers' keys if encrypted."""
+    """Addresses of a server's coordinator and shards, number of its workers, and the secret of the run if encrypted."""
 
     workers: int
     addresses: Sequence[str]
-    keys: Sequence[str] | None
+    secret: str | None
 
 
 @contextmanager
 def servers(workers: int, shards: int = 1, curve: bool = False) -> Iterator[ServerAddresses]:
     """Start a parameter server, each shard in a process of its own; the processes end with the context."""
-    ours, theirs = new_keys()
-    secrets = _text(ours.secret, ours.public, ours.workers) if curve else ""
+    keys = RunKeys.new()
     with ExitStack() as stack:
         addresses: list[str] = []
         for shard in range(shards):
-            asked = {"PUSH_SHARD": f"{shard} {shards} {workers}", "PUSH_KEYS": secrets}
+            asked = {"PUSH_SHARD": f"{shard} {shards} {workers}", "PUSH_KEYS": keys.secret if curve else ""}
             child = stack.enter_context(closing(Child(__spec__.name, "shard", asked)))
             addresses += child.receive()["addresses"]
-        keys = _text(theirs.servers, theirs.public, theirs.secret).split() if curve else None
-        yield ServerAddresses(workers, addresses, keys)
-
-
-def _text(*keys: bytes) -> str:
-    return " ".join(one.decode() for one in keys)
+        yield ServerAddresses(workers, addresses, keys.secret if curve else None)
 
 
 @contextmanager
@@ -157,7 +151,7 @@ def shard() -> None:
             options=RunConfig(Path(), workers=workers),
             listen_fd=shard_socket.detach(),
             dispatcher_fd=fd,
-            keys=keys,  # type: ignore[arg-type]
+            keys=keys,
         )
     )
 
@@ -186,10 +180,10 @@ class Pusher:
     """One worker connected to a server."""
 
     def __init__(
-        self, worker: int, workers: int, addresses: Sequence[str], keys: Sequence[str] | None, parameters: int
+        self, worker: int, workers: int, addresses: Sequence[str], secret: str | None, parameters: int
     ) -> None:
-        worker_keys = WorkerKeys(*(one.encode() for one in keys)) if keys else None
-        self._client = connect_client(worker, workers, addresses, worker_keys, LIMIT_S)
+        keys = RunKeys(secret).client(b"worker %d" % worker) if secret else None
+        self._client = connect_client(worker, workers, addresses, keys, LIMIT_S)
         self._update = torch.from_numpy(update_of(worker, parameters))
         self._parameters = torch.zeros(parameters)
         self._versions = [0] * self._client.shards

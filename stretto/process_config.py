@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -45,8 +46,7 @@ OF_TORCHRUN = (
 """Variables that `stretto run` removes from the environment of its workers."""
 
 KeyTexts = tuple[str, str, str]
-"""Three CURVE keys. Of a worker: servers' public, workers' public and secret; of a server: own secret and public,
-workers' public."""
+"""Three CURVE keys of a client: the public key of the services, its own public key, and its own secret key."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -59,11 +59,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     listen_fd: int | None = None
     """Descriptor of a listening socket that the process inherits."""
     status_fd: int | None = None
-    """Descriptor of the page in which the process notes its position, for the launcher."""
+    """Descriptor of the page in which the process notes its position, for the launcher, and receives its keys."""
+    keys: tuple[str, ...] | None = None
+    """Keys of a worker (`KeyTexts`, then that for the relay), the secret of the run for a service, or the relay's key;
+    None where traffic is not encrypted. A launcher passes them in the page of `status_fd`, not in the environment."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment variable that carries this configuration."""
         return {VARIABLE: msgspec.json.encode(self, enc_hook=str).decode()}
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
@@ -88,8 +94,6 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
     relay: str | None = None
     """Address of the relay between hosts, host:port; None where workers connect with each other."""
-    keys: KeyTexts | None = None
-    """None where traffic is not encrypted."""
 
     @property
     def world_size(self) -> int:
@@ -128,7 +132,6 @@ class ServiceConfig(Config, frozen=True, kw_only=True):
 
     dispatcher_fd: int | None = None
     """Descriptor of the listening socket of the batch dispatcher, if this process serves it."""
-    keys: KeyTexts | None = None
 
     @property
     def max_worker(self) -> int:
@@ -157,7 +160,6 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinat
     """Addresses of the parameter server, which is notified of failed workers."""
     snapshot_interval_s: float | None = None
     """Seconds between two snapshots of a parameter server."""
-    worker_keys: KeyTexts | None = None
     services: tuple[str, ...] = ()
     """Addresses of the coordinator and of the parameter server, for workers that join."""
     relay: str | None = None
@@ -167,15 +169,23 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinat
 class RelayConfig(Config, frozen=True, kw_only=True, tag="relay"):
     """Configuration of the relay between hosts."""
 
-    secret: str
-    """Secret key of the run's workers."""
+
+_RECEIVED: list[tuple[str, ...]] = []
+"""Keys that this process has received from its launcher; empty without."""
+
+
+def with_keys(config: ConfigT, keys: tuple[str, ...]) -> ConfigT:
+    """Return the configuration with the keys that its launcher has passed; `worker_config` returns them from now on."""
+    _RECEIVED[:] = [keys]
+    return msgspec.structs.replace(config, keys=keys)
 
 
 def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig | None:
     """Return the configuration of this worker, from `stretto run` or torchrun; None for a plain `python train.py`."""
     text = environment.get(VARIABLE)
     if text is not None:
-        return _decoded(text)
+        config = _decoded(text)
+        return msgspec.structs.replace(config, keys=_RECEIVED[0]) if config is not None and _RECEIVED else config
     return _of_torchrun(environment) if "WORLD_SIZE" in environment else None
 
 

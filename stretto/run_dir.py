@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
+from stretto.masking import masked
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
@@ -127,14 +128,19 @@ def write_run(folder: Path, options: Mapping[str, Any], now: datetime) -> None:
 
 
 def describe(options: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the content of `run.json`: the options, versions of packages, the machine and the command line."""
+    """Return the content of `run.json`: the options, versions of packages, the machine and the command line.
+
+    Arguments that look like secrets are masked.
+    """
+    args = {"args": masked(options["args"])} if "args" in options else {}
     return {
         "stretto": version(),
         **options,
+        **args,
         "started": now.astimezone().isoformat(timespec="seconds"),
         "versions": {name: number for name, number in versions().items() if name != "stretto"},
         "machine": machine(),
-        "command": [_program(Path(sys.argv[0])), *sys.argv[1:]],
+        "command": [_program(Path(sys.argv[0])), *masked(sys.argv[1:])],
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stretto.process_config import CoordinatorConfig
 from stretto.run_config import RunConfig
-from stretto.security import ServerKeys
+from stretto.security import RunKeys
 
 LIMIT_S = 20.0
 START_S = 60.0
@@ -26,7 +26,7 @@ class CoordinatorProcess:
         self,
         folder: Path,
         expected: int,
-        keys: ServerKeys,
+        keys: RunKeys,
         failure_timeout_s: float = START_S,
         has_dispatcher: bool = False,
     ) -> None:
@@ -40,7 +40,7 @@ class CoordinatorProcess:
             dispatcher_fd=self.dispatcher.fileno() if has_dispatcher else None,
             options=RunConfig(Path("train.py"), workers=expected, failure_timeout_s=failure_timeout_s),
             zero=time.perf_counter(),
-            keys=(keys.secret.decode(), keys.public.decode(), keys.workers.decode()),
+            keys=(keys.secret,),
         )
         self.environment = {**os.environ, **config.environment()}
         self.start()

@@ -13,6 +13,7 @@ import typer
 
 from stretto.cli.script_arguments import SCRIPT_TYPED, Arguments, Script, nearest, recipe_names
 from stretto.errors import LaunchError, explain
+from stretto.masking import MASK
 from stretto.run_config import OUTPUT, WORKERS, RunConfig, options
 from stretto.units import seconds
 
@@ -142,6 +143,10 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     }
     if context.meta.get(SCRIPT_TYPED):
         defaults = {name: value for name, value in defaults.items() if name not in ("script", "args", "module")}
+    if any(MASK in str(word) for word in defaults.get("args") or ()):
+        problem, expected = f"arguments that look like secrets are not in {path}", "the script and its arguments"
+        to_type = f"--config {path} {defaults.get('script', 'SCRIPT')} ARGUMENTS"
+        raise LaunchError(explain(problem, got=" ".join(defaults["args"]), expected=expected, to_type=to_type))
     context.default_map = defaults
     return path
 

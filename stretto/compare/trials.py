@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from stretto.errors import LaunchError, explain
 from stretto.launcher.config import check
 from stretto.launcher.entry import typed
+from stretto.masking import masked
 from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
 from stretto.report.target import Target
 from stretto.run_config import RunConfig, typed_options
@@ -45,7 +46,7 @@ class Question:
         return {
             "script": str(self.config.script),
             "module": self.config.module,
-            "args": list(self.config.args),
+            "args": masked(self.config.args),
             "workers": list(self.workers),
             "recipes": list(self.recipes),
             "seeds": self.seeds,

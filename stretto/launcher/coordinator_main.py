@@ -28,7 +28,7 @@ from stretto.membership.coordinator_records import rules_of
 from stretto.membership.invitations import Inviter
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.membership.write_ahead_log import read as read_records
-from stretto.process_config import CoordinatorConfig, KeyTexts
+from stretto.process_config import CoordinatorConfig
 
 WRITE_AHEAD_LOG = "coordinator.wal"
 """File name of the write-ahead log in the run directory."""
@@ -42,7 +42,7 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(CoordinatorConfig)
-    begin(config)
+    config = begin(config)
     try:
         _coordinate(config)
     except BaseException as error:
@@ -55,7 +55,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
     from stretto.membership.event_lines import EventAppender
     from stretto.membership.output_lines import OutputAppender
     from stretto.membership.server import MembershipServer
-    from stretto.security import server_keys
+    from stretto.security import run_keys
 
     folder, options = Path(config.run or "."), config.options
     path = folder / WRITE_AHEAD_LOG
@@ -73,14 +73,14 @@ def _coordinate(config: CoordinatorConfig) -> None:
         coordinator = MembershipCoordinator.restored(records, time.monotonic())
     else:
         coordinator = MembershipCoordinator(rules_of(options, config.asynchronous))
-    forwarder = _FailureForwarder(config.servers, config.worker_keys) if config.servers else None
+    forwarder = _FailureForwarder(config.servers, config.keys) if config.servers else None
     if forwarder is not None:
         forwarder.enqueue(coordinator.ended_processes())
     MembershipServer(
         socket.socket(fileno=config.listen_fd),
         coordinator,
         log,
-        server_keys(config.keys),
+        run_keys(config.keys, options.initial_workers),
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, forwarder).publish,
         [
             EventAppender(folder),
@@ -94,9 +94,8 @@ def _coordinate(config: CoordinatorConfig) -> None:
 
 def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
     options = config.options
-    return Inviter(
-        invitation_of(options, config.services, config.relay), coordinator.give_numbers, lambda: packed_code(options)
-    )
+    invite = invitation_of(options, config.services, config.relay, config.keys)
+    return Inviter(invite, coordinator.give_numbers, lambda: packed_code(options))
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:
@@ -112,7 +111,7 @@ def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> 
 class _FailureForwarder(threading.Thread):
     """Forwards failures and restarts of workers to the parameter server, and failures again every `REPEAT_S`."""
 
-    def __init__(self, addresses: Sequence[str], keys: KeyTexts | None) -> None:
+    def __init__(self, addresses: Sequence[str], keys: Sequence[str] | None) -> None:
         super().__init__(name="failure forwarder", daemon=True)
         self._addresses, self._keys = [f"tcp://{address}" for address in addresses], keys
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -126,9 +125,11 @@ class _FailureForwarder(threading.Thread):
     def run(self) -> None:
         """Forward events until the process ends."""
         from stretto.parameter_server.rpc_channel import DeathNotifier
-        from stretto.security import worker_keys
+        from stretto.security import COORDINATOR as ROLE
+        from stretto.security import run_keys
 
-        notifier = DeathNotifier(self._addresses, worker_keys(self._keys))
+        keys = run_keys(self._keys, 0)
+        notifier = DeathNotifier(self._addresses, keys.client(ROLE) if keys is not None else None)
         repeat_at = time.monotonic() + REPEAT_S
         while True:
             try:

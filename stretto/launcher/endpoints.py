@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from socket import socket
 
@@ -13,36 +14,22 @@ from stretto.process_config import KeyTexts
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A CURVE key pair; the secret key is never printed."""
-
-    public: str
-    secret: str = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Key pairs of one run: one for its servers, one for its workers."""
-
-    server: Pair
-    worker: Pair
-
-
-@dataclass(frozen=True)
 class Servers:
     """Listening sockets of the batch dispatcher and of each shard, or none; of the coordinator; of the relay.
 
-    `keys` is None where traffic is not encrypted, `coordinator` and `relay` where the run has none. `elsewhere` are the
-    addresses of services that another launcher has started: the coordinator's, the batch dispatcher's and the shards';
-    `relay_elsewhere` is that of its relay.
+    All keys are derived from `secret`; it is None where traffic is not encrypted. `coordinator` and `relay` are None
+    where the run has none. `elsewhere` are the addresses of services that another launcher has started: the
+    coordinator's, the batch dispatcher's and the shards'; `relay_elsewhere` is that of its relay. The keys of this
+    launcher and its workers are `given` then, by role.
     """
 
     sockets: tuple[socket, ...] = ()
-    keys: Keys | None = None
+    secret: str | None = field(default=None, repr=False)
     coordinator: socket | None = None
     elsewhere: tuple[str, ...] = ()
     relay: socket | None = None
     relay_elsewhere: str | None = None
+    given: Mapping[str, KeyTexts] = field(default_factory=dict, repr=False)
 
     @property
     def coordinator_at(self) -> str | None:
@@ -67,18 +54,28 @@ class Servers:
         return tuple(map(address, self.sockets)) if self.shards else self.elsewhere[1:]
 
     @property
-    def worker_keys(self) -> KeyTexts | None:
-        """Keys of a worker; None where traffic is not encrypted."""
-        if self.keys is None:
-            return None
-        return self.keys.server.public, self.keys.worker.public, self.keys.worker.secret
+    def is_encrypted(self) -> bool:
+        """True if traffic is encrypted."""
+        return self.secret is not None or bool(self.given)
+
+    def keys_of(self, role: bytes) -> KeyTexts | None:
+        """Return the keys of a client in this role; None where traffic is not encrypted."""
+        if self.secret is None:
+            return self.given.get(role.decode())
+        from stretto.security import RunKeys  # imports zmq
+
+        return RunKeys(self.secret).client(role).texts
 
     @property
-    def server_keys(self) -> KeyTexts | None:
-        """Keys of a server and of the coordinator; None where traffic is not encrypted."""
-        if self.keys is None:
-            return None
-        return self.keys.server.secret, self.keys.server.public, self.keys.worker.public
+    def relay_secret(self) -> tuple[str, ...]:
+        """Key with which workers sign requests to the relay; empty without a relay."""
+        keys = self.keys_of(b"relay") if self.relay_at is not None else None
+        return keys[2:] if keys is not None else ()
+
+    def keys_of_worker(self, number: int) -> tuple[str, ...] | None:
+        """Return the keys of a worker, and that for the relay; None where traffic is not encrypted."""
+        keys = self.keys_of(b"worker %d" % number)
+        return (*keys, *self.relay_secret) if keys is not None else None
 
     def inherited(self, shard: int, with_dispatcher: bool) -> list[int]:
         """Return the sockets that a shard's process inherits: its own, and perhaps that of the batch dispatcher."""
@@ -104,7 +101,7 @@ def servers_for(
     port: int | None = None,
     relayed: bool = False,
 ) -> Iterator[Servers]:
-    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make new keys unless `plain`.
+    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make a new secret unless `plain`.
 
     The coordinator listens on `port`, by default a free one. If `relayed`, there is a socket for a relay.
     """
@@ -112,22 +109,14 @@ def servers_for(
         sockets = [stack.enter_context(listening(host=host)) for _ in range(shards + 1 if shards else 0)]
         coordinator = stack.enter_context(listening(port, host)) if coordinated else None
         relay = stack.enter_context(listening(host=host)) if relayed else None
-        keys = None if plain or not (shards or coordinated) else _new_keys()
-        yield Servers(tuple(sockets), keys, coordinator, relay=relay)
+        secret = None if plain or not (shards or coordinated) else _new_secret()
+        yield Servers(tuple(sockets), secret, coordinator, relay=relay)
 
 
-def _new_keys() -> Keys:
+def _new_secret() -> str:
     import zmq  # only where traffic is encrypted
 
-    try:
-        return Keys(Pair(*_halves(zmq.curve_keypair())), Pair(*_halves(zmq.curve_keypair())))
-    except zmq.ZMQError as error:
-        problem = f"keys cannot be generated: {error}"
-        expected = "a ZeroMQ with CURVE encryption"
-        raise LaunchError(
-            explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--no-encryption")
-        ) from error
-
-
-def _halves(pair: tuple[bytes, bytes]) -> Iterator[str]:
-    return (half.decode("ascii") for half in pair)
+    if not zmq.has("curve"):
+        problem, expected = "traffic cannot be encrypted", "a ZeroMQ with CURVE encryption"
+        raise LaunchError(explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--no-encryption"))
+    return secrets.token_hex(32)

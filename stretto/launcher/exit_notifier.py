@@ -28,19 +28,19 @@ class ExitNotifier:
     A restarted coordinator gets all reports again.
     """
 
-    def __init__(self, servers: Servers, number: int = 0) -> None:
-        """Connect as the launcher with this number: 0 for that of the run, any other for one that joins the run."""
+    def __init__(self, servers: Servers, first: int | None = None) -> None:
+        """Connect; `first` is the lowest number of the workers of a launcher that has joined the run."""
         import zmq  # only where there is a coordinator
 
-        from stretto.security import use_keys, worker_keys
+        from stretto.security import HEAD, use_keys, worker_keys
 
         assert servers.coordinator_at is not None
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"launcher %d" % number)
+        name = HEAD if first is None else b"launcher %d" % first
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
-        use_keys(self._socket, worker_keys(servers.worker_keys))
+        use_keys(self._socket, name, worker_keys(servers.keys_of(name)))
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
         self._failures, self._members = Failures(), MembersView()

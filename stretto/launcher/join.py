@@ -1,7 +1,7 @@
 """Workers that join a running run, from this or another machine.
 
-`stretto run --listen` writes the address of the coordinator and the keys of a worker to `join.key`. A launcher that has
-this file asks the coordinator for numbers, options and, on a machine that does not see the run directory, the code.
+`stretto run --listen` writes the address of the coordinator and a key pair to `join.key`. A launcher that has this file
+asks the coordinator for numbers, keys, options and, on a machine that does not see the run directory, the code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from stretto.errors import LaunchError, LogError, explain
 from stretto.launcher.code_archive import packed, unpack
-from stretto.launcher.endpoints import Keys, Pair, Servers
+from stretto.launcher.endpoints import Servers
 from stretto.launcher.entry import check
 from stretto.launcher.listeners import is_address
 from stretto.launcher.process_specs import ProcessPlan
@@ -41,7 +41,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class JoinKey(msgspec.Struct, frozen=True):
-    """Address of the coordinator, and the keys of a worker, with which a launcher joins the run.
+    """Address of the coordinator, and the keys with which a launcher asks it to join the run.
 
     `first` is the first of the numbers reserved for its workers, if the launcher of the run has started it: it ends
     then when its standard input ends.
@@ -71,7 +71,7 @@ def write_join_key(folder: Path, servers: Servers) -> Path:
     path = folder / JOIN_KEY
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(JoinKey(servers.coordinator_at, servers.worker_keys)) + b"\n")
+            file.write(msgspec.json.encode(JoinKey(servers.coordinator_at, servers.keys_of(b"joining"))) + b"\n")
     except OSError as error:
         raise LogError(f"{path} cannot be written: {error.strerror}") from error
     return path
@@ -80,7 +80,7 @@ def write_join_key(folder: Path, servers: Servers) -> Path:
 def invited(key: Path, servers: Servers) -> list[str]:
     """Return the command for other machines, and a sentence on encryption."""
     line = f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
-    if servers.keys is None:
+    if not servers.is_encrypted:
         return [line, "no traffic is encrypted, and a host that reaches the ports can change or end the run"]
     return [line, "all traffic between workers and services is encrypted; the key lets its holder in"]
 
@@ -94,16 +94,32 @@ def route(options: RunConfig, servers: Servers) -> list[str]:
     return ["workers of different hosts connect with each other; --relay is for hosts that can't"]
 
 
-def invitation_of(options: RunConfig, services: tuple[str, ...], relay: str | None = None) -> Invitation:
-    """Return the invitation to a run, without numbers.
+def invitation_of(
+    options: RunConfig, services: tuple[str, ...], relay: str | None, secret: Sequence[str] | None
+) -> Callable[[tuple[int, ...]], Invitation]:
+    """Return the function that makes an invitation to a run for workers of these numbers.
 
     Workers that a resumed run begins with must know that it is resumed: they receive the state that another one reads.
     """
     script = options.script if options.module else options.script.absolute()
     workers = options.initial_workers
     options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
-    options = replace(options, out=None, faults=None)
-    return Invitation((), services, msgspec.json.encode(options, enc_hook=str), versions(), relay)
+    encoded = msgspec.json.encode(replace(options, out=None, faults=None), enc_hook=str)
+
+    def invite(numbers: tuple[int, ...]) -> Invitation:
+        return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))
+
+    return invite
+
+
+def _keys_of(numbers: tuple[int, ...], secret: Sequence[str] | None) -> dict[str, KeyTexts]:
+    """Return the keys of a joining launcher and of its workers, and those for the relay, by role."""
+    from stretto.security import RELAY, run_keys  # imports zmq
+
+    if (keys := run_keys(secret, 0)) is None:
+        return {}
+    roles = [RELAY, b"launcher %d" % min(numbers), *(b"worker %d" % number for number in numbers)]
+    return {role.decode(): keys.client(role).texts for role in roles}
 
 
 def packed_code(options: RunConfig) -> bytes:
@@ -143,7 +159,8 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         )
     check(config.script, config.module)
     sees_run = request.key is None
-    return ProcessPlan(config, folder, None, _servers(invitation, key), joining=invitation.numbers, sees_run=sees_run)
+    servers = Servers(elsewhere=invitation.services, relay_elsewhere=invitation.relay, given=invitation.keys)
+    return ProcessPlan(config, folder, None, servers, joining=invitation.numbers, sees_run=sees_run)
 
 
 def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tuple[Path, Path]:
@@ -157,12 +174,6 @@ def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tupl
         unpack(code, folder / CODE)
         script = folder.resolve() / CODE / script.name
     return folder, script
-
-
-def _servers(invitation: Invitation, key: JoinKey) -> Servers:
-    """Return the services of the run, as a joining launcher sees them."""
-    keys = Keys(Pair(key.keys[0], ""), Pair(*key.keys[1:])) if key.keys is not None else None
-    return Servers((), keys, elsewhere=invitation.services, relay_elsewhere=invitation.relay)
 
 
 def _check_versions(there: Mapping[str, str]) -> None:

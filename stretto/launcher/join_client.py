@@ -34,8 +34,7 @@ class JoinClient:
         self.own_address = _connected_from(address)
         self._context: Any = zmq.Context()
         self._dealer: Any = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.IDENTITY, b"joining " + os.urandom(16).hex().encode())
-        use_keys(self._dealer, worker_keys(keys))
+        use_keys(self._dealer, b"joining " + os.urandom(16).hex().encode(), worker_keys(keys))
         self._monitor: Any = self._dealer.get_monitor_socket(REFUSALS)
         self._refused = 0
         self._dealer.connect(f"tcp://{address}")

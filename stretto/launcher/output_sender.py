@@ -89,7 +89,7 @@ class OutputSender(threading.Thread):
         from stretto.membership.client import dealer
         from stretto.security import worker_keys
 
-        keys = worker_keys(self._servers.worker_keys)
+        keys = worker_keys(self._servers.keys_of(b"worker %d" % worker))
         made = dealer(zmq.Context.instance(), connection_of(worker, rank), keys, self._failure_timeout_s)
         made.setsockopt(zmq.LINGER, 0)
         made.connect(f"tcp://{self._servers.coordinator_at}")

@@ -135,7 +135,7 @@ class ProcessPlan:
             coordinator=servers.coordinator_at,
             servers=servers.addresses,
             relay=servers.relay_at,
-            keys=servers.worker_keys,
+            keys=servers.keys_of_worker(number),
         )
 
     def _server(self, number: int, incarnation: int) -> ProcessSpec:
@@ -150,7 +150,7 @@ class ProcessPlan:
             shards=servers.shards,
             listen_fd=fds[0],
             dispatcher_fd=fds[1] if serves_dispatcher else None,
-            keys=servers.server_keys,
+            keys=(servers.secret,) if servers.secret else None,
             snapshots=str(self.folder.resolve() / "snapshots") if config.elastic else None,
             restarted=incarnation > 0,
         )
@@ -168,9 +168,8 @@ class ProcessPlan:
             options=self.config,
             asynchronous=is_asynchronous(self.config),
             zero=self.zero,
-            keys=servers.server_keys,
+            keys=(servers.secret,) if servers.secret else None,
             servers=servers.addresses if is_asynchronous(self.config) else (),
-            worker_keys=servers.worker_keys,
             services=(address(servers.coordinator), *servers.addresses),
             relay=servers.relay_at,
             snapshot_interval_s=_snapshot_interval_s(self.config),
@@ -178,11 +177,10 @@ class ProcessPlan:
         return self._service(COORDINATOR, 1, "coordinator_main", process, fds)
 
     def _relay(self) -> ProcessSpec:
-        relay, keys = self.servers.relay, self.servers.keys
+        relay, secret = self.servers.relay, self.servers.relay_secret
         assert relay is not None
-        assert keys is not None
         fd = relay.fileno()
-        process = RelayConfig(options=self.config, run=self._run, listen_fd=fd, secret=keys.worker.secret)
+        process = RelayConfig(options=self.config, run=self._run, listen_fd=fd, keys=secret)
         return self._service(RELAY, 1, "relay_main", process, [fd])
 
     def _service(self, number: int, workers: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:

@@ -18,11 +18,11 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(RelayConfig)
-    begin(config)
+    config = begin(config)
     try:
         from stretto.relay import serve  # imports zmq: SIGTERM has its handler before that
 
-        serve(socket.socket(fileno=config.listen_fd), config.secret.encode())
+        serve(socket.socket(fileno=config.listen_fd), "".join(config.keys or ()).encode())
     except BaseException as error:
         fail(error, RELAY, log_in(config.run))
 

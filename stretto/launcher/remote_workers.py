@@ -58,7 +58,7 @@ def agent_specs(plan: ProcessPlan) -> list[AgentSpec]:
     address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
     for host in parse_hosts(config.hosts or ""):
         words = ("join", address, "--key", "-", "-n", str(host.workers), "--output", config.output)
-        key = msgspec.json.encode(JoinKey(address, servers.worker_keys, first)) + b"\n"
+        key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first)) + b"\n"
         specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
         first += host.workers
     return specs

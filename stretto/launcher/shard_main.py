@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import msgspec
 
 from stretto.launcher.process_specs import server_of
 from stretto.launcher.worker_main import begin, fail, log_in
-from stretto.process_config import VARIABLE, Config, ShardConfig
+from stretto.process_config import VARIABLE, ConfigT, ShardConfig
 from stretto.run_config import decode_path
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(ShardConfig)
-    begin(config)
+    config = begin(config)
     try:
         from stretto.parameter_server.rpc_server import serve  # imports torch: SIGTERM has its handler before that
 
@@ -34,11 +34,8 @@ def main() -> None:
     leave()
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
-
-
 def own_config(kind: type[ConfigT]) -> ConfigT:
-    """Return the configuration of this process and remove it from the environment: it holds the servers' secret key."""
+    """Return the configuration of this process and remove it from the environment of its children."""
     return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind, dec_hook=decode_path)
 
 

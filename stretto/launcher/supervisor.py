@@ -84,10 +84,10 @@ class Supervisor:
         self._survived: list[tuple[Exited, int]] = []
         """Failures that the run survived, with the incarnation."""
         self._members: dict[int, Supervised] = {}
-        number = min(plan.joining) + 1 if plan.joining else 0
+        first = min(plan.joining, default=None)
         self._cause: Cause | None = None
         """Cause of the end of the run."""
-        self._exit_notifier = ExitNotifier(plan.servers, number) if plan.servers.coordinator_at is not None else None
+        self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
         """Start all processes, here and on the hosts."""

@@ -30,7 +30,7 @@ from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import after_import, seed_libraries
 from stretto.membership.worker_status import ReportedError, status
-from stretto.process_config import Config, WorkerConfig, worker_config
+from stretto.process_config import ConfigT, WorkerConfig, with_keys, worker_config
 
 FILE, MODULE = "file", "module"
 EVICTED = 75
@@ -48,7 +48,7 @@ def main() -> None:
     kind, script, *args = sys.argv[1:]
     config = worker_config()
     assert config is not None
-    begin(config)
+    config = begin(config)
     seed_libraries(config.options.seed)
     after_import("torch", _record_creation)
     written = _watch(config)
@@ -87,13 +87,18 @@ def _report_written(written: Written, config: WorkerConfig) -> None:
             _append(log_of(config), event)
 
 
-def begin(config: Config) -> None:
-    """Open the record of this process, and flush its output at the end of each line, although it is a pipe."""
-    if config.status_fd is not None:
-        status.open(config.status_fd)
+def begin(config: ConfigT) -> ConfigT:
+    """Open the record of this process; return the configuration with the keys that stand there.
+
+    Output is flushed at the end of each line, although it is a pipe.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+    if config.status_fd is None:
+        return config
+    keys = status.open(config.status_fd)
+    return with_keys(config, keys) if keys else config
 
 
 def _run_file(script: str) -> None:

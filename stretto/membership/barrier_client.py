@@ -99,9 +99,9 @@ class CoordinatorBarrier:
             dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
             self._dealer = dealer
             name = b"barrier %d.%d" % (self._worker, self._incarnation)
-            for option, value in {zmq.IDENTITY: name, zmq.LINGER: 0, zmq.RECONNECT_IVL: 20}.items():
+            for option, value in {zmq.LINGER: 0, zmq.RECONNECT_IVL: 20}.items():
                 dealer.setsockopt(option, value)
-            use_keys(dealer, self._keys)
+            use_keys(dealer, name, self._keys)
             dealer.connect(self._address if "://" in self._address else f"tcp://{self._address}")
         return self._dealer
 

@@ -240,7 +240,6 @@ def dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, fail
     """Return a socket for the coordinator, which sends nothing while it is not connected."""
     made = context.socket(zmq.DEALER)
     for option, value in {
-        zmq.IDENTITY: name,
         zmq.IMMEDIATE: 1,
         zmq.MAXMSGSIZE: LARGEST_MESSAGE,
         zmq.RECONNECT_IVL: 20,
@@ -250,5 +249,5 @@ def dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, fail
         zmq.HANDSHAKE_IVL: 0,
     }.items():
         made.setsockopt(option, value)
-    use_keys(made, keys)
+    use_keys(made, name, keys)
     return made

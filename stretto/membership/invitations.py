@@ -49,6 +49,8 @@ class Invitation(msgspec.Struct, array_like=True, tag=True, frozen=True):
     versions: dict[str, str]
     relay: str | None = None
     """Address of the relay, in a run that has one."""
+    keys: dict[str, tuple[str, str, str]] = {}
+    """Keys of the workers and of their launcher, by role; empty where traffic is not encrypted."""
 
 
 class CodePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -67,21 +69,21 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Inviter:
     """Replies of the coordinator to joining launchers.
 
-    `invitation` has no numbers yet: `give_numbers` returns those for a launcher, its number of workers and the first
-    reserved number. `pack` returns the code as an archive, or raises an error whose text the joining launcher is told.
-    It runs once, in a thread, since members wait for their own replies; those to launchers are empty until it has
-    ended.
+    `invite` makes an invitation with the numbers that `give_numbers` returns for a launcher, its number of workers and
+    the first reserved number. `pack` returns the code as an archive, or raises an error whose text the joining launcher
+    is told. It runs once, in a thread, since members wait for their own replies; those to launchers are empty until it
+    has ended.
     """
 
     needs_log = True
 
     def __init__(
         self,
-        invitation: Invitation,
+        invite: Callable[[tuple[int, ...]], Invitation],
         give_numbers: Callable[[str, int, int | None], tuple[int, ...]],
         pack: Callable[[], bytes],
     ) -> None:
-        self._invitation, self._give_numbers, self._pack = invitation, give_numbers, pack
+        self._invite, self._give_numbers, self._pack = invite, give_numbers, pack
         self._code: Future[bytes] | None = None
 
     def reply(self, name: bytes, message: bytes) -> bytes | None:
@@ -90,8 +92,7 @@ class Inviter:
             return None
         request = _DECODER.decode(message)
         if isinstance(request, AskToJoin):
-            numbers = self._give_numbers(name.decode(), request.workers, request.first)
-            return _ENCODER.encode(msgspec.structs.replace(self._invitation, numbers=numbers))
+            return _ENCODER.encode(self._invite(self._give_numbers(name.decode(), request.workers, request.first)))
         if self._code is None:
             self._code = ThreadPoolExecutor(1, "code").submit(self._pack)
         return _ENCODER.encode(_part(self._code, request.offset)) if self._code.done() else b""

@@ -33,14 +33,12 @@ from stretto.membership.messages import (
     connection_name,
 )
 from stretto.membership.write_ahead_log import WriteAheadLog
-from stretto.security import ServerKeys, doorman, router
+from stretto.security import HEAD, PROOF, RunKeys, doorman, identity_of, name_in, router
 
 LARGEST_MESSAGE = 1 << 16
 _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})(?: rank (0|[1-9]\d{0,2}) of ([2-9]|[1-9]\d{1,2}))?")
 """Names that `connection_name` makes."""
-_LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
-LAUNCHER_OF_THE_RUN = b"launcher 0"
-"""Name of the connection of the launcher that has started the run."""
+_LAUNCHER = re.compile(HEAD + rb"(?: (0|[1-9]\d{0,6}))?")
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 """Socket identity of a worker's connection for barriers, beside its membership connection."""
 _ENCODER = msgspec.msgpack.Encoder()
@@ -77,14 +75,14 @@ class MembershipServer:
         listener: socket.socket,
         coordinator: MembershipCoordinator,
         log: WriteAheadLog,
-        keys: ServerKeys | None,
+        keys: RunKeys | None,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
         services: Sequence[Service] = (),
         save_every_s: float | None = None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._coordinator, self._log, self._publish = coordinator, log, publish
+        self._coordinator, self._log, self._publish, self._keys = coordinator, log, publish, keys
         self._services = (_AtBarriers(coordinator), *services)
         failure_timeout_s = coordinator.rules.failure_timeout_s
         self._tick_s = min(failure_timeout_s / 10, 0.2)
@@ -94,8 +92,6 @@ class MembershipServer:
         self._context = zmq.Context()
         self._door = doorman(self._context, keys) if keys else None
         self._socket = router(self._context, keys, LARGEST_MESSAGE)
-        for option, value in {zmq.ROUTER_HANDOVER: 1, zmq.HANDSHAKE_IVL: 0}.items():
-            self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
         self._has_log_error = False
@@ -136,32 +132,35 @@ class MembershipServer:
     def _receive_all(self) -> None:
         for _ in range(1000):
             try:
-                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(name, frames)
+            self._receive(identity, frames)
 
-    def _receive(self, name: bytes, frames: Sequence[bytes]) -> None:
+    def _receive(self, identity: bytes, frames: Sequence[bytes]) -> None:
         outgoing: list[Outgoing] = []
         reply, needs_log = b"", False
         try:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
+            name, data = name_in(identity, self._keys), frames[0]
             if (match := _NAME.fullmatch(name)) is not None:
                 worker, incarnation, rank, ranks = (int(number) for number in match.groups(default=b"0"))
-                message = _WORKER_MESSAGE.decode(frames[0])
+                message = _WORKER_MESSAGE.decode(data)
                 outgoing = self._coordinator.receive(
                     worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )
-            elif _LAUNCHER.fullmatch(name):
-                from_launcher = _LAUNCHER_MESSAGE.decode(frames[0])
-                outgoing = self._receive_of_launcher(name, from_launcher)
+            elif (match := _LAUNCHER.fullmatch(name)) is not None:
+                first = int(match[1]) if match[1] is not None else None
+                from_launcher = _LAUNCHER_MESSAGE.decode(data)
+                outgoing = self._receive_of_launcher(name, first, from_launcher)
                 reply = _ENCODER.encode(self._reply_to_launcher(from_launcher))
             else:
-                reply, needs_log = self._reply_of_service(name, frames[0])
+                reply, needs_log = self._reply_of_service(name, data)
         except (ValueError, msgspec.MsgspecError) as error:
             self.refused += 1
-            self._publish([f"refused a message of {name!r:.60}: {error} ({self.refused} so far)"], [])
+            sender = identity.partition(PROOF)[0]
+            self._publish([f"refused a message of {sender!r:.60}: {error} ({self.refused} so far)"], [])
             return
         self._send_logged(outgoing)
         if not (needs_log and self._has_log_error):
@@ -178,10 +177,11 @@ class MembershipServer:
 
     def _view(self) -> MembersView:
         since = time.monotonic() - self._coordinator.rules.failure_timeout_s
-        others = self._launchers.keys() - {LAUNCHER_OF_THE_RUN}
+        others = self._launchers.keys() - {HEAD}
         return self._coordinator.view(sum(self._launchers[name] > since for name in others))
 
-    def _receive_of_launcher(self, name: bytes, message: LauncherMessage) -> list[Outgoing]:
+    def _receive_of_launcher(self, name: bytes, first: int | None, message: LauncherMessage) -> list[Outgoing]:
+        """Return what follows from a message of a launcher that joined with worker `first`; None for the run's own."""
         now = time.monotonic()
         self._launchers[name] = now
         match message:
@@ -192,6 +192,8 @@ class MembershipServer:
             case Save():
                 return self._coordinator.save(now)
             case ProcessExited(worker, incarnation, why, will_restart, rank):
+                if first != self._coordinator.workers.launcher_of(worker):
+                    raise ValueError(f"worker {worker} is not its own")
                 return self._coordinator.process_exited(worker, incarnation, now, will_restart, why, rank)
         return []
 
@@ -210,7 +212,7 @@ class MembershipServer:
             for launcher in self._launchers:
                 self._send(launcher, failures)
             if self._has_watcher:
-                self._send(LAUNCHER_OF_THE_RUN, _ENCODER.encode(self._view()))
+                self._send(HEAD, _ENCODER.encode(self._view()))
         if notices or events:
             self._publish(notices, events)
 
@@ -227,7 +229,7 @@ class MembershipServer:
 
     def _send(self, name: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the worker has exited, or will reconnect
-            self._socket.send_multipart([name, frame], zmq.NOBLOCK)
+            self._socket.send_multipart([identity_of(name, self._keys), frame], zmq.NOBLOCK)
 
 
 class _AtBarriers:

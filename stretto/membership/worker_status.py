@@ -1,7 +1,8 @@
 """Record of a process for its launcher, in memory that outlives the process: position in the loop, membership, error.
 
 The launcher creates an anonymous file and passes it to the process, which maps its beginning: a note costs one write to
-memory. The launcher reads it at any time. No disk is involved, so a full one changes nothing.
+memory. The launcher reads it at any time. No disk is involved, so a full one changes nothing. At its end the process
+finds its keys, which its environment would show to the processes that the script starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,6 +22,9 @@ _POSITION, _LENGTH = struct.Struct("<iii"), struct.Struct("<I")
 _FINISHED, _JOINED, _LEFT, _LENGTH_AT = 12, 13, 14, 16
 SIZE = 1 << 18
 """Bytes of a record; the memory is taken when it is written."""
+
+
+_KEYS_AT = SIZE - 1024
 
 
 class ReportedError(msgspec.Struct, array_like=True, frozen=True):
@@ -51,10 +56,16 @@ class Status:
     def __init__(self) -> None:
         self._page: mmap.mmap | None = None
 
-    def open(self, descriptor: int) -> None:
-        """Map the record of this descriptor, which the launcher has made, and close the descriptor."""
+    def open(self, descriptor: int) -> tuple[str, ...]:
+        """Map the record of this descriptor, which the launcher has made, and close the descriptor.
+
+        Returns the keys that the launcher has passed in it, and erases them there.
+        """
         self._page = mmap.mmap(descriptor, SIZE)
         os.close(descriptor)
+        keys = self._page[_KEYS_AT:].rstrip(b"\0")
+        self._page[_KEYS_AT:] = bytes(SIZE - _KEYS_AT)
+        return msgspec.json.decode(keys, type=tuple[str, ...]) if keys else ()
 
     def note(self, place: LoopPosition) -> None:
         """Store this worker's position."""
@@ -90,11 +101,12 @@ status = Status()
 """Record of this process."""
 
 
-def make_record() -> int:
-    """Return the descriptor of an empty record."""
+def make_record(keys: Sequence[str] | None = None) -> int:
+    """Return the descriptor of an empty record that passes the keys to the process."""
     descriptor = os.memfd_create("stretto-status")
     place = LoopPosition()
     os.truncate(descriptor, SIZE)
+    os.pwrite(descriptor, msgspec.json.encode(keys or ())[: SIZE - _KEYS_AT], _KEYS_AT)
     os.pwrite(descriptor, _POSITION.pack(place.phase, place.epoch, place.step), 0)
     return descriptor
 

@@ -80,6 +80,10 @@ class WorkerTable:
             return NumbersGiven(launcher, wanted[0], count)
         return NumbersGiven(launcher, max(self._rules.expected, *(number + 1 for number in given), 0), count)
 
+    def launcher_of(self, worker: int) -> int | None:
+        """Return the first worker of the launcher that joined with this worker; None for the launcher of the run."""
+        return next((given.first for given in self.given.values() if worker in given.numbers), None)
+
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""
         replica = self.replicas[member.worker]

@@ -13,7 +13,7 @@ from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import ServerThreads, listening
 from stretto.parameter_server.service import Service
 from stretto.parameter_server.shard_handler import ShardHandler
-from stretto.security import WorkerKeys, new_keys
+from stretto.security import RunKeys, WorkerKeys, role_of
 from stretto.transport.interface import Transport
 
 
@@ -23,13 +23,18 @@ class EmbeddedServer:
 
     server: ServerThreads
     addresses: list[str]
-    keys: WorkerKeys | None
+    keys: RunKeys | None
     workers: int
 
     def client(self, worker: int, timeout_s: float, incarnation: int = 0) -> ParameterServerClient:
         """Return one worker's client; an incarnation above 0 joins the running training."""
         joins = incarnation > 0
-        return connect_client(worker, self.workers, self.addresses, self.keys, timeout_s, incarnation, joins=joins)
+        keys = self.keys_of(b"worker %d" % worker)
+        return connect_client(worker, self.workers, self.addresses, keys, timeout_s, incarnation, joins=joins)
+
+    def keys_of(self, name: bytes) -> WorkerKeys | None:
+        """Return the keys of the client with the connection of this name; None where traffic is not encrypted."""
+        return self.keys.client(role_of(name)) if self.keys is not None else None
 
     def close(self) -> None:
         """End the services. Idempotent."""
@@ -45,8 +50,8 @@ def start_server(
     workers: int, shards: int = 1, *, on_nan: str = "stop", plain: bool = False, address: str = "127.0.0.1"
 ) -> EmbeddedServer:
     """Start a dispatcher and `shards` shards in threads of this process."""
-    servers, keys = (None, None) if plain else new_keys()
-    server = ServerThreads(servers, workers - 1)
+    keys = None if plain else RunKeys.new()
+    server = ServerThreads(keys, workers - 1)
     addresses = [server.open(listening(address), Service(DispatcherHandler(workers, time.monotonic)))]
     for _ in range(shards):
         addresses.append(server.open(listening(address), Service(ShardHandler(workers, time.monotonic, on_nan))))
@@ -64,8 +69,9 @@ def serve_at_rank0(
         start_server(rendezvous.workers, shards, on_nan=on_nan, address=address) if rendezvous.worker == 0 else None
     )
     broadcast = rendezvous.broadcast_bytes(_pack(embedded) if embedded is not None else b"")
-    addresses, keys = msgspec.msgpack.decode(broadcast, type=tuple[list[str], tuple[bytes, bytes, bytes]])
-    client = connect_client(rendezvous.worker, rendezvous.workers, addresses, WorkerKeys(*keys), timeout_s)
+    addresses, secret = msgspec.msgpack.decode(broadcast, type=tuple[list[str], str])
+    keys = RunKeys(secret).client(b"worker %d" % rendezvous.worker)
+    client = connect_client(rendezvous.worker, rendezvous.workers, addresses, keys, timeout_s)
     client.all_gather_bytes(b"here")
     rendezvous.close()
     if embedded is not None:
@@ -75,5 +81,4 @@ def serve_at_rank0(
 
 def _pack(embedded: EmbeddedServer) -> bytes:
     assert embedded.keys is not None
-    keys = (embedded.keys.servers, embedded.keys.public, embedded.keys.secret)
-    return msgspec.msgpack.encode((embedded.addresses, keys))
+    return msgspec.msgpack.encode((embedded.addresses, embedded.keys.secret))

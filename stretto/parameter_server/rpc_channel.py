@@ -379,7 +379,6 @@ def _pass_on(tensors: list[Chunks], sink: Sink) -> None:
 def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> Any:
     dealer = context.socket(zmq.DEALER)
     for option, value in {
-        zmq.IDENTITY: name,
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: LARGEST_FRAME,
@@ -389,5 +388,5 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> 
     }.items():
         dealer.setsockopt(option, value)
     dealer.copy_threshold = SMALL_BYTES
-    use_keys(dealer, keys)
+    use_keys(dealer, name, keys)
     return dealer

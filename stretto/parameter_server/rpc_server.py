@@ -33,11 +33,23 @@ from stretto.parameter_server.snapshots import DiskStore
 from stretto.parameter_server.state_log import RecordedClock, StateLog
 from stretto.process_config import CoordinatorConfig, ShardConfig
 from stretto.recipe.parser import parse
-from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router, server_keys
+from stretto.security import (
+    BACKLOG,
+    COORDINATOR,
+    PROOF,
+    SMALL_BYTES,
+    RunKeys,
+    doorman,
+    identity_of,
+    log,
+    name_in,
+    router,
+    run_keys,
+)
 from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
-DEATH_NOTIFIER = b"herald"
+DEATH_NOTIFIER = COORDINATOR
 """Socket identity of the process that reports failed workers to the services."""
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
@@ -49,7 +61,7 @@ def serve(config: ShardConfig) -> None:
     if options.recipe is not None:
         parse(options.recipe)  # imports its codecs
     store = DiskStore(Path(config.snapshots), f"shard{config.shard}") if config.snapshots else None
-    server = ServerThreads(server_keys(config.keys), config.max_worker)
+    server = ServerThreads(run_keys(config.keys, config.options.initial_workers), config.max_worker)
     if config.dispatcher_fd is not None:
         dispatcher = DispatcherHandler(options.initial_workers, time.monotonic)
         server.open(socket.socket(fileno=config.dispatcher_fd), Service(dispatcher))
@@ -63,7 +75,7 @@ def serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> S
     clock = RecordedClock(time.monotonic)
     handler = DispatcherHandler(config.options.initial_workers, clock, config.snapshot_interval_s)
     service = Service(handler, StateLog(log, handler, clock, restarted))
-    server = ServerThreads(server_keys(config.keys), config.max_worker)
+    server = ServerThreads(run_keys(config.keys, config.options.initial_workers), config.max_worker)
     server.open(socket.socket(fileno=config.dispatcher_fd), service)
     return server
 
@@ -71,7 +83,7 @@ def serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> S
 class ServerThreads:
     """Services of one process, each in a thread; `close` ends them. No worker's number exceeds `max_worker`."""
 
-    def __init__(self, keys: ServerKeys | None, max_worker: int) -> None:
+    def __init__(self, keys: RunKeys | None, max_worker: int) -> None:
         keep_freed_memory()
         self._keys, self._max_worker = keys, max_worker
         self._context = zmq.Context()
@@ -123,11 +135,11 @@ class RpcServer:
         listener: socket.socket,
         service: Service,
         max_worker: int,
-        keys: ServerKeys | None,
+        keys: RunKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._service, self._max_worker = service, max_worker
+        self._service, self._max_worker, self._keys = service, max_worker, keys
         self._socket = router(context, keys, LARGEST_FRAME)
         self._assemblies: defaultdict[int, Assembly] = defaultdict(Assembly)
         self._memory = OfferedMemory()
@@ -164,13 +176,18 @@ class RpcServer:
         flags = 0
         for _ in range(1000):
             try:
-                name, *frames = self._socket.recv_multipart(flags, copy=False)
+                identity, *frames = self._socket.recv_multipart(flags, copy=False)
             except zmq.Again:
                 return
-            self._take(bytes(name), frames)
+            self._take(bytes(identity), frames)
             flags = zmq.NOBLOCK
 
-    def _take(self, name: bytes, frames: Sequence[Any]) -> None:
+    def _take(self, identity: bytes, frames: Sequence[Any]) -> None:
+        try:
+            name = name_in(identity, self._keys)
+        except ValueError as error:
+            self._refuse(f"a message of {identity.partition(PROOF)[0]!r:.40}: {error}")
+            return
         if name == DEATH_NOTIFIER and frames:
             self._process_notice(frames)
             return
@@ -234,7 +251,8 @@ class RpcServer:
                 self._assemblies[ended.worker].reset()
                 self._note_left(ended.worker)
             self._send_all(messages)
-            self._socket.send_multipart([DEATH_NOTIFIER, *next(encode(header.request_id, work))])
+            notifier = identity_of(DEATH_NOTIFIER, self._keys)
+            self._socket.send_multipart([notifier, *next(encode(header.request_id, work))])
         except Exception as error:
             self._refuse(f"the notice that worker {ended.worker} failed: {type(error).__name__}: {error}")
 
@@ -259,11 +277,12 @@ class RpcServer:
 
     def _send(self, outgoing: OutgoingMessage) -> None:
         name, tracker = name_of(outgoing.worker, self._service.incarnation(outgoing.worker)), None
+        identity = identity_of(name, self._keys)
         memory = self._memory.lend(outgoing.worker, outgoing.request_id, outgoing.tensors)
         small = memory is not None or sum(tensor.nbytes for tensor in outgoing.tensors) < SMALL_BYTES
         try:
             for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors, memory=memory):
-                tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
+                tracker = self._socket.send_multipart([identity, *message], copy=small, track=not small)
         except zmq.ZMQError:
             tracker = None  # the worker has failed
         if outgoing.sent is not None and tracker is not None:

@@ -225,7 +225,7 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
         from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
         from stretto.transport.relay_tunnels import RelayAccess
 
-        relay = RelayAccess(config.relay, config.keys[2].encode()) if config.relay is not None else None
+        relay = RelayAccess(config.relay, config.keys[3].encode()) if config.relay is not None else None
         rendezvous = EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
     else:
         from stretto.transport.rendezvous import GroupRendezvous

@@ -57,9 +57,11 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     config = json.loads(os.environ["STRETTO_CONFIG"])
     listener = socket.socket(fileno=config["listen_fd"])
     router = zmq.Context().socket(zmq.ROUTER)
-    if config["keys"]:
-        secret, public, _ = config["keys"]
-        router.curve_server, router.curve_secretkey, router.curve_publickey = True, secret.encode(), public.encode()
+    from stretto.membership.worker_status import status
+    from stretto.security import RunKeys
+    if secret := status.open(config["status_fd"]):
+        keys = RunKeys(*secret)
+        router.curve_server, router.curve_secretkey, router.curve_publickey = True, keys.private, keys.public
     address = "tcp://%s:%d" % listener.getsockname()
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(address)
@@ -71,7 +73,7 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
         if message[0] == "WatchFailures":
             continue
         if message[0] == "Failures":
-            router.send_multipart([b"launcher 0", data])
+            router.send_multipart([b"launcher", data])
             router.send_multipart([name, b"sent"])
             continue
         with open("heard", "a") as file:

@@ -135,3 +135,16 @@ def test_a_wrong_file_is_refused(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") <= 6
+
+
+def test_a_masked_argument_has_to_be_typed_again(
+    configured: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = RunConfig(Path("train.py"), ("--api-key", "a1b2"), workers=3)
+    write_run(tmp_path, asked.record(), datetime.now())
+    assert main.command(["run", "--config", "run.json"]) == 1
+    shown = capsys.readouterr().err
+    assert "got: --api-key (masked)" in shown
+    assert "try: --config run.json train.py ARGUMENTS" in shown
+    again = configured("--config", "run.json", "train.py", "--api-key", "a1b2")
+    assert (again.args, again.workers) == (asked.args, 3)

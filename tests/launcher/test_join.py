@@ -215,7 +215,7 @@ def test_key_is_private_and_complete(place: Place) -> None:
     with servers_for(0, plain=False, coordinated=True) as servers:
         path = write_join_key(place.folder, servers)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert msgspec.json.decode(path.read_bytes())["keys"] == list(servers.worker_keys or ())
+    assert msgspec.json.decode(path.read_bytes())["keys"] == list(servers.keys_of(b"joining") or ())
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import JoinRequest, invitation_of, packed_code, plan_of_join, write_join_key
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import rules_of
-from stretto.membership.invitations import Inviter
+from stretto.membership.invitations import Invitation, Inviter
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.process_config import WorkerConfig
 from stretto.run_config import RunConfig
-from stretto.security import server_keys
+from stretto.security import run_keys
 
 __all__ = ["hosts"]
 
@@ -91,14 +91,18 @@ def coordinated(folder: Path, options: RunConfig, **versions: str) -> Iterator[t
         key = write_join_key(folder, servers)
         address = servers.coordinator_at or ""
         coordinator = MembershipCoordinator(rules_of(options, asynchronous=False))
-        invitation = invitation_of(options, (address,))
-        invitation = msgspec.structs.replace(invitation, versions={**invitation.versions, **versions})
-        inviter = Inviter(invitation, coordinator.give_numbers, lambda: packed_code(options))
+        invite = invitation_of(options, (address,), [servers.secret or ""])
+
+        def invite_with_versions(numbers: tuple[int, ...]) -> Invitation:
+            invitation = invite(numbers)
+            return msgspec.structs.replace(invitation, versions={**invitation.versions, **versions})
+
+        inviter = Inviter(invite_with_versions, coordinator.give_numbers, lambda: packed_code(options))
         server = MembershipServer(
             servers.coordinator,
             coordinator,
             WriteAheadLog(folder / "wal"),
-            server_keys(servers.server_keys),
+            run_keys([servers.secret or ""], options.workers),
             lambda notices, events: None,
             [inviter],
         )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from stretto.launcher.process_specs import ProcessPlan
 from stretto.process_config import RECIPE, VARIABLE, ShardConfig, WorkerConfig
 from stretto.report.run_record import record
 from stretto.run_config import RunConfig, decode_path
+from stretto.security import RunKeys
 
 WITHIN_S = 20.0
 TELL = """
@@ -60,7 +62,7 @@ def worker_configs(workers: int) -> list[WorkerConfig]:
     return [msgspec.json.decode(text, type=WorkerConfig, dec_hook=decode_path) for text in texts]
 
 
-KEEP = WAIT + "open(f'config-{rank}.json', 'w').write(os.environ['STRETTO_CONFIG'])\n"
+KEEP = WAIT + "import msgspec\nopen(f'config-{rank}.json', 'wb').write(msgspec.json.encode(config, enc_hook=str))\n"
 
 
 def test_servers_get_their_configuration_and_workers_their_addresses(place: Place) -> None:
@@ -325,62 +327,71 @@ def test_ended_server_does_not_count_as_an_ended_worker(tmp_path: Path) -> None:
 # Keys
 
 
-def test_each_side_has_its_own_secret_and_the_others_public_key(place: Place) -> None:
+def test_each_worker_has_its_own_keys_and_servers_the_secret_of_the_run(place: Place) -> None:
     place.service(TELL)
     folder = place.run(KEEP, workers=2, recipe="async_sgd", servers=2)
-    (keys,) = {one.keys for one in worker_configs(2)}
-    assert keys is not None
-    server_public, worker_public, worker_secret = keys
-    for shard in range(2):
-        config, given = server_config(folder, shard)
-        assert config.keys is not None
-        secret, public, workers = config.keys
-        assert (public, workers) == (server_public, worker_public)
-        assert "STRETTO_CONFIG" not in given  # a process that a server starts does not inherit its secret
-        assert zmq.curve_public(secret.encode()).decode() == server_public
-        assert worker_secret not in config.keys
-    assert zmq.curve_public(worker_secret.encode()).decode() == worker_public
-    assert all(KEY.match(one) for one in (server_public, worker_public, worker_secret))
+    (secret,) = {server_config(folder, shard)[0].keys for shard in range(2)}
+    assert secret is not None
+    run = RunKeys(*secret)
+    for worker, config in enumerate(worker_configs(2)):
+        assert config.keys == run.client(b"worker %d" % worker).texts
+        assert zmq.curve_public(config.keys[2].encode()).decode() == config.keys[1]
+        assert all(KEY.match(one) for one in config.keys)
+
+
+def test_no_environment_holds_a_key(place: Place) -> None:
+    """Neither that of a process, nor that of a process which a script or a server starts."""
+    tell = """
+    import os, subprocess
+    print(*config.keys)
+    print("own", dict(os.environ), open("/proc/self/environ").read())
+    print("child", subprocess.check_output(["sh", "-c", "env; ls -l /proc/self/fd; cat /proc/$PPID/environ"]))
+    """
+    place.service(TELL)
+    folder = place.run(WAIT + dedent(tell), workers=2, recipe="async_sgd")
+    (secret,) = server_config(folder, 0)[0].keys or ()
+    for worker in range(2):
+        keys, *shown = (folder / f"worker-{worker}.log").read_text().splitlines()
+        assert len(keys.split()) == 3
+        assert len(shown) == 2
+        assert not [key for key in (*keys.split(), secret) if any(key in line for line in shown)]
+    assert secret not in str(server_config(folder, 0)[1])
 
 
 def test_keys_are_new_in_each_run_and_never_written(place: Place) -> None:
-    place.service()
+    place.service("open(f'{place.run}.keys', 'w').write(*place.keys)\ntime.sleep(60)")
+    write = "open(f'{config.run}.keys-' + rank, 'w').write(' '.join(config.keys))\n"
     runs = [
-        place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER, f"{n}.py"), cwd=place.folder) for n in "ab"
+        place.stretto("run", "--recipe", "async_sgd", "--out", n, place.script(WAIT + write + FOREVER, f"{n}.py"))
+        for n in "ab"
     ]
-    kept = ""
-    until(lambda: len([one for one in place.left() if config_of(one).get("keys")]) == 4)
-    processes = place.left()
-    keys = {key for one in processes for key in config_of(one).get("keys") or ()}
-    assert len(keys) == 8  # two pairs in each of two runs
-    lines = "\n".join(" ".join(one.cmdline()) for one in processes)
-    until(lambda: Path("ready-0").exists())
+    until(lambda: len(list(place.folder.glob("*.keys*"))) == 4 and len(list(place.folder.glob("ready-*"))))
+    keys = {key for path in place.folder.glob("*.keys*") for key in path.read_text().split()}
+    assert len(keys) == 8  # of each run its secret, and the three keys of its worker
+    lines, kept = "\n".join(" ".join(one.cmdline()) for one in place.left()), ""
     for process in runs:
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=WITHIN_S)
         kept += out.decode() + err.decode()
-    written = [path for path in place.folder.glob("runs/**/*") if path.is_file()]
+    written = [path for folder in "ab" for path in (place.folder / folder).rglob("*") if path.is_file()]
     assert len({path.name for path in written} & {"run.json", "server-0.log", "worker-0.log"}) == 3
     kept += "\n".join(path.read_text() for path in written)
     assert [key for key in keys if key in lines or key in kept] == []
 
 
 def test_failure_shows_no_key(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    place.service("open('keys', 'w').write(','.join(place.keys))\nraise ValueError('boom')")
+    place.service("open('keys', 'w').write(*place.keys)\nraise ValueError('boom')")
     with pytest.raises(LaunchError) as raised:
         place.run("import time\ntime.sleep(60)", recipe="async_sgd", out=Path("here"))
     kept = str(raised.value) + "".join(path.read_text() for path in Path("here").iterdir()) + str(capfd.readouterr())
-    keys = Path("keys").read_text().split(",")
-    assert len(keys) == 3
-    assert [key for key in keys if key in kept] == []
+    assert len(secret := Path("keys").read_text()) == 64
+    assert secret not in kept
 
 
-def test_printed_keys_hide_their_secrets() -> None:
+def test_printed_servers_hide_the_secret() -> None:
     with servers_for(1, plain=False) as servers:
-        assert servers.keys is not None
-        assert servers.keys.server.public in repr(servers)
-        assert servers.keys.server.secret not in repr(servers)
-        assert servers.keys.worker.secret not in repr(servers)
+        assert servers.secret is not None
+        assert servers.secret not in repr(servers)
 
 
 def test_no_encryption_means_no_keys(place: Place) -> None:
@@ -397,10 +408,7 @@ def test_no_encryption_means_no_keys(place: Place) -> None:
 def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot() -> None:
-        raise zmq.ZMQError(zmq.ENOTSUP)
-
-    monkeypatch.setattr(zmq, "curve_keypair", cannot)
+    monkeypatch.setattr(zmq, "has", lambda feature: feature != "curve")
     with pytest.raises(LaunchError, match="try: --no-encryption"):
         place.run("", recipe="async_sgd")
     assert not Path("runs").exists()

@@ -66,6 +66,10 @@ def numbers(launcher: str, count: int, first: int | None) -> tuple[int, ...]:
     return tuple(range(4, 4 + count))
 
 
+def invite(numbers: tuple[int, ...]) -> Invitation:
+    return msgspec.structs.replace(INVITATION, numbers=numbers)
+
+
 def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePart:
     message, limit = msgspec.msgpack.encode(request), time.monotonic() + 30
     while not (found := inviter.reply(NAME, message)):  # the code is being packed
@@ -75,7 +79,7 @@ def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePa
 
 def test_invitation_and_code_arrive_whole() -> None:
     code = bytes(range(256)) * (PART_BYTES // 100)
-    inviter = Inviter(INVITATION, numbers, lambda: code)
+    inviter = Inviter(invite, numbers, lambda: code)
     invitation = reply(inviter, AskToJoin(2))
     assert invitation == msgspec.structs.replace(INVITATION, numbers=(4, 5))
     received = b""
@@ -88,14 +92,14 @@ def test_code_that_cannot_be_packed_is_explained() -> None:
     def refuse() -> bytes:
         raise ValueError("too large")
 
-    assert reply(Inviter(INVITATION, numbers, refuse), GetCode(0)) == CodePart(0, problem="too large")
+    assert reply(Inviter(invite, numbers, refuse), GetCode(0)) == CodePart(0, problem="too large")
 
 
 @pytest.mark.parametrize("request_", [AskToJoin(0), AskToJoin(10**6), b"garbage", ["Other", 1]])
 def test_other_requests_are_refused(request_: object) -> None:
     with pytest.raises((ValueError, msgspec.MsgspecError)):
-        Inviter(INVITATION, numbers, bytes).reply(NAME, msgspec.msgpack.encode(request_))
-    assert Inviter(INVITATION, numbers, bytes).reply(b"worker 1.0", b"") is None
+        Inviter(invite, numbers, bytes).reply(NAME, msgspec.msgpack.encode(request_))
+    assert Inviter(invite, numbers, bytes).reply(b"worker 1.0", b"") is None
 
 
 def test_no_reply_waits_for_the_code_to_be_packed() -> None:
@@ -106,7 +110,7 @@ def test_no_reply_waits_for_the_code_to_be_packed() -> None:
         packed.append("once")
         return b"code"
 
-    inviter = Inviter(INVITATION, numbers, pack)
+    inviter = Inviter(invite, numbers, pack)
     assert [inviter.reply(NAME, msgspec.msgpack.encode(GetCode(0))) for _ in range(3)] == [b"", b"", b""]
     assert reply(inviter, AskToJoin(1)) == msgspec.structs.replace(INVITATION, numbers=(4,))
     may_end.set()

@@ -30,6 +30,7 @@ from stretto.parameter_server.embedded import EmbeddedServer
 from stretto.parameter_server.message_memory import MemoryFile
 from stretto.parameter_server.rpc_channel import DeathNotifier, connect_client
 from stretto.recipe.parser import parse
+from stretto.security import COORDINATOR
 from stretto.transport.host_memory import Offer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux only")
@@ -347,8 +348,7 @@ def test_a_worker_may_fail_at_any_stage(servers: Servers, stage: str, how: signa
     service, wire = hosted.server.services[1], servers.client(hosted, 0)
     theta = [torch.zeros(length)]
     wire.open(1, ADDING_RECIPE, theta)
-    assert hosted.keys is not None
-    keys = " ".join(key.decode() for key in (hosted.keys.servers, hosted.keys.public, hosted.keys.secret))
+    keys = " ".join(worker_keys.texts if (worker_keys := hosted.keys_of(b"worker 1")) else ())
     command = [sys.executable, "-c", STAGES, stage, str(length), " ".join(hosted.addresses), keys]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -363,7 +363,7 @@ def test_a_worker_may_fail_at_any_stage(servers: Servers, stage: str, how: signa
             _, (found,) = receive(push(wire, seq, [torch.ones(length)]), theta)
             assert torch.equal(found, torch.full((length,), float(APPLIED[stage] + seq)))
         assert mappings() == 3, "this worker, and the shard for both"
-        notifier = DeathNotifier(hosted.addresses, hosted.keys)
+        notifier = DeathNotifier(hosted.addresses, hosted.keys_of(COORDINATOR))
         assert notifier.notify_ended(1, 0)
         notifier.close()
         until(lambda: mappings() == 2)
@@ -373,7 +373,7 @@ def test_a_worker_may_fail_at_any_stage(servers: Servers, stage: str, how: signa
             child.stdin.flush()
             assert child.stdout.readline() == b"TransportError\n"
             child.kill()
-    again = connect_client(1, 2, hosted.addresses, hosted.keys, LIMIT_S, incarnation=1)
+    again = connect_client(1, 2, hosted.addresses, worker_keys, LIMIT_S, incarnation=1)
     again._join_shards()
     for seq in (1, 2):
         _, (found,) = receive(push(again, seq, [torch.ones(length)]), theta)

@@ -32,10 +32,10 @@ from stretto.parameter_server.client_types import ranges
 from stretto.parameter_server.embedded import EmbeddedServer
 from stretto.parameter_server.framing import CHUNK_BYTES, HEADER_BYTES, LARGEST_FRAME, decode_header, encode
 from stretto.parameter_server.rpc_channel import RpcChannel, connect_client
-from stretto.parameter_server.rpc_server import name_of
+from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.process_config import ShardConfig
 from stretto.run_config import RunConfig
-from stretto.security import WorkerKeys, new_keys
+from stretto.security import RunKeys, WorkerKeys, use_keys
 
 SLACK = 64 << 20
 """Number of bytes that a process may grow by during a test."""
@@ -49,11 +49,8 @@ def rss() -> int:
 def dealer(address: str, name: bytes, keys: WorkerKeys | None) -> Iterator[Any]:
     """Yield a socket of an unknown client."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as one:
-        one.setsockopt(zmq.IDENTITY, name)
         one.setsockopt(zmq.LINGER, 1000)
-        if keys is not None:
-            one.curve_serverkey = keys.servers
-            one.curve_publickey, one.curve_secretkey = keys.public, keys.secret
+        use_keys(one, name, keys)
         one.connect(address)
         yield one
 
@@ -91,11 +88,11 @@ def test_a_foreign_key_is_refused_within_seconds_and_counted(
 ) -> None:
     hosted = servers.start(2)
     wire = open_wire(servers, hosted)
-    assert hosted.keys is not None
-    _, foreign = new_keys()
+    own, foreign = hosted.keys_of(b"worker 1"), RunKeys.new().client(b"worker 1")
+    assert own is not None
     keys = WorkerKeys(
-        foreign.servers if wrong == "server" else hosted.keys.servers,
-        *((foreign.public, foreign.secret) if wrong == "worker" else (hosted.keys.public, hosted.keys.secret)),
+        foreign.servers if wrong == "server" else own.servers,
+        *((foreign.public, foreign.secret) if wrong == "worker" else (own.public, own.secret)),
     )
     began = time.monotonic()
     with zmq.Context() as context:
@@ -131,8 +128,9 @@ def test_a_message_with_a_wrong_identity_is_ignored(servers: Servers) -> None:
     hosted = servers.start(2)
     wire, service = open_wire(servers, hosted), hosted.server.services[1]
     names = [b"worker 2", b"worker -1", b"worker 1 ", b"worker x", b"w", b"worker 1234567890"]
+    names += [name_of(0), DEATH_NOTIFIER]  # those of others
     for before, name in enumerate(names):
-        with dealer(service.address, name, hosted.keys) as stranger:
+        with dealer(service.address, name, hosted.keys_of(b"worker 1")) as stranger:
             stranger.send_multipart(next(encode(1, m.Read(False))))
             until(lambda count=before: service.refused == count + 1)
             assert not stranger.poll(20)
@@ -300,7 +298,8 @@ def test_the_server_keeps_serving_after_any_message(
     @SETTINGS
     @given(SENDINGS)
     def shoot(sendings: list[list[list[bytes]]]) -> None:
-        with dealer(service.address, name_of(next(workers)), hosted.keys) as one:
+        name = name_of(next(workers))
+        with dealer(service.address, name, hosted.keys_of(name)) as one:
             bombard(one, sendings)
         assert service.failure is None
 
@@ -322,7 +321,7 @@ def test_the_shard_keeps_serving_after_any_parameters_of_worker_0(servers: Serve
         bombard(one, sendings)
         assert service.failure is None
 
-    with dealer(service.address, name_of(0), hosted.keys) as one:
+    with dealer(service.address, name_of(0), hosted.keys_of(name_of(0))) as one:
         shoot()
     link = servers.client(hosted, 1).channels[0]
     try:
@@ -378,7 +377,7 @@ def test_invalid_requests_are_refused(servers: Servers) -> None:
     for kind, (which, sendings) in MEANINGLESS.items():
         hosted = servers.start(1)
         service = hosted.server.services[which]
-        with dealer(service.address, name_of(0), hosted.keys) as one:
+        with dealer(service.address, name_of(0), hosted.keys_of(name_of(0))) as one:
             bombard(one, sendings)
         assert service.failure is None, kind
 
@@ -461,10 +460,10 @@ HALF = """
 import sys, torch, zmq
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import encode
+from stretto.security import use_keys, worker_keys
 address, *keys = sys.argv[1:]
 dealer = zmq.Context().socket(zmq.DEALER)
-dealer.setsockopt(zmq.IDENTITY, b"worker 1")
-dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (key.encode() for key in keys)
+use_keys(dealer, b"worker 1", worker_keys(keys))
 dealer.connect(address)
 messages = [[bytes(one) for one in frames] for frames in encode(1, m.Push(1, 1, 0, 8, 0.1), [torch.ones(2_000_000)])]
 assert len(messages) > 4
@@ -480,8 +479,7 @@ def test_a_push_of_a_worker_killed_during_it_is_not_applied(servers: Servers) ->
     service, wire = hosted.server.services[1], servers.client(hosted, 0)
     theta = [torch.zeros(2_000_000)]
     wire.open(1, ADDING_RECIPE, theta)
-    assert hosted.keys is not None
-    keys = [one.decode() for one in (hosted.keys.servers, hosted.keys.public, hosted.keys.secret)]
+    keys = own.texts if (own := hosted.keys_of(name_of(1))) else ()
     command = [sys.executable, "-c", HALF, service.address, *keys]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

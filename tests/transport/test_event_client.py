@@ -21,9 +21,9 @@ from stretto.membership import event_client
 from stretto.membership.client import dealer
 from stretto.membership.event_client import POLL_MS, RemoteLog
 from stretto.membership.event_lines import AppendEvents, Writer
-from stretto.security import new_keys
+from stretto.security import RunKeys, role_of
 
-SERVER_KEYS, WORKER_KEYS = new_keys()
+KEYS = RunKeys.new()
 TIMEOUT_S = 20.0
 
 
@@ -31,12 +31,12 @@ TIMEOUT_S = 20.0
 def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CoordinatorProcess]:
     """Return a running coordinator of two workers. The end of a log waits as long as a busy machine may need."""
     monkeypatch.setattr(event_client, "CLOSE_S", 60.0)
-    with contextlib.closing(CoordinatorProcess(tmp_path, 2, SERVER_KEYS)) as process:
+    with contextlib.closing(CoordinatorProcess(tmp_path, 2, KEYS)) as process:
         yield process
 
 
 def remote(address: str, worker: int = 0) -> RemoteLog:
-    return RemoteLog(Writer(worker, 0), address, WORKER_KEYS, TIMEOUT_S)
+    return RemoteLog(Writer(worker, 0), address, KEYS.client(b"worker %d" % worker), TIMEOUT_S)
 
 
 def times(folder: Path, worker: int) -> list[float]:
@@ -133,7 +133,7 @@ def test_lying_worker_neither_ends_the_coordinator_nor_writes_in_anothers_name(c
         b"events 0.0 rank 00 section 1",
     ]
     for name in names:
-        liar = dealer(context, name, WORKER_KEYS, TIMEOUT_S)
+        liar = dealer(context, name, KEYS.client(role_of(name)), TIMEOUT_S)
         liar.connect(f"tcp://{coordinator.address}")
         for frame in sent:
             liar.send(frame)

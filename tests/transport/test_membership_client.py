@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from coordinator_process import CoordinatorProcess
 
 from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
+from stretto.membership.barriers import Arrive
 from stretto.membership.client import MembershipClient
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import Started
-from stretto.membership.event_lines import EventAppender
+from stretto.membership.event_lines import AppendEvents, EventAppender
 from stretto.membership.messages import (
     Continue,
     CoordinatorMessage,
@@ -32,18 +34,19 @@ from stretto.membership.messages import (
     Heartbeat,
     ProcessExited,
     ReadyReport,
+    Register,
     Save,
     Shutdown,
     WatchFailures,
 )
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
-from stretto.security import WorkerKeys, new_keys
+from stretto.security import HEAD, RunKeys, WorkerKeys, role_of, use_keys
 
 LIMIT_S = 20.0
 START_S = 60.0
 """Seconds within which a process imports torch on a busy machine."""
-SERVER_KEYS, WORKER_KEYS = new_keys()
+KEYS = RunKeys.new()
 DECODER = msgspec.msgpack.Decoder(CoordinatorMessage)
 GOT = msgspec.msgpack.encode(Shutdown("nothing but that it was heard"))
 
@@ -89,7 +92,7 @@ class Scene:
             listener,
             self.coordinator,
             WriteAheadLog(folder / "journal"),
-            SERVER_KEYS,
+            KEYS,
             self.publish,
             [EventAppender(folder)],
         )
@@ -101,10 +104,17 @@ class Scene:
         self.events += events
 
     def client(
-        self, worker: int, incarnation: int = 0, keys: WorkerKeys = WORKER_KEYS, rank: int = 0, ranks: int = 1
+        self, worker: int, incarnation: int = 0, keys: WorkerKeys | None = None, rank: int = 0, ranks: int = 1
     ) -> MembershipClient:
         made = MembershipClient(
-            worker, incarnation, self.call.address, keys, self.failure_timeout_s, LIMIT_S, rank, ranks
+            worker,
+            incarnation,
+            self.call.address,
+            keys or KEYS.client(b"worker %d" % worker),
+            self.failure_timeout_s,
+            LIMIT_S,
+            rank,
+            ranks,
         )
         made.attach(_Observer(lambda one: self.aborts.append((worker, one))))
         self.clients.append(made)
@@ -120,14 +130,12 @@ class Scene:
         return [one.result(LIMIT_S) for one in [self.pool.submit(one.await_generation, here) for one in crew]]
 
     def launcher(self) -> Any:
-        return self.dealer(b"launcher 0")
+        return self.dealer(HEAD)
 
-    def dealer(self, name: bytes) -> Any:
-        """A socket of an unknown client with the workers' key."""
+    def dealer(self, name: bytes, role: bytes | None = None) -> Any:
+        """A socket of an unknown client, by default with the key that belongs to its name."""
         made = self.context.socket(zmq.DEALER)
-        made.setsockopt(zmq.IDENTITY, name)
-        made.curve_serverkey, made.curve_publickey = WORKER_KEYS.servers, WORKER_KEYS.public
-        made.curve_secretkey = WORKER_KEYS.secret
+        use_keys(made, name, KEYS.client(role or role_of(name)))
         made.connect(self.call.address)
         self.dealers.append(made)
         return made
@@ -346,20 +354,52 @@ def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
         (b"worker 0.0", [b"", b""]),
         (b"worker -1.0", [msgspec.msgpack.encode(ReadyReport(0))]),
         (b"somebody", [msgspec.msgpack.encode(ReadyReport(0))]),
-        (b"launcher 0", [msgspec.msgpack.encode(ReadyReport(0))]),
+        (HEAD, [msgspec.msgpack.encode(ReadyReport(0))]),
     ):
         before = there.call.refused
-        there.dealer(name).send_multipart(frames)
+        there.dealer(name, HEAD if name == HEAD else b"worker 0").send_multipart(frames)
         until(lambda before=before: there.call.refused == before + 1)
     there.dealer(b"worker 9.9").send(bytes(1 << 17))
     assert there.crew(1)
 
 
+def test_a_worker_cannot_speak_for_another_or_for_a_launcher(scene) -> None:
+    there = scene(2)
+    there.crew(2)
+    for name, message in (
+        (b"worker 1.0", Register("elsewhere", 1)),
+        (b"worker 1.7", Register("elsewhere", 1)),
+        (HEAD, ProcessExited(1, 0, "killed", False)),
+        (b"launcher 1", ProcessExited(1, 0, "killed", False)),
+        (b"events 1.0 rank 0 section 1", AppendEvents(0, b"{}\n")),
+        (b"barrier 1.0", Arrive((0, 0))),
+    ):
+        before = there.call.refused
+        there.dealer(name, b"worker 0").send(msgspec.msgpack.encode(message))
+        until(lambda before=before: there.call.refused == before + 1)
+        assert "not the key" in there.notices[-1]
+    assert not [one for one in there.events if one["what"] == "failed"]
+    assert there.coordinator.workers.members == {0: 0, 1: 0}
+
+
+def test_a_launcher_that_has_joined_reports_exits_of_its_own_workers_only(scene) -> None:
+    there = scene(2)
+    there.crew(2)
+    numbers = there.coordinator.give_numbers("joining 0", 2)
+    assert numbers == (2, 3)
+    before = there.call.refused
+    for name, worker in ((b"launcher 2", 1), (HEAD, 2), (b"launcher 9", 2)):
+        there.dealer(name).send(msgspec.msgpack.encode(ProcessExited(worker, 0, "killed", False)))
+    until(lambda: there.call.refused == before + 3)
+    assert all("is not its own" in notice for notice in there.notices[-3:])
+    assert not [one for one in there.events if one["what"] == "failed"]
+
+
 def test_another_key_is_refused_by_name(scene) -> None:
     there = scene(1)
-    _, others = new_keys()
+    others = RunKeys.new().client(b"worker 0")
     with pytest.raises(TransportError, match="refused this worker's key"):
-        there.client(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
+        there.client(0, keys=replace(others, servers=KEYS.public))
 
 
 def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(scene) -> None:
@@ -399,7 +439,7 @@ def test_a_worker_without_coordinator_stops() -> None:
         socket.create_server(("127.0.0.1", 0)) as nobody,
         pytest.raises(TransportError, match="no coordinator answered"),
     ):
-        MembershipClient(0, 0, "{}:{}".format(*nobody.getsockname()), WORKER_KEYS, 1.0, limit_s=0.5)
+        MembershipClient(0, 0, "{}:{}".format(*nobody.getsockname()), KEYS.client(b"worker 0"), 1.0, limit_s=0.5)
 
 
 def formed_of(folder: Path) -> list[int]:
@@ -408,7 +448,7 @@ def formed_of(folder: Path) -> list[int]:
 
 
 def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path) -> None:
-    place = CoordinatorProcess(tmp_path, 3, SERVER_KEYS)
+    place = CoordinatorProcess(tmp_path, 3, KEYS)
     pool = ThreadPoolExecutor(4)
     aborts: list[int] = []
     crew: list[MembershipClient] = []
@@ -418,7 +458,9 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
 
     try:
         for worker in range(3):
-            crew.append(MembershipClient(worker, 0, place.address, WORKER_KEYS, START_S, START_S))
+            crew.append(
+                MembershipClient(worker, 0, place.address, KEYS.client(b"worker %d" % worker), START_S, START_S)
+            )
             crew[-1].attach(_Observer(aborts.append))
         assert {one.result(START_S).generation for one in all_stand(ReadyReport(0))} == {1}
         crew[0].broken(1, "closed")
@@ -433,7 +475,7 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         assert forms[0].generation == 2
         assert len(read(tmp_path / "coordinator.wal")) == 3, "the rules and two generations"
         late = MembershipClient(
-            0, 1, place.address, WORKER_KEYS, START_S, START_S
+            0, 1, place.address, KEYS.client(b"worker 0"), START_S, START_S
         )  # it is a greater life: the old one is over
         crew.append(late)
         until(lambda: 2 in aborts)
@@ -456,10 +498,10 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
 @pytest.mark.plain_processes
 def test_a_coordinator_killed_before_its_dispatcher_has_begun_is_restarted(tmp_path: Path) -> None:
     """The dispatcher takes longer to begin than membership, so there is a record of members before its first."""
-    place = CoordinatorProcess(tmp_path, 1, SERVER_KEYS, has_dispatcher=True)
+    place = CoordinatorProcess(tmp_path, 1, KEYS, has_dispatcher=True)
     log = tmp_path / "dispatcher.wal"
     try:
-        with contextlib.closing(MembershipClient(0, 0, place.address, WORKER_KEYS, START_S, START_S)):
+        with contextlib.closing(MembershipClient(0, 0, place.address, KEYS.client(b"worker 0"), START_S, START_S)):
             until(lambda: bool(read(tmp_path / "coordinator.wal")))
             place.kill()
             place.start()

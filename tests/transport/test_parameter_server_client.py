@@ -16,6 +16,7 @@ from stretto.parameter_server import message_memory
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import RollbackRequiredError, ranges
 from stretto.parameter_server.rpc_channel import DeathNotifier
+from stretto.security import COORDINATOR
 from stretto.transport.conformance import check_transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.rendezvous import ServerRendezvous
@@ -155,28 +156,28 @@ def test_different_operations_are_an_error_not_a_wrong_mean(servers: Servers) ->
 def test_waits_end_without_the_contributions_of_failed_workers(servers: Servers) -> None:
     hosted = servers.start(3, shards=2)
     wires = servers.clients(hosted)
-    herald = DeathNotifier(hosted.addresses, hosted.keys)
+    notifier = DeathNotifier(hosted.addresses, hosted.keys_of(COORDINATOR))
     ask = wires[2].submit(AllReduceMean(torch.full((200,), 1 / 3)))
     other = wires[0].submit(AllReduceMean(torch.full((200,), 1 / 3)))
     with ThreadPoolExecutor(2) as crew:
         told = [crew.submit(wires[one].broadcast_bytes, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
-        assert herald.notify_ended(1, 0)
+        assert notifier.notify_ended(1, 0)
         assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
     for one in (ask, other):
         torch.testing.assert_close(one.wait(), torch.ones(200))
     assert [(wire.worker, wire.workers) for wire in (wires[0], wires[2])] == [(0, 2), (1, 2)]
-    herald.close()
+    notifier.close()
 
 
 def test_messages_of_a_former_incarnation_are_ignored(servers: Servers) -> None:
     hosted = servers.start(2)
     one, other = servers.clients(hosted, timeout_s=1.0)
-    herald = DeathNotifier(hosted.addresses, hosted.keys)
-    assert herald.notify_ended(1, 0)
+    notifier = DeathNotifier(hosted.addresses, hosted.keys_of(COORDINATOR))
+    assert notifier.notify_ended(1, 0)
     with pytest.raises(TransportError, match="did not answer"):
         other.submit(AllReduceMean(torch.ones(4))).wait()
     assert torch.equal(one.submit(AllReduceMean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
-    herald.close()
+    notifier.close()
 
 
 def test_abort_ends_waits_and_the_next_generation_continues(servers: Servers) -> None:

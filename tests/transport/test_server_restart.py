@@ -75,7 +75,9 @@ def test_replies_lost_with_a_connection_are_sent_again(servers: Servers) -> None
     """Several large ones were under way, and the other worker has them already."""
     hosted = servers.start(2)
     wires = [
-        connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
+        connect_client(
+            worker, 2, hosted.addresses, hosted.keys_of(b"worker %d" % worker), LIMIT_S, failure_timeout_s=LIMIT_S
+        )
         for worker in range(2)
     ]
     with ThreadPoolExecutor() as pool:
@@ -92,7 +94,9 @@ def test_replies_lost_with_a_connection_are_sent_again(servers: Servers) -> None
 def test_a_worker_keeps_only_contributions_that_another_may_lack(servers: Servers) -> None:
     hosted = servers.start(2, shards=2)
     wires = [
-        connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
+        connect_client(
+            worker, 2, hosted.addresses, hosted.keys_of(b"worker %d" % worker), LIMIT_S, failure_timeout_s=LIMIT_S
+        )
         for worker in range(2)
     ]
     for _ in range(20):

@@ -108,16 +108,17 @@ class LocalEngine:
     def start(self, spec: ProcessSpec) -> LocalProcess:
         """Start a process. Raises LaunchError if the system refuses."""
         try:
-            record = make_record()
+            record = make_record(spec.config.keys)
         except OSError as error:
             raise LaunchError(f"{spec} cannot be started: {error.strerror}") from error
+        config = msgspec.structs.replace(spec.config, status_fd=record, keys=None)
         try:
             opened = subprocess.Popen(
                 spec.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=spec.environment | msgspec.structs.replace(spec.config, status_fd=record).environment(),
+                env=spec.environment | config.environment(),
                 pass_fds=[*spec.fds, record],
                 start_new_session=True,
             )

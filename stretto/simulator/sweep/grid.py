@@ -18,6 +18,7 @@ from msgspec import structs
 from stretto.call_syntax import QUOTES, Words, nearest
 from stretto.errors import LaunchError, mistyped
 from stretto.launcher import entry
+from stretto.masking import masked
 from stretto.recipe.parser import WORDS
 from stretto.recipe.parser import parse as parse_recipe
 from stretto.report.target import Target
@@ -86,7 +87,7 @@ class SweepConfig:
             "script_hash": hashlib.sha256(
                 entry.file_of(self.config.script, self.config.module).read_bytes()
             ).hexdigest(),
-            "args": list(self.config.args),
+            "args": masked(self.config.args),
             "options": dict(self.options),
             "also": self.common_options,
             "sweep": {axis.name: list(axis.values) for axis in axes(self)},
