@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import re
 import secrets
@@ -72,14 +73,17 @@ class RunKeys:
 
     def secret_of(self, name: bytes) -> bytes:
         """Return the secret key of the client with the connection of this name."""
-        return self._private(role_of(name))
+        return _derived(self.secret, role_of(name))
 
     def _pair(self, role: bytes) -> tuple[bytes, bytes]:
-        private = self._private(role)
+        private = _derived(self.secret, role)
         return zmq.curve_public(private), private
 
-    def _private(self, role: bytes) -> bytes:
-        return z85.encode(hmac.digest(bytes.fromhex(self.secret), role, "sha256"))
+
+@functools.lru_cache(maxsize=4096)  # each message needs one
+def _derived(secret: str, role: bytes) -> bytes:
+    """Return the secret key of a role."""
+    return z85.encode(hmac.digest(bytes.fromhex(secret), role, "sha256"))
 
 
 @dataclass(frozen=True)
