@@ -132,7 +132,7 @@ def describe(options: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
     Arguments that look like secrets are masked.
     """
-    args = {"args": masked(options["args"])} if "args" in options else {}
+    args = {"args": tuple(masked(options["args"]))} if "args" in options else {}
     return {
         "stretto": version(),
         **options,

@@ -27,7 +27,7 @@ HEAD, JOINING, COORDINATOR, RELAY = b"launcher", b"joining", b"coordinator", b"r
 workers at the relay. The others are b"worker 3", and b"launcher 3" for a launcher that has joined with worker 3."""
 NOT_SEEN = 4096
 """Number of workers that may have joined before the first of them connects to a service."""
-PROOF = b" proof "
+PROOF, PROOF_BYTES = b" proof ", 32
 _OF_WORKER = re.compile(rb"(?!launcher )[a-z]+ (\d+)\b")
 
 
@@ -148,7 +148,9 @@ def identity_of(name: bytes, keys: RunKeys | WorkerKeys | None) -> bytes:
 
     A service has one connection for each identity, so without the proof a client could take the place of another.
     """
-    return name if keys is None else name + PROOF + hmac.digest(keys.secret_of(name), name, "sha256").hex().encode()
+    if keys is None:
+        return name
+    return name + PROOF + hmac.digest(keys.secret_of(name), name, "sha256")[: PROOF_BYTES // 2].hex().encode()
 
 
 def name_in(identity: bytes, keys: RunKeys | None) -> bytes:

@@ -66,4 +66,4 @@ def test_run_json_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["stretto", "run", "train.py", "--api-key", SECRET])
     found = describe({"script": "train.py", "args": ("--api-key", SECRET)}, datetime.now())
     assert SECRET not in str(found)
-    assert found["args"] == ["--api-key", MASK]
+    assert found["args"] == ("--api-key", MASK)

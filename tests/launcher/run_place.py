@@ -58,7 +58,8 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     listener = socket.socket(fileno=config["listen_fd"])
     router = zmq.Context().socket(zmq.ROUTER)
     from stretto.membership.worker_status import status
-    from stretto.security import RunKeys
+    from stretto.security import HEAD, RunKeys, identity_of, name_in
+    keys = None
     if secret := status.open(config["status_fd"]):
         keys = RunKeys(*secret)
         router.curve_server, router.curve_secretkey, router.curve_publickey = True, keys.private, keys.public
@@ -68,13 +69,14 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     with open("coordinators", "a") as file:
         file.write(f"{os.getpid()} {json.dumps(config['options'])}\\n")
     while True:
-        name, data = router.recv_multipart()
+        identity, data = router.recv_multipart()
+        name = name_in(identity, keys)
         message = msgspec.msgpack.decode(data)
         if message[0] == "WatchFailures":
             continue
         if message[0] == "Failures":
-            router.send_multipart([b"launcher", data])
-            router.send_multipart([name, b"sent"])
+            router.send_multipart([identity_of(HEAD, keys), data])
+            router.send_multipart([identity, b"sent"])
             continue
         with open("heard", "a") as file:
             file.write(json.dumps([os.getpid(), name.decode(), message]) + "\\n")

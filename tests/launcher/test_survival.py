@@ -36,8 +36,9 @@ def say(name, text=""):
 def declare(generation, *failed):
     import msgspec, zmq
     from stretto.membership.messages import Failures
+    from stretto.security import use_keys, worker_keys
     socket = zmq.Context().socket(zmq.DEALER)
-    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = map(str.encode, config.keys)
+    use_keys(socket, b"worker %d" % rank, worker_keys(config.keys))
     socket.connect("tcp://" + config.coordinator)
     socket.send(msgspec.msgpack.encode(Failures(generation, list(failed))))
     assert socket.poll(10_000)
@@ -53,7 +54,7 @@ def place_with_coordinator(place: Place) -> Place:
 
 def launcher_messages(place: Place) -> list[Any]:
     """Return the messages that the coordinators received from the launcher."""
-    return [what for _, name, what in place.messages_received() if name == "launcher 0"]
+    return [what for _, name, what in place.messages_received() if name == "launcher"]
 
 
 def failure(place: Place, text: str, **order: Any) -> str:
@@ -358,7 +359,7 @@ until("well-0", "well-1")
     folder = place_with_coordinator.run(HEAD + text, workers=2)
     first, second = place_with_coordinator.coordinators()
     assert place_with_coordinator.messages_received() == [
-        [pid, "launcher 0", ["ProcessExited", 1, 0, "killed by SIGKILL", True, 0]] for pid in (first, second)
+        [pid, "launcher", ["ProcessExited", 1, 0, "killed by SIGKILL", True, 0]] for pid in (first, second)
     ]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))
@@ -425,7 +426,8 @@ def test_configuration_of_workers_and_coordinator(place_with_coordinator: Place,
     (place_with_coordinator.folder / "old/checkpoints").mkdir()
     text = """
 import json
-say(f"config-{rank}", os.environ["STRETTO_CONFIG"])
+import msgspec
+say(f"config-{rank}", msgspec.json.encode(config, enc_hook=str).decode())
 until("coordinators")
 """
     place_with_coordinator.run(

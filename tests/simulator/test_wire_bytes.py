@@ -142,8 +142,8 @@ def test_bytes_equal_recorded_kernel_counts() -> None:
         (1828, 1139),
     ]
     assert wire_bytes.handshake_bytes(0, False) == (115, 107)
-    assert wire_bytes.handshake_bytes(0, True) == (575, 301)
-    assert wire_bytes.handshake_bytes(12, True) == (576, 301)
+    assert wire_bytes.handshake_bytes(0, True) == (614, 301)
+    assert wire_bytes.handshake_bytes(12, True) == (615, 301)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def _group_pieces(hosts: int, nbytes: int, item_bytes: int) -> Iterator[list[int
 
 SHORT_FRAME_BYTES = 255
 """Bytes up to which a frame has a header of 2 bytes (flags, length); longer frames have 9."""
+PROOF_BYTES = 39
+"""Bytes that the name of a connection is longer by where it carries the proof of a key (`stretto/security.py`)."""
 CURVE_BYTES = 33
 """Bytes that CURVE adds to a frame: command name (8), nonce (8), authenticator (16), flags (1)."""
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -148,10 +150,11 @@ def _frame(nbytes: int, encrypted: bool) -> int:
 def handshake_bytes(worker: int, encrypted: bool) -> tuple[int, int]:
     """Return the bytes on a worker's connection to one socket of a server before its first message.
 
-    A greeting (64 bytes each way), then the commands of ZMTP's NULL or CURVE mechanism; the worker's carry its name.
+    A greeting (64 bytes each way), then the commands of ZMTP's NULL or CURVE mechanism; the worker's carry its name
+    and, encrypted, the proof of its key.
     """
     name = len("worker ") + len(str(worker))
-    return (567 + name, 301) if encrypted else (107 + name, 107)
+    return (567 + name + PROOF_BYTES, 301) if encrypted else (107 + name, 107)
 
 
 def message_bytes(header: Header, encrypted: bool) -> int:
