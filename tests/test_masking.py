@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.launcher.config import described
 from stretto.masking import MASK, masked
+from stretto.run_config import RunConfig
 from stretto.run_dir import describe
 
 SECRET = "Tr0ub4dor"
@@ -67,3 +70,9 @@ def test_run_json_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe({"script": "train.py", "args": ("--api-key", SECRET)}, datetime.now())
     assert SECRET not in str(found)
     assert found["args"] == ("--api-key", MASK)
+
+
+def test_the_line_that_announces_a_run_is_masked() -> None:
+    shown = described(RunConfig(Path("train.py"), ("--epochs", "3", "--api-key", SECRET)))
+    assert SECRET not in shown
+    assert "train.py --epochs 3 --api-key '(masked)'" in shown

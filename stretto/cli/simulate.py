@@ -20,6 +20,7 @@ from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped
+from stretto.masking import masked
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
 from stretto.run_config import WORKERS, RunConfig
 from stretto.simulator.compute import contention
@@ -165,7 +166,7 @@ def command(
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
     display = ProgressDisplay(quiet=quiet, out=2 if _to_stdout(json_to) else 1)
     if not sweep:
-        program = shlex.join(typed(config.script, config.module, config.args))
+        program = shlex.join(masked(typed(config.script, config.module, config.args)))
         recipe = f"recipe {config.recipe}" if config.recipe else "its own recipe"
         display.note(f"simulating {config.workers} workers of {program}, {recipe}")
     from stretto.simulator.options import simulation  # and with it torch

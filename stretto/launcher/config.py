@@ -19,6 +19,7 @@ from stretto.host_list import parse as parse_hosts
 from stretto.interval import every
 from stretto.launcher import entry
 from stretto.launcher.listeners import is_address, own_addresses
+from stretto.masking import masked
 from stretto.run_config import RunConfig
 from stretto.run_dir import CHECKPOINTS
 from stretto.units import spelled
@@ -29,7 +30,7 @@ MIN_FAILURE_TIMEOUT_S = 0.1
 
 def described(config: RunConfig) -> str:
     """Return the workers, the program and the recipe, for the line that announces the run."""
-    program = shlex.join(entry.typed(config.script, config.module, config.args))
+    program = shlex.join(masked(entry.typed(config.script, config.module, config.args)))
     workers = f"{config.initial_workers} worker{'s' * (config.initial_workers != 1)}"
     if config.hosts:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
