@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 import torch
 import zmq
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.laboratory import LINK, PORT, Laboratory, address
@@ -27,7 +29,9 @@ from benchmarks.pace import ROOT
 from stretto.collective_ops import AllReduceMean
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.relay_tunnels import RelayAccess
 
 QUESTION = "milliseconds of a mean, float32, one worker a host: encrypted against gloo"
 OURS, THEIRS = "encrypted", "gloo"
@@ -113,25 +117,38 @@ def work(rank: int, workers: int, numbers: int, means: int, hosts: bool, target:
     """Compute means as one worker, of both sides in turns; rank 0 writes the seconds."""
     store = TCPStore(address(0) if hosts else "127.0.0.1", PORT, workers, rank == 0)
     gloo = ProcessGroupTransport(store, rank, workers, LIMIT_S, elastic=True)
-    port = ReservedPort(address(rank) if hosts else "127.0.0.1", KeyPair(*zmq.curve_keypair()))
+    encrypted = connected(gloo, address(rank) if hosts else "127.0.0.1")
+    seconds = means_in_turns(gloo, {OURS: encrypted, THEIRS: gloo}, torch.zeros(numbers), means)
+    if rank == 0:
+        target.write_text(json.dumps(seconds))
+    encrypted.close()
+    gloo.close()
+
+
+def connected(gloo: ProcessGroupTransport, host: str, relay: RelayAccess | None = None) -> EncryptedTransport:
+    """Return a transport of the workers of a process group, which listens at this address."""
+    port = ReservedPort(host, KeyPair(*zmq.curve_keypair()))
     ends = [Endpoint.parse(one.decode()) for one in gloo.all_gather_bytes(str(port.endpoint).encode())]
-    encrypted = EncryptedTransport(port, 1, rank, list(enumerate(ends)), LIMIT_S)
-    encrypted.connect(LIMIT_S)
-    tensor, sides = torch.zeros(numbers), {OURS: encrypted, THEIRS: gloo}
-    seconds: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    made = EncryptedTransport(port, 1, gloo.worker, list(enumerate(ends)), LIMIT_S, relay)
+    made.connect(LIMIT_S)
+    return made
+
+
+def means_in_turns(
+    gloo: ProcessGroupTransport, sides: Mapping[str, Transport], tensor: Tensor, means: int
+) -> dict[str, list[float]]:
+    """Return the seconds of a mean in each segment of each of two sides; they begin in turns, all workers together."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
     for segment in range(SEGMENTS + 1):
-        for side in (OURS, THEIRS) if segment % 2 else (THEIRS, OURS):
+        for side in sides if segment % 2 else reversed([*sides]):
             gloo.all_gather_bytes(b"begin")
             began = time.perf_counter()
             for _ in range(means):
                 sides[side].submit(AllReduceMean(tensor)).wait()
             if segment:  # the first is not measured
                 seconds[side].append((time.perf_counter() - began) / means)
-    if rank == 0:
-        target.write_text(json.dumps(seconds))
     gloo.all_gather_bytes(b"done")
-    encrypted.close()
-    gloo.close()
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,29 +11,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import zmq
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.encryption import LIMIT_S, Case
+from benchmarks.encryption import LIMIT_S, Case, connected, means_in_turns
 from benchmarks.laboratory import PORT
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import ROOT
-from stretto.collective_ops import AllReduceMean
 from stretto.transport import encrypted_sockets
-from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
 from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.relay_tunnels import RelayAccess
 
 QUESTION = "milliseconds of a mean, float32, loopback: through a relay against connections of the workers"
 RELAYED, DIRECT = "relayed", "direct"
-STARTS, SEGMENTS = 3, 8
+STARTS = 3
 SECRET = "of the benchmark"
 SERVE = """
 import socket, sys
@@ -96,33 +91,14 @@ def work(rank: int, workers: int, numbers: int, means: int, relay: int, target: 
     store = TCPStore("127.0.0.1", PORT, workers, rank == 0)
     gloo = ProcessGroupTransport(store, rank, workers, LIMIT_S, elastic=True)
     access = RelayAccess(f"127.0.0.1:{relay}", SECRET.encode())
-    sides = {DIRECT: _connected(gloo, None), RELAYED: _connected(gloo, access)}
-    tensor = torch.zeros(numbers)
-    seconds: dict[str, list[float]] = {RELAYED: [], DIRECT: []}
-    for segment in range(SEGMENTS + 1):
-        for side in (RELAYED, DIRECT) if segment % 2 else (DIRECT, RELAYED):
-            gloo.all_gather_bytes(b"begin")
-            began = time.perf_counter()
-            for _ in range(means):
-                sides[side].submit(AllReduceMean(tensor)).wait()
-            if segment:  # the first is not measured
-                seconds[side].append((time.perf_counter() - began) / means)
+    with patch.object(encrypted_sockets, "machine_name", return_value=""):  # each worker is on a machine of its own
+        sides = {RELAYED: connected(gloo, "127.0.0.1", access), DIRECT: connected(gloo, "127.0.0.1")}
+    seconds = means_in_turns(gloo, sides, torch.zeros(numbers), means)
     if rank == 0:
         target.write_text(json.dumps(seconds))
-    gloo.all_gather_bytes(b"done")
     for transport in sides.values():
         transport.close()
     gloo.close()
-
-
-def _connected(gloo: ProcessGroupTransport, relay: RelayAccess | None) -> EncryptedTransport:
-    """Return a transport whose workers count as on machines of their own."""
-    with patch.object(encrypted_sockets, "machine_name", return_value=""):
-        port = ReservedPort("127.0.0.1", KeyPair(*zmq.curve_keypair()))
-    ends = [Endpoint.parse(one.decode()) for one in gloo.all_gather_bytes(str(port.endpoint).encode())]
-    made = EncryptedTransport(port, 1, gloo.worker, list(enumerate(ends)), LIMIT_S, relay)
-    made.connect(LIMIT_S)
-    return made
 
 
 if __name__ == "__main__":

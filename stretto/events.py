@@ -96,9 +96,9 @@ def process_name(number: int, rank: int = 0) -> str:
     >>> process_name(3), process_name(3, 1), process_name(-1), process_name(COORDINATOR), process_name(RELAY)
     ('worker 3', 'worker 3 rank 1', 'server 0', 'coordinator', 'relay')
     """
-    if number in (COORDINATOR, RELAY):
-        return "coordinator" if number == COORDINATOR else "relay"
-    return f"worker {number}" + f" rank {rank}" * (rank > 0) if number >= 0 else f"server {-1 - number}"
+    if number >= 0:
+        return f"worker {number}" + f" rank {rank}" * (rank > 0)
+    return {COORDINATOR: "coordinator", RELAY: "relay"}.get(number, f"server {-1 - number}")
 
 
 def of_process(number: int, rank: int = 0) -> Event:

@@ -92,7 +92,7 @@ class Pump(asyncio.Protocol):
         self.is_lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Limit what is stored."""
+        """Limit the memory for bytes that wait."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.set_write_buffer_limits(high=BUFFERED_BYTES)
@@ -103,7 +103,7 @@ class Pump(asyncio.Protocol):
         return self._other is not None
 
     def join(self, other: Pump, received: bytes = b"") -> None:
-        """Forward to another connection what was `received`, and what will be."""
+        """Forward `received` bytes, and all later ones, to another connection."""
         self._other = other
         if other.is_lost.is_set():
             self.close()

@@ -158,7 +158,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Option(
             "With --listen, pass what workers of different hosts exchange through a relay on this machine: for hosts "
             "that reach this machine and not each other.",
-            FAILURES,
+            HOSTS,
         ),
     ] = False
     port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None

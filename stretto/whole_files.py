@@ -9,6 +9,8 @@ from pathlib import Path
 
 PART = ".part"
 """Suffix of a file that is not complete yet."""
+RESERVE_BYTES = 1 << 24
+"""Room on the disk that files of other machines do not take, for the logs of the run."""
 
 
 @contextlib.contextmanager
@@ -38,6 +40,12 @@ def written_whole(path: Path, synced: bool = False) -> Iterator[Path]:
         raise
     if synced:
         sync(path.parent)
+
+
+def free_bytes(file: int) -> int:
+    """Return the room for this user on the disk of an open file."""
+    disk = os.fstatvfs(file)
+    return disk.f_bavail * disk.f_frsize
 
 
 def sync(path: Path) -> None:

@@ -16,6 +16,14 @@ from stretto.transport.relay_tunnels import RelayAccess
 SECRET = b"of the run"
 
 
+def received(one: socket.socket, count: int) -> bytes:
+    """Return this number of bytes of a connection, or fewer if it ends."""
+    found = b""
+    while len(found) < count and (piece := one.recv(count - len(found))):
+        found += piece
+    return found
+
+
 class RecordingRelay(Relay):
     """Relay whose connections can all be closed, as by the end of its process."""
 

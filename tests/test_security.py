@@ -1,4 +1,4 @@
-"""Keys of a run: who is admitted, and under which name."""
+"""Keys of a run: admission, and the names of connections."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from stretto.checkpoint.file_messages import (
     SendWindow,
     Target,
 )
-from stretto.membership.client import dealer
+from stretto.membership.client import side_connection
 from stretto.security import WorkerKeys
 
 ANSWER_MS = 1000
@@ -82,18 +82,14 @@ class FileClient:
 
     def _connect(self) -> _Connection:
         sender = Sender(self.worker, self.incarnation, os.urandom(8).hex())
-        context: Any = zmq.Context.instance()
-        made = dealer(context, sender.name, self.keys, self.failure_timeout_s)
-        made.setsockopt(zmq.LINGER, 0)
-        made.connect(self.address if "://" in self.address else f"tcp://{self.address}")
-        return _Connection(made)
+        return _Connection(side_connection(sender.name, self.address, self.keys, self.failure_timeout_s))
 
 
 class _Connection:
     """One connection, for one upload or for requests."""
 
-    def __init__(self, dealer_: Any) -> None:
-        self._dealer = dealer_
+    def __init__(self, dealer: Any) -> None:
+        self._dealer = dealer
         self._calls = 0
 
     def __enter__(self) -> _Connection:

@@ -137,7 +137,7 @@ class ReadFile(_Message, frozen=True):
 
 
 class DataOf(_Message, frozen=True):
-    """Request for the digest of the data of a section, as it is in its `run.json`."""
+    """Request for the digest of a section's data, from the `run.json` of the section."""
 
     resumed: bool
     section: SectionNumber

@@ -45,12 +45,10 @@ from stretto.checkpoint.file_messages import (
 from stretto.checkpoint.folder import MANIFEST, CheckpointFolder, checked, name_of, order
 from stretto.errors import LogError
 from stretto.run_dir import read_run, section_folder, section_folders, write_section
-from stretto.whole_files import sync
+from stretto.whole_files import RESERVE_BYTES, free_bytes, sync
 
 INCOMING = ".incoming"
 """Name of the folder of incomplete uploads in the run directory."""
-RESERVE_BYTES = 1 << 24
-"""Room on the disk that no upload takes, for the logs of the run."""
 LARGEST_BYTES = {MANIFEST: 1 << 28}
 """Largest size of a file by its name; of others it is `LARGEST`."""
 LARGEST = 1 << 40
@@ -90,8 +88,7 @@ class _Upload:
         self._size += len(part.data)
         if self._size > (limit := LARGEST_BYTES.get(part.name, LARGEST)):
             raise UploadError(f"{part.name} has more than {limit} bytes")
-        disk = os.fstatvfs(self._file)
-        if disk.f_bavail * disk.f_frsize - len(part.data) < reserve_bytes:
+        if free_bytes(self._file) - len(part.data) < reserve_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = memoryview(part.data)
         while left:

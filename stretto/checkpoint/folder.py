@@ -84,7 +84,7 @@ class CheckpointFolder:
             return 0
 
     def last(self) -> int | None:
-        """Return the round of the newest complete checkpoint. Those that this object wrote are taken as complete."""
+        """Return the round of the newest complete checkpoint. Checkpoints that this object wrote count as complete."""
         return next((order(path)[0] for path in self.paths() if self._is_complete(path)), None)
 
     def prune(self) -> None:

@@ -65,7 +65,7 @@ class CheckpointStore(Protocol):
         ...
 
     def last(self) -> int | None:
-        """Return the round of the newest complete checkpoint, as far as it is known here."""
+        """Return the round of the newest complete checkpoint that this process knows of."""
         ...
 
     def older(self) -> Iterator[Path]:

@@ -22,7 +22,7 @@ from stretto.events import COORDINATOR, Event, LogFile
 from stretto.interval import every
 from stretto.launcher.join import invitation_of, packed_code
 from stretto.launcher.shard_main import leave, own_config
-from stretto.launcher.worker_main import begin, fail, log_in
+from stretto.launcher.worker_main import fail, log_in
 from stretto.membership.coordinator import MembershipCoordinator
 from stretto.membership.coordinator_records import rules_of
 from stretto.membership.invitations import Inviter
@@ -42,7 +42,6 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(CoordinatorConfig)
-    config = begin(config)
     try:
         _coordinate(config)
     except BaseException as error:
@@ -125,11 +124,11 @@ class _FailureForwarder(threading.Thread):
     def run(self) -> None:
         """Forward events until the process ends."""
         from stretto.parameter_server.rpc_channel import DeathNotifier
-        from stretto.security import COORDINATOR as ROLE
+        from stretto.parameter_server.rpc_server import DEATH_NOTIFIER
         from stretto.security import run_keys
 
         keys = run_keys(self._keys, 0)
-        notifier = DeathNotifier(self._addresses, keys.client(ROLE) if keys is not None else None)
+        notifier = DeathNotifier(self._addresses, keys.client(DEATH_NOTIFIER) if keys is not None else None)
         repeat_at = time.monotonic() + REPEAT_S
         while True:
             try:

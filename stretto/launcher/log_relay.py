@@ -7,7 +7,6 @@ the display needs no lock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import selectors
 import threading
@@ -62,7 +61,7 @@ class _Output:
 class LogRelay(threading.Thread):
     """Thread that reads all pipes until it is closed and the last pipe is closed.
 
-    `forward` receives what is written to the log files; `elsewhere` reads the log files of workers on other machines.
+    `forward` receives all output that goes to the log files; `elsewhere` reads those of workers on other machines.
     """
 
     def __init__(
@@ -162,9 +161,9 @@ class LogRelay(threading.Thread):
         """Show new output of workers on other machines, as that of workers here."""
         for (worker, rank), data in self._elsewhere.read() if self._elsewhere is not None else ():
             if self._output == "rank0" and (worker, rank) == (0, 0):
-                self._show(functools.partial(_say, data=data))
+                self.show(data)
             elif self._output == "all":
-                self._show(functools.partial(_say, data=_labelled(worker, rank, data.splitlines())))
+                self.show(_labelled(worker, rank, data.splitlines()))
 
     def _store(self, source: _Output, data: bytes) -> None:
         if self._forward is not None and data:
@@ -222,7 +221,3 @@ def _labelled(worker: int, rank: int, lines: Sequence[bytes]) -> bytes:
     """Return the lines, each with the process that printed it."""
     process_label = str(worker) if worker >= 0 and not rank else process_name(worker, rank)
     return b"".join(b"[%s] %s\n" % (process_label.encode(), line) for line in lines)
-
-
-def _say(display: ProgressDisplay, data: bytes) -> None:
-    display.say(data)

@@ -84,13 +84,10 @@ class OutputSender(threading.Thread):
         return True
 
     def _connected(self, worker: int, rank: int) -> _Link:
-        import zmq
-
-        from stretto.membership.client import dealer
+        from stretto.membership.client import side_connection
         from stretto.security import worker_keys
 
-        keys = worker_keys(self._servers.keys_of(b"worker %d" % worker))
-        made = dealer(zmq.Context.instance(), connection_of(worker, rank), keys, self._failure_timeout_s)
-        made.setsockopt(zmq.LINGER, 0)
-        made.connect(f"tcp://{self._servers.coordinator_at}")
-        return _Link(made)
+        servers, name = self._servers, connection_of(worker, rank)
+        assert servers.coordinator_at is not None
+        keys = worker_keys(servers.keys_of(b"worker %d" % worker))
+        return _Link(side_connection(name, servers.coordinator_at, keys, self._failure_timeout_s))

@@ -106,8 +106,10 @@ class ProcessPlan:
 
     def part(self, number: int, incarnation: int = 0, rank: int = 0) -> ProcessSpec:
         """Return the specification of one process."""
-        if number in (COORDINATOR, RELAY):
-            return self._coordinator() if number == COORDINATOR else self._relay()
+        if number == COORDINATOR:
+            return self._coordinator()
+        if number == RELAY:
+            return self._relay()
         return self._worker(number, incarnation, rank) if number >= 0 else self._server(number, incarnation)
 
     def _worker(self, number: int, incarnation: int, rank: int) -> ProcessSpec:

@@ -10,7 +10,7 @@ import socket
 
 from stretto.events import RELAY
 from stretto.launcher.shard_main import leave, own_config
-from stretto.launcher.worker_main import begin, fail, log_in
+from stretto.launcher.worker_main import fail, log_in
 from stretto.process_config import RelayConfig
 
 
@@ -18,7 +18,6 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(RelayConfig)
-    config = begin(config)
     try:
         from stretto.relay import serve  # imports zmq: SIGTERM has its handler before that
 

@@ -24,7 +24,6 @@ def main() -> None:
     """Serve until SIGTERM. An error goes to the launcher and the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     config = own_config(ShardConfig)
-    config = begin(config)
     try:
         from stretto.parameter_server.rpc_server import serve  # imports torch: SIGTERM has its handler before that
 
@@ -35,8 +34,8 @@ def main() -> None:
 
 
 def own_config(kind: type[ConfigT]) -> ConfigT:
-    """Return the configuration of this process and remove it from the environment of its children."""
-    return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind, dec_hook=decode_path)
+    """Begin this process; return its configuration, which its children do not find in their environment."""
+    return begin(msgspec.json.decode(os.environ.pop(VARIABLE), type=kind, dec_hook=decode_path))
 
 
 def leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:

@@ -76,7 +76,7 @@ class MembershipClient(CoordinatorConnection):
         self._context = zmq.Context()
         self._dealer = dealer(self._context, connection_name(worker, incarnation, rank, ranks), keys, failure_timeout_s)
         self._monitor = self._dealer.get_monitor_socket(WATCHED)
-        self._dealer.connect(address if "://" in address else f"tcp://{address}")
+        self._dealer.connect(url(address))
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         try:
@@ -234,6 +234,20 @@ class MembershipClient(CoordinatorConnection):
     def _send(self, message: WorkerMessage) -> None:
         with contextlib.suppress(zmq.Again):  # not connected; messages that matter are repeated
             self._dealer.send(_ENCODER.encode(message), zmq.NOBLOCK)
+
+
+def side_connection(name: bytes, address: str, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:
+    """Return a socket that is connected with the coordinator, beside the membership connection. Nothing lingers."""
+    context: Any = zmq.Context.instance()
+    made = dealer(context, name, keys, failure_timeout_s)
+    made.setsockopt(zmq.LINGER, 0)
+    made.connect(url(address))
+    return made
+
+
+def url(address: str) -> str:
+    """Return the address of the coordinator with its protocol."""
+    return address if "://" in address else f"tcp://{address}"
 
 
 def dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from stretto.errors import LogError
-from stretto.membership.client import dealer
+from stretto.membership.client import side_connection
 from stretto.membership.event_lines import AppendEvents, EventsAppended, LineSender, Writer
 from stretto.process_config import WorkerConfig
 from stretto.security import WorkerKeys, worker_keys
@@ -103,10 +103,7 @@ class RemoteLog:
 
     def _connected(self) -> Any:
         if self._dealer is None:
-            context: Any = zmq.Context.instance()
-            self._dealer = dealer(context, self._writer.connection, self._keys, self._failure_timeout_s)
-            self._dealer.setsockopt(zmq.LINGER, 0)
-            self._dealer.connect(self._address if "://" in self._address else f"tcp://{self._address}")
+            self._dealer = side_connection(self._writer.connection, self._address, self._keys, self._failure_timeout_s)
         return self._dealer
 
 

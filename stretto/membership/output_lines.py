@@ -22,6 +22,7 @@ from typing import Annotated
 import msgspec
 
 from stretto.events import process_name
+from stretto.whole_files import RESERVE_BYTES, free_bytes
 
 CHUNK_BYTES = 60_000
 """Largest number of bytes in a message."""
@@ -31,13 +32,11 @@ MAX_BUFFERED_BYTES = 1 << 20
 """Bytes of a worker's output that are kept while they cannot be sent."""
 LARGEST_LOG = 1 << 30
 """Bytes of a worker's log file, after which its output is refused."""
-RESERVE_BYTES = 1 << 24
-"""Room on the disk that output of other machines does not take."""
 _CONTROLS = bytes([*range(32), 127])
 _PLAIN = bytes.maketrans(_CONTROLS, bytes({9: 9, 10: 10, 13: 10}.get(one, ord("?")) for one in _CONTROLS))
-"""Each byte as it is written: a carriage return ends the line."""
+"""Replacement of each byte: a carriage return ends the line."""
 _C1 = re.compile(rb"\xc2[\x80-\x9f]|\A[\x80-\x9f]+")
-"""Control characters of two bytes in UTF-8, and the rest of one that was cut in two."""
+"""Control characters of two bytes in UTF-8, whole or cut in two."""
 _SENDER = re.compile(rb"output (0|[1-9]\d{0,6}) rank (0|[1-9]\d{0,2})")
 
 
@@ -141,13 +140,13 @@ class OutputAppender:
 
 
 def _appended(file: int, message: AppendOutput) -> OutputAppended:
-    size, disk = os.fstat(file).st_size, os.fstatvfs(file)
+    size = os.fstat(file).st_size
     if message.number > size:
         raise ValueError(f"got output from byte {message.number} on, expected it from {size} on")
     new = plain(message.data)[size - message.number :] if message.number != UNKNOWN else b""
     if size + len(new) > LARGEST_LOG:
         return OutputAppended(size, f"the log has {LARGEST_LOG} bytes")
-    if disk.f_bavail * disk.f_frsize - len(new) < RESERVE_BYTES:
+    if free_bytes(file) - len(new) < RESERVE_BYTES:
         return OutputAppended(size, os.strerror(errno.ENOSPC))
     try:
         return OutputAppended(size + (os.write(file, new) if new else 0))

@@ -106,7 +106,7 @@ def make_record(keys: Sequence[str] | None = None) -> int:
     descriptor = os.memfd_create("stretto-status")
     place = LoopPosition()
     os.truncate(descriptor, SIZE)
-    os.pwrite(descriptor, msgspec.json.encode(keys or ())[: SIZE - _KEYS_AT], _KEYS_AT)
+    os.pwrite(descriptor, msgspec.json.encode(keys or ()), _KEYS_AT)
     os.pwrite(descriptor, _POSITION.pack(place.phase, place.epoch, place.step), 0)
     return descriptor
 

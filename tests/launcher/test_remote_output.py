@@ -49,7 +49,7 @@ def beside(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def joined(place: Place, *options: str) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
-    """Start a run of one worker, and another one that joins it."""
+    """Start a run of one worker, and a worker that joins it."""
     place.recovers = True
     (place.folder / "train.py").write_text(SCRIPT)
     words = ["-n", "1", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1", "--out", "run", *options]

@@ -33,7 +33,7 @@ from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess
 from tests.encrypted_ends import joined, new_keys
-from tests.relays import SECRET, RelayThread, relay, shared_relay
+from tests.relays import SECRET, RelayThread, received, relay, shared_relay
 
 LIMIT_S = 20.0
 STREAM = Stream(b"2" * 16, b"3" * 16, 7)
@@ -82,13 +82,6 @@ def end_of(made: RelayThread, end: End, stream: Stream = STREAM) -> socket.socke
     """Return a connection that has asked for an end of a stream."""
     found = plain(made)
     found.sendall(request_on(found, end, stream))
-    return found
-
-
-def received(one: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count and (piece := one.recv(count - len(found))):
-        found += piece
     return found
 
 

@@ -23,18 +23,11 @@ from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
 from tests.encrypted_ends import joined, new_keys, view
-from tests.relays import SECRET, RelayThread
+from tests.relays import SECRET, RelayThread, received
 
 LIMIT_S = 20.0
 PEER = new_keys().public
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1]); print(s.recv(1))"
-
-
-def received(one: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count and (piece := one.recv(count - len(found))):
-        found += piece
-    return found
 
 
 def joined_end(one: socket.socket) -> bytes:
