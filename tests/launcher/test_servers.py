@@ -365,9 +365,13 @@ def test_keys_are_new_in_each_run_and_never_written(place: Place) -> None:
         place.stretto("run", "--recipe", "async_sgd", "--out", n, place.script(WAIT + write + FOREVER, f"{n}.py"))
         for n in "ab"
     ]
-    until(lambda: len(list(place.folder.glob("*.keys*"))) == 4 and len(list(place.folder.glob("ready-*"))))
-    keys = {key for path in place.folder.glob("*.keys*") for key in path.read_text().split()}
-    assert len(keys) == 8  # of each run its secret, and the three keys of its worker
+
+    def keys_used() -> set[str]:
+        return {key for path in place.folder.glob("*.keys*") for key in path.read_text().split()}
+
+    # A file is there before its keys are; of each run there are its secret and the three keys of its worker.
+    until(lambda: len(keys_used()) == 8 and any(place.folder.glob("ready-*")))
+    keys = keys_used()
     lines, kept = "\n".join(" ".join(one.cmdline()) for one in place.left()), ""
     for process in runs:
         process.send_signal(signal.SIGTERM)
