@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
-from benchmarks.tables import TABLES, ratio
+from benchmarks.tables import TABLES
+from benchmarks.tables_of_hosts import ratio
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"

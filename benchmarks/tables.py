@@ -6,18 +6,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from benchmarks.tables_of_hosts import encryption, floods, head, hosts, machines, ratio, shared_memory
+
 Record = Mapping[str, Any]
-
-
-def ratio(one: Record) -> str:
-    """Return a ratio with its standard error, if it has one."""
-    error = one["standard_error"]
-    return f"{one['median']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def server(record: Record) -> Iterator[str]:
     """Yield the server's share of a bare connection's throughput, and the round trip of 4 KB."""
-    yield from _head(f"Push and pull of {record['bytes'] / 1e6:.0f} MB over loopback, apply included", "server")
+    yield from head(f"Push and pull of {record['bytes'] / 1e6:.0f} MB over loopback, apply included", "server")
     yield "| side | GB/s | share of the bare pair one way | share of the bare pair both ways | wanted |"
     yield "| --- | --- | --- | --- | --- |"
     for name, speed in record["bare"].items():
@@ -35,7 +31,7 @@ def server(record: Record) -> Iterator[str]:
 def updates(record: Record) -> Iterator[str]:
     """Yield updates per second by workers, shards and encryption."""
     about = f"Updates applied per second, {record['parameters'] / 1e6:g} M parameters, workers that only push"
-    yield from _head(about, "updates")
+    yield from head(about, "updates")
     workers = sorted({case["workers"] for case in record["cases"]})
     yield f"| server | {' | '.join(_several(number, 'worker') for number in workers)} |"
     yield "| --- |" + " --- |" * len(workers)
@@ -47,7 +43,7 @@ def updates(record: Record) -> Iterator[str]:
 
 def peers(record: Record) -> Iterator[str]:
     """Yield our server's updates per second beside those of other servers."""
-    yield from _head("The parameter server against others, workers that only push", "peers")
+    yield from head("The parameter server against others, workers that only push", "peers")
     yield f"| model | workers | side | updates/s | GB/s both ways | updates/s of {record['sides'][0]} / of it |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for case in record["cases"]:
@@ -61,7 +57,7 @@ def peers(record: Record) -> Iterator[str]:
 
 def overlap(record: Record) -> Iterator[str]:
     """Yield what overlapping exchange and computation gains, and what it costs."""
-    yield from _head(record["question"][0].upper() + record["question"][1:], "overlap")
+    yield from head(record["question"][0].upper() + record["question"][1:], "overlap")
     yield "| loopback | with / without | recipe | samples/s | mean staleness | test accuracy |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
@@ -76,7 +72,7 @@ def overlap(record: Record) -> Iterator[str]:
 def unequal(record: Record) -> Iterator[str]:
     """Yield what a slow worker costs each recipe."""
     (slow, times), *_ = record["slow"].items()
-    yield from _head(f"{record['workers']} workers, worker {slow} computes {times:g} times slower", "unequal")
+    yield from head(f"{record['workers']} workers, worker {slow} computes {times:g} times slower", "unequal")
     yield "| example | recipe | samples/s | ratio to the barrier's | wanted | seconds to the target | staleness |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
@@ -99,7 +95,7 @@ def _stretch_factors(record: Record) -> Iterator[str]:
 
 def kernels(record: Record) -> Iterator[str]:
     """Yield the throughput of each kernel, beside a copy of memory and the same operation in torch."""
-    yield from _head(
+    yield from head(
         f"GB/s of gradient through each native kernel, one thread, {record['numbers']:,} numbers", "kernels"
     )
     yield "| kernel | with the residual | without | memcpy | torch | share of memcpy | wanted | times torch | wanted |"
@@ -114,49 +110,10 @@ def kernels(record: Record) -> Iterator[str]:
     yield "Shares and times are those of the pass with the residual, which reads two vectors and writes one."
 
 
-def shared_memory(record: Record) -> Iterator[str]:
-    """Yield the time of a mean in shared memory beside that over gloo."""
-    yield from _head("Means of workers on one host: shared memory against gloo over the loopback", "shared_memory")
-    yield f"| numbers | workers | {' | '.join(f'{side}: ms' for side in record['sides'])} | times the rate | wanted |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for case in record["cases"].values():
-        times = " | ".join(f"{case['ms'][side]['median']:.3f}" for side in record["sides"])
-        wanted = f"at least {case['wanted']:g}"
-        yield f"| {case['numbers']:,} | {case['workers']} | {times} | {ratio(case['ratio'])} | {wanted} |"
-
-
-def hosts(record: Record) -> Iterator[str]:
-    """Yield bytes and time of a mean of two hosts: the workers of a host as one, and a ring of all."""
-    yield from _head("A mean of 2 hosts of 2 workers: the workers of a host as one against a ring of all", "hosts")
-    sides = list(record["cases"][0]["sides"])
-    columns = " | ".join(f"{side}: MB on a host's link | ms" for side in sides)
-    yield f"| numbers | Mbit/s | hosts of the ranks | {columns} | times fewer bytes |"
-    yield "| --- " * (4 + 2 * len(sides)) + "|"
-    for case in record["cases"]:
-        figures = " | ".join(
-            f"{case['sides'][side]['bytes_on_link'] / 1e6:.3f} | {case['sides'][side]['ms']['median']:.1f}"
-            for side in sides
-        )
-        place = f"{case['numbers']:,} | {case['mbit']:g} | {case['hosts']}"
-        yield f"| {place} | {figures} | {case['times_fewer_bytes']:.2f} |"
-
-
-def encryption(record: Record) -> Iterator[str]:
-    """Yield the time of an encrypted mean beside that over gloo."""
-    yield from _head("Means between hosts: encrypted against gloo, which is not", "encryption")
-    yield "| numbers | workers | link | encrypted: ms | gloo: ms | times the rate | wanted |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for case in record["cases"]:
-        times = " | ".join(f"{case['ms'][side]['median']:.2f}" for side in ("encrypted", "gloo"))
-        link = f"{case['mbit']:g} Mbit/s" if case["mbit"] else "loopback"
-        wanted = f"at least {case['wanted']:g}"
-        yield f"| {case['numbers']:,} | {case['workers']} | {link} | {times} | {ratio(case['ratio'])} | {wanted} |"
-
-
 def fewer(record: Record) -> Iterator[str]:
     """Yield time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
-    yield from _head(f"Seconds and bytes to {record['target']:.1%} of MNIST's test images, {link}", "fewer")
+    yield from head(f"Seconds and bytes to {record['target']:.1%} of MNIST's test images, {link}", "fewer")
     yield from _way_rows(record)
     if record.get("best"):
         one = record["best"]
@@ -179,7 +136,7 @@ def shakespeare(record: Record) -> Iterator[str]:
     """Yield time, steps and bytes to the loss of allreduce."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
     target = f"a held-out loss of {record['target']:.3f}, that of one epoch of allreduce"
-    yield from _head(f"Shakespeare, {link}: seconds and bytes to {target}", "shakespeare")
+    yield from head(f"Shakespeare, {link}: seconds and bytes to {target}", "shakespeare")
     yield from _way_rows(record)
 
 
@@ -196,7 +153,7 @@ def _way_rows(record: Record) -> Iterator[str]:
 
 def convex(record: Record) -> Iterator[str]:
     """Yield rounds and uplink bits of the methods on convex problems, beside those of an independent program."""
-    yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "convex")
+    yield from head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "convex")
     independent = "independent program: rounds | saved"
     yield f"| data, workers, F - F* | method | rounds | uplink bits | saved | {independent} | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -217,7 +174,7 @@ def simulated(record: Record) -> Iterator[str]:
     about = (
         f"Predicted by `stretto simulate` and measured: {record['hosts']} hosts, which share the cores of one machine"
     )
-    yield from _head(about, "simulated")
+    yield from head(about, "simulated")
     yield "| case | Mbit/s | ms a step predicted | measured | ratio | bytes predicted / sent | predicted / received |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for case in record["cases"]:
@@ -244,7 +201,7 @@ def simulated(record: Record) -> Iterator[str]:
 def simulator(record: Record) -> Iterator[str]:
     """Yield the simulator's speed and memory."""
     about = f"{record['workers']} simulated workers of a perceptron of 5 K parameters, one by one on one core"
-    yield from _head(about, "simulator")
+    yield from head(about, "simulator")
     yield "| recipe | worker steps/s | plain loop, steps/s | ratio | wanted |"
     yield "| --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
@@ -264,7 +221,7 @@ def simulator(record: Record) -> Iterator[str]:
 def recovery(record: Record) -> Iterator[str]:
     """Yield how long a failure stops the other workers, beside a restart of all."""
     about = f"Seconds from the failure of one of {record['workers']} workers to the next round that the others commit"
-    yield from _head(about, "recovery")
+    yield from head(about, "recovery")
     yield "| model | worker | side | median s | quartiles | worst | deaths | ms a step | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for model, case in record["cases"].items():
@@ -294,7 +251,7 @@ def _costs(one: Record) -> str:
 def upkeep(record: Record) -> Iterator[str]:
     """Yield what fault tolerance and checkpoints cost."""
     about = f"Steps per second with recovery from failures against without, {record['workers']} workers"
-    yield from _head(about, "upkeep")
+    yield from head(about, "upkeep")
     yield "| model | recipe | in the same processes | ready, ready | by processor | ready, ready | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in record["aside"]:
@@ -331,7 +288,7 @@ def upkeep(record: Record) -> Iterator[str]:
 def soak(record: Record) -> Iterator[str]:
     """Yield the results of long runs with faults for each recipe."""
     about = f"{record['minutes']:g} minutes of kills and pauses, one every {record['every_s']:g} s in the mean"
-    yield from _head(about, "soak")
+    yield from head(about, "soak")
     yield "| run | recipe | completed | rounds | struck | deaths | samples once | twice | never | done again |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for one in record["runs"]:
@@ -361,7 +318,7 @@ def survival(record: Record) -> Iterator[str]:
     """Yield how many phases and signals each recipe survived, for each failing process."""
     asked = "does the run complete with the same result?"
     about = f"Kills, pauses and SIGTERM in each phase: {asked} {record['workers']} workers"
-    yield from _head(about, "survival")
+    yield from head(about, "survival")
     seeds = len(next(iter(record["undisturbed"].values())))
     yield "Survived is a run that ends with exit code 0, in which each sample of each epoch counted once, whose"
     yield f"replicas are equal where the recipe says so, and whose accuracy is at most {100 * record['worse']:g} point"
@@ -383,6 +340,8 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "shared_memory": shared_memory,
     "hosts": hosts,
     "encryption": encryption,
+    "machines": machines,
+    "floods": floods,
     "server": server,
     "updates": updates,
     "peers": peers,
@@ -396,14 +355,6 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "upkeep": upkeep,
     "soak": soak,
 }
-
-
-def _head(about: str, command: str) -> Iterator[str]:
-    yield ""
-    yield f"## {about}"
-    yield ""
-    yield f"`python -m benchmarks {command}`"
-    yield ""
 
 
 def _several(number: int, thing: str) -> str:
