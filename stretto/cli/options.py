@@ -34,6 +34,18 @@ def whole_number(text: str | float) -> int:
         raise typer.BadParameter(explain(problem, got=text, expected=expected, to_type="4")) from None
 
 
+def shards(text: str | float) -> int:
+    """Return the number of servers that was typed. Raises BadParameter, also for servers on another host."""
+    count, _, host = str(text).partition("@")
+    if not host:
+        return whole_number(text)
+    expected = "a number, and the launcher on the host that should have the servers"
+    to_type = f"on {host}: stretto run -n 0 --listen ADDRESS --min-workers 2 --servers {count}"
+    raise typer.BadParameter(
+        explain("servers run on the launcher's host", got=text, expected=expected, to_type=to_type)
+    )
+
+
 def duration(text: str | float) -> float:
     """Return the seconds of a time that was typed. Raises BadParameter."""
     duration_s = seconds(text) if isinstance(text, str) else float(text)
@@ -47,6 +59,7 @@ def option(name: str) -> Any:
     """Return the type of a command's parameter: that of a field of `RunConfig`, with its option."""
     kind, declared, _ = options()[name]
     settings: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
+    settings |= {"parser": shards} if name == "servers" else {}
     settings |= {"parser": duration} if declared.metavar == "TIME" else {}
     settings |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
     typer_option = typer.Option(

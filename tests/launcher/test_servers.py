@@ -429,6 +429,7 @@ def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
         (["--servers=-1", "--recipe", "async_sgd"], 1, ("got: -1", "at least 1")),
         (["--servers", "257", "--recipe", "async_sgd"], 1, ("257", "at most 256")),
         (["--servers", "two", "--recipe", "async_sgd"], 2, ("got: two", "a whole number")),
+        (["--servers", "2@hostb", "--recipe", "async_sgd"], 2, ("on hostb: stretto run -n 0 --listen", "--servers 2")),
         (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
         (["--sevrers", "2"], 2, ("no option --sevrers", "nearest are --servers")),
         (["--stragglers", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --stragglers "1:2.0,3:5.0"')),
