@@ -79,7 +79,7 @@ class HostsRun:
 
     def _start(self, host: int, *words: str) -> subprocess.Popen[bytes]:
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "STRETTO_LAB_HOST": str(host)}
-        command = [sys.executable, "-m", "stretto.cli", *words]
+        command = ["env", "-C", str(self._folder), sys.executable, "-m", "stretto.cli", *words]
         return self._lab.start(host, command, environment, self._log)
 
     def join(self, host: int) -> None:

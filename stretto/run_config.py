@@ -174,6 +174,12 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Path | None,
         Option("Continue from the newest complete checkpoint of this run.", CHECKPOINTS, "RUN", "a new run"),
     ] = None
+    copy_to: Annotated[
+        str | None,
+        Option(
+            "Copy the checkpoints, and at the end the run, here too: a folder, s3://...", CHECKPOINTS, "URI", "none"
+        ),
+    ] = None
     out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
     output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
     listen_port: int | None = None

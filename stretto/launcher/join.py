@@ -104,7 +104,7 @@ def invitation_of(
     script = options.script if options.module else options.script.absolute()
     workers = options.initial_workers
     options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
-    encoded = msgspec.json.encode(replace(options, out=None, faults=None), enc_hook=str)
+    encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
         return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))

@@ -26,6 +26,7 @@ from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.resume_hint import left_in
+from stretto.launcher.run_copy import check_place, copying
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped, Supervisor
@@ -47,6 +48,8 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     """
     config = with_hosts(config)
     check(config)
+    if config.copy_to is not None:
+        check_place(config.copy_to)
     note = server_notice(config)
     config = settled(config)
     inbox: Inbox = SimpleQueue()
@@ -68,7 +71,9 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
             for line in [*invited(key, servers), *route(config, servers)]:
                 display.note(line)
         try:
-            _supervise(ProcessPlan(config, folder, listener, servers, time.perf_counter()), inbox, display, make_engine)
+            with copying(folder, config.copy_to, display.note):
+                plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
+                _supervise(plan, inbox, display, make_engine)
         except Stopped as stop:
             stop.add(left_in(folder, config.retyped))
             raise

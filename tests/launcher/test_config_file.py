@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "checkpoint_every": "5m",
     "keep": 2,
     "resume": Path("runs/old"),
+    "copy_to": "s3://bucket/run",
     "out": Path("runs/new"),
     "output": "all",
 }
