@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
+    from stretto.recipe import layout as layouts
     from stretto.recipe import named as recipes
     from stretto.recipe import then, what, when, whom
     from stretto.recipe.parser import parse
@@ -47,6 +48,7 @@ _FROM = {
 }
 _MODULES = {
     "recipes": "recipe.named",
+    "layouts": "recipe.layout",
     "what": "recipe.what",
     "when": "recipe.when",
     "whom": "recipe.whom",
@@ -65,6 +67,7 @@ __all__ = [
     "finish",
     "how",
     "is_main",
+    "layouts",
     "log",
     "main_first",
     "no_sync",

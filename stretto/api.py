@@ -19,6 +19,8 @@ from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, St
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
 from stretto.recipe import parser
+from stretto.recipe.layout import Layout
+from stretto.recipe.layout import whole as whole_layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
@@ -42,6 +44,7 @@ def distribute(
     loader: Any,
     *,
     recipe: Recipe | str | None = None,
+    layout: Layout | str | None = None,
     evaluate: Callable[[Any], Mapping[str, float]] | None = None,
     evaluate_every: int | None = None,
     schedule: schedules.Mode = "per-sample",
@@ -62,6 +65,8 @@ def distribute(
         loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches.
         recipe: how the workers synchronise; a recipe on the command line or in STRETTO_RECIPE takes precedence.
             Default: allreduce().
+        layout: what one worker is; whole() by default. A single process runs whole. A layout of several processes is
+            started with `stretto run --layout`, which takes precedence.
         evaluate: called by worker 0 with the averaged model; returns a dict of numbers. Its time is not training time.
         evaluate_every: number of steps between two evaluations; without it, evaluate at the end of each epoch.
         schedule: "per-sample" advances a learning-rate scheduler that is stepped once a batch by the batches of all
@@ -92,14 +97,15 @@ def distribute(
     optimizers = Optimizers([other_libraries.unwrapped(one) for one in _each(optimizer)])
     schedules.check_mode(schedule)
     _check_assignment(deal)
-    scripted = _recipe(recipe)
+    scripted, scripted_layout = _recipe(recipe), _layout(layout)
     context = find_context()
     _current.set("plain")  # a worker that comes too late has no run
     if context is None:
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
     chosen, sections = _chosen(context, scripted), _sections_of(context)
-    arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
+    chosen_layout = _chosen_layout(context, scripted_layout)
+    arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, chosen_layout)
     trainer = sections.begin(arguments)
     if trainer is None:
         return OverLoader(loader, context.workers * context.global_batch_of)
@@ -306,6 +312,37 @@ def _chosen(context: WorkerContext, scripted: Recipe | None) -> Recipe | None:
     if context.single_process:
         return None
     return parser.parse(context.recipe) if context.recipe else scripted or parser.parse("allreduce")
+
+
+def _layout(layout: Layout | str | None) -> Layout | None:
+    if layout is None or isinstance(layout, Layout):
+        return layout
+    if isinstance(layout, str):
+        return parser.parse_layout(layout)
+    raise RecipeError(
+        explain(
+            "layout= is no layout",
+            got=f"{layout!r:.100}",
+            expected="a layout, or its text",
+            to_type="layout=stretto.layouts.pipeline(stages=2)",
+        )
+    )
+
+
+def _chosen_layout(context: WorkerContext, scripted: Layout | None) -> Layout:
+    """Return the layout of this run's workers. Raise RecipeError if the script's needs more processes."""
+    if context.layout is not None:
+        return parser.parse_layout(context.layout)
+    if scripted is None or scripted.ranks == 1 or context.workers == 1:
+        return whole_layout()
+    raise RecipeError(
+        explain(
+            f"the script asks for workers of {scripted.ranks} processes, and they were started with one each",
+            got=f"layout={scripted}, and {context.workers} workers without --layout",
+            expected="the same layout on the command line, with the number of all processes",
+            to_type=f'stretto run -n {scripted.ranks * context.workers} --layout "{scripted}"',
+        )
+    )
 
 
 def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:

@@ -105,7 +105,7 @@ def print(*values: object, **options: Any) -> None:
     >>> print("loss", 0.5)
     loss 0.5
     """
-    if is_main():
+    if is_main() and _is_first_rank():
         builtins.print(*values, **options)
 
 
@@ -128,6 +128,8 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
         trainer = connected()
         if trainer is None or not _is_unequal(trainer):
             _wait(_main(), "save", f"save {os.fspath(path)}")
+        return
+    if not _is_first_rank():
         return
     position = _position(f"save {os.fspath(path)}")
     try:
@@ -152,6 +154,12 @@ class _Counted:
 
 
 _counted: ContextVar[_Counted | None] = ContextVar("counted", default=None)
+
+
+def _is_first_rank() -> bool:
+    """Return False at the ranks of a worker that only have a part of its model, but rank 0."""
+    context = find_context()
+    return context is None or context.runtime.rank == 0
 
 
 def _main() -> int:

@@ -69,6 +69,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             variable="STRETTO_RECIPE",
         ),
     ] = None
+    layout: Annotated[
+        str | None,
+        Option(
+            'Layout: what one worker is, such as "pipeline(stages=4)"; -n then counts all processes of all workers.',
+            WORKERS,
+            default="whole()",
+        ),
+    ] = None
     seed: Annotated[int, Option("Added to every seed that the script sets.", WORKERS, "N")] = 0
     threads: Annotated[int | None, Option("Threads per worker.", WORKERS, "N", "the cores, shared out")] = None
     stragglers: Annotated[
@@ -190,6 +198,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the script's batches that form one batch."""
     keep_states: bool = False
     """True if the model and optimizer state are written at the end, for a comparison."""
+    ranks: int = 1
+    """Number of processes of each worker."""
     scaled_workers: int | None = None
     """Number of workers for the factor on the learning rate; None for the number that is started."""
     retyped: tuple[str, ...] = ()
@@ -209,7 +219,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def elastic(self) -> bool:
         """True if the run survives failed workers; it has a coordinator then."""
-        several = self.workers > 1 or self.host is not None
+        several = self.workers * self.ranks > 1 or self.host is not None
         return several and not self.single_process and self.recovery
 
     @property
@@ -219,7 +229,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def threads_each(self) -> int:
         """Return the threads of each worker: as given, else an equal share of the cores, at least one."""
-        return self.threads or max(1, cores() // max(1, self.workers))
+        return self.threads or max(1, cores() // max(1, self.workers * self.ranks))
 
     def record(self) -> dict[str, Any]:
         """Return the configuration for `run.json`; `--config` reads it. The folder of the run is left out."""

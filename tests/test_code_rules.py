@@ -14,7 +14,16 @@ import stretto
 
 PACKAGE = Path(stretto.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-CLOCKED_PACKAGES = ("training/", "transport/", "launcher/", "compare/", "cli/", "runtime/", "simulator/compute/")
+CLOCKED_PACKAGES = (
+    "training/",
+    "transport/",
+    "launcher/",
+    "compare/",
+    "cli/",
+    "runtime/",
+    "parallel/",
+    "simulator/compute/",
+)
 CLOCKED = (
     "checkpoint/file_client.py",
     "checkpoint/state_transfer.py",  # carries the random state of Python's module

@@ -216,5 +216,18 @@ def recipes(
         print("\n".join([entry.signature, f"    {entry.sentence}", *words, *papers, ""]))
 
 
+@app.command(epilog=examples("stretto layouts", "stretto layouts --json"))
+def layouts(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the layouts, which say what one worker is, with their options and their papers."""
+    from stretto.recipe.layout import catalogue
+
+    entries = catalogue()
+    if as_json:
+        write_json(Path(STANDARD_OUTPUT), entries)
+        return
+    for entry in entries:
+        print("\n".join([entry["signature"], *(f"    {line}" for line in (entry["sentence"], *entry["papers"])), ""]))
+
+
 if __name__ == "__main__":
     main()

@@ -148,6 +148,7 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     values = _content(path)
     parameter_by_key = {name: parameter.name for parameter in context.command.params for name in _keys(parameter)}
     if VERSION in values:
+        values["workers"] = values.get("workers", 1) * values.pop("ranks", 1)
         hidden = (set(RunConfig.__struct_fields__) - set(options()) - {"script", "args"}) & values.keys()
         context.meta[FROM_FILE] = {name: values[name] for name in hidden}
         values = {name: value for name, value in values.items() if name in parameter_by_key}

@@ -39,9 +39,11 @@ def described(config: RunConfig) -> str:
         workers = (
             f"0 workers here (the run begins when {workers} ha{'s' if config.initial_workers == 1 else 've'} joined)"
         )
+    workers += f" of {config.ranks} processes each, {config.layout}" if config.ranks > 1 else ""
+    workers = f"{workers}, running {program}" if config.ranks > 1 else f"{workers} of {program}"
     recipe = f"recipe {config.recipe}" if config.recipe is not None else "the script's recipe"
     resumed = f", from the newest checkpoint of {config.resume}" if config.resume is not None else ""
-    return f"{workers} of {program}, {recipe}{resumed}"
+    return f"{workers}, {recipe}{resumed}"
 
 
 def with_hosts(config: RunConfig) -> RunConfig:
@@ -59,7 +61,7 @@ def settled(config: RunConfig) -> RunConfig:
     """Return the configuration with derived values: script file, recipe over its servers, number of servers."""
     script = config.script if config.module else entry.located(config.script)
     config = replace(config, script=script, resume=config.resume and config.resume.resolve())
-    config = _with_port(config)
+    config = _with_port(_in_workers(config))
     if config.recipe is None:
         return replace(config, servers=None)
     from stretto.recipe.parser import parse, with_shards
@@ -68,6 +70,21 @@ def settled(config: RunConfig) -> RunConfig:
     recipe = with_shards(config.recipe, config.servers) if config.servers else config.recipe
     shards = parse(recipe).shards
     return replace(config, recipe=recipe, servers=None if config.single_process else shards or None)
+
+
+def ranks_of(config: RunConfig) -> int:
+    """Return the number of processes of each worker under the layout."""
+    if config.layout is None:
+        return 1
+    from stretto.recipe.parser import parse_layout
+
+    return parse_layout(config.layout).ranks
+
+
+def _in_workers(config: RunConfig) -> RunConfig:
+    """Return the configuration with the number of workers in place of that of processes, if a layout is given."""
+    ranks = ranks_of(config)
+    return replace(config, workers=config.workers // ranks, ranks=ranks) if ranks > 1 and config.ranks == 1 else config
 
 
 def _with_port(config: RunConfig) -> RunConfig:
@@ -131,6 +148,8 @@ def check(config: RunConfig, live: bool = True) -> None:
         raise LaunchError(explain("alone means one worker", got=config.workers, expected="1 worker", to_type="-n 1"))
     if config.servers and config.recipe is None:
         raise _without_recipe(config.servers)
+    _check_layout(config)
+    config = _in_workers(config)
     factors(config.stragglers, config.initial_workers)
     _check_server_options(config, live)
     _check_survival(config)
@@ -174,6 +193,29 @@ def _check_numbers(config: RunConfig) -> None:
         _refuse("the limit of a wait", config.timeout_s, "seconds, more than 0", "--timeout 600")
     if config.port is not None and not 0 <= config.port <= 65535:
         _refuse("the port", config.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
+
+
+def _check_layout(config: RunConfig) -> None:
+    """Raise LaunchError for a layout that these processes, or this recipe, can't have."""
+    ranks = ranks_of(config)
+    if ranks == 1 or config.ranks > 1:
+        return
+    layout = f'--layout "{config.layout}"'
+    if config.workers % ranks or not config.workers:
+        problem = f"{config.workers} processes cannot be divided into workers of {ranks}"
+        expected, to_type = (
+            f"a multiple of {ranks} processes",
+            f"-n {max(1, -(-config.workers // ranks)) * ranks} {layout}",
+        )
+        raise LaunchError(explain(problem, got=f"-n {config.workers} {layout}", expected=expected, to_type=to_type))
+    refused = {"--listen": config.host, "--servers": config.servers, "--no-recovery": not config.recovery}
+    if (option := next((name for name, value in refused.items() if value), None)) is not None:
+        problem = f"workers of several processes cannot run with {option} yet"
+        raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
+    if settled(config).servers:
+        problem = "workers of several processes cannot exchange through a parameter server yet"
+        got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
 
 
 def _check_survival(config: RunConfig) -> None:

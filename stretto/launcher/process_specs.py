@@ -69,8 +69,7 @@ def server_of(shard: int) -> int:
 class ProcessPlan:
     """Plan of the processes of a run; `zero` is the reading of `time.perf_counter` at its start.
 
-    `joining` are the numbers of workers that join the run of another launcher; there are no other processes then. Each
-    worker has this number of `ranks`.
+    `joining` are the numbers of workers that join the run of another launcher; there are no other processes then.
     """
 
     config: RunConfig
@@ -79,7 +78,6 @@ class ProcessPlan:
     servers: Servers
     zero: float = 0.0
     joining: tuple[int, ...] = ()
-    ranks: int = 1
     sees_run: bool = True
     """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
 
@@ -101,7 +99,7 @@ class ProcessPlan:
 
     def parts(self, number: int, incarnation: int = 0) -> list[ProcessSpec]:
         """Return the specifications of the ranks of a worker, or of a service, for its first start or a restart."""
-        ranks = range(self.ranks if number >= 0 else 1)
+        ranks = range(self.config.ranks if number >= 0 else 1)
         return [self.part(number, incarnation, rank) for rank in ranks]
 
     def part(self, number: int, incarnation: int = 0, rank: int = 0) -> ProcessSpec:
@@ -131,7 +129,7 @@ class ProcessPlan:
             listen_fd=listener.fileno() if listener is not None else None,
             worker=number,
             rank=rank,
-            ranks=self.ranks,
+            ranks=self.config.ranks,
             incarnation=incarnation if config.elastic else 0,
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,

@@ -156,8 +156,10 @@ def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportErr
 
 
 def barrier_of(config: WorkerConfig) -> Barrier | None:
-    """Return the barrier of a worker that a launcher has started; None for a single worker."""
+    """Return the barrier of a worker that a launcher has started; None for a single worker, and for ranks but 0."""
     limit_s = config.options.timeout_s
+    if config.rank or config.world_size == 1 < config.ranks:
+        return None
     if config.coordinator is not None:
         keys = worker_keys(config.keys)
         return CoordinatorBarrier(config.worker, config.incarnation, config.coordinator, keys, limit_s)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from stretto.membership.messages import GenerationView, ReadyReport
+from stretto.membership.messages import GenerationView, MemberRanks, RankReport, ReadyReport, ViewOfRanks
 from stretto.run_config import RunConfig
 
 
@@ -66,7 +67,7 @@ class FormedOfRanks(Formed, frozen=True):
     `others` are the reports of the ranks 1, 2, ... of each member; those of rank 0 are in the view.
     """
 
-    others: list[list[ReadyReport]] = []
+    others: list[list[ReadyReport | RankReport]] = []
 
     def view_of(self, rank: int) -> GenerationView:
         """Return the generation as the ranks of this number see it. A member with fewer is shown by its rank 0."""
@@ -74,11 +75,21 @@ class FormedOfRanks(Formed, frozen=True):
             msgspec.structs.replace(member, report=reports[rank - 1]) if 0 < rank <= len(reports) else member
             for member, reports in zip(self.view.members, self.others, strict=True)
         ]
-        return msgspec.structs.replace(self.view, members=members)
+        view, each = self.view, zip(self.view.members, self.others, strict=True)
+        ranks = [_ranks([member.report, *others]) for member, others in each]
+        return ViewOfRanks(view.generation, members, view.departed, view.why, view.save, ranks)
 
     def ranks(self) -> list[int]:
         """Return the number of ranks of each member."""
         return [1 + len(reports) for reports in self.others]
+
+
+def _ranks(reports: Sequence[ReadyReport]) -> MemberRanks:
+    """Return the ranks of a member, given their reports."""
+    rounds, agreements = (
+        max(numbers) for numbers in zip(*((one.rounds, one.agreements) for one in reports), strict=True)
+    )
+    return MemberRanks([one.address for one in reports], rounds, agreements)
 
 
 class ContinuedTo(Record, frozen=True):

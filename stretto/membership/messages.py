@@ -110,6 +110,21 @@ class ReadyReport(_Message, frozen=True):
         """True if the worker has state that it can send to others."""
         return self.generation > 0
 
+    @property
+    def agreements(self) -> int:
+        """Number of operations of tensors that it has committed together with the other ranks of its replica."""
+        return 0
+
+
+class RankReport(ReadyReport, frozen=True):
+    """Report of a rank of a worker with several ranks; `committed_together` are its `agreements`."""
+
+    committed_together: int = 0
+
+    @property
+    def agreements(self) -> int:
+        return self.committed_together
+
 
 class Quit(_Message, frozen=True):
     """Notice that the worker was asked to end soon, and wants to leave gracefully."""
@@ -186,7 +201,15 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 
     worker: int
     incarnation: int
-    report: ReadyReport
+    report: ReadyReport | RankReport
+
+
+class MemberRanks(msgspec.Struct, array_like=True, frozen=True):
+    """The ranks of one member of a generation: addresses, and the largest numbers in their reports."""
+
+    addresses: list[str]
+    rounds: int = 0
+    agreements: int = 0
 
 
 class GenerationView(_Message, frozen=True):
@@ -216,6 +239,20 @@ class GenerationView(_Message, frozen=True):
     def boundary_step(self) -> int:
         """Global step at which the generation began or last paused; -1 if no member was between two steps."""
         return max((member.report.global_step for member in self.members if member.report.between_steps), default=-1)
+
+    def ranks(self) -> list[MemberRanks]:
+        """Return the ranks of each member."""
+        reports = (member.report for member in self.members)
+        return [MemberRanks([one.address], one.rounds, one.agreements) for one in reports]
+
+
+class ViewOfRanks(GenerationView, frozen=True):
+    """Members of a generation of which one has several ranks."""
+
+    each: list[MemberRanks] = []
+
+    def ranks(self) -> list[MemberRanks]:
+        return self.each
 
 
 class Evicted(_Message, frozen=True):
@@ -280,7 +317,7 @@ class MembersView(_Message, frozen=True):
 
 LauncherMessage: TypeAlias = ProcessExited | Save | WatchFailures | WatchMembers | LauncherEnded
 LauncherReply: TypeAlias = Failures | MembersView
-WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
+WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | RankReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (
-    Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown
+    Registered | AbortGeneration | PauseRequest | Continue | GenerationView | ViewOfRanks | Evicted | Shutdown
 )

@@ -1,4 +1,4 @@
-"""Parser of recipes: reads calls with plain values from a text, and evaluates no code.
+"""Parser of recipes and layouts: reads calls with plain values from a text, and evaluates no code.
 
 An answer of another package is typed with its import path, `error_feedback(mypkg.mycodec.my_codec(3))`, or a codec with
 the name of its entry point in the group `stretto.codecs`. Its module is imported, so it must be importable in every
@@ -20,6 +20,7 @@ from stretto import codecs
 from stretto.call_syntax import Term, Words, nearest
 from stretto.errors import RecipeError, explain
 from stretto.recipe import named, then, what, when, whom
+from stretto.recipe.layout import LAYOUTS, Layout
 from stretto.recipe.recipe import Recipe
 from stretto.spec import Answer
 
@@ -29,6 +30,8 @@ RECIPES = tuple(named.NAMED)
 """Names of all recipes."""
 ENTRY_POINTS = "stretto.codecs"
 BASES = (codecs.Codec, what.What, when.When, whom.Whom, then.Then)
+LAYOUT_EXAMPLE = "pipeline(stages=2)"
+LAYOUT_EXPECTED = "a layout with its options (see `stretto layouts`)"
 EXPECTED = "a recipe's name with its options (see `stretto recipes`), or Recipe(what=..., when=..., ...)"
 
 
@@ -63,9 +66,26 @@ def parse(text: str) -> Recipe:
 _WITHIN = {**WORDS, **ANSWERS}
 
 
-def _read(text: str) -> tuple[Words, Term]:
+def parse_layout(text: str) -> Layout:
+    """Parse a layout. Raise RecipeError for any other text.
+
+    >>> parse_layout("pipeline(2, micro_batches=8)")
+    pipeline(2, micro_batches=8)
+    >>> parse_layout("whole").ranks
+    1
+    """
+    words, term = _read(text, "--layout", LAYOUT_EXAMPLE, LAYOUT_EXPECTED)
+    if term.name not in LAYOUTS:
+        near = nearest(term.name, LAYOUTS)
+        words.example = {"whole": "whole()"}.get(near or "", LAYOUT_EXAMPLE)
+        raise words.refused(at=0, problem=f"no layout is called {term.text!r}")
+    layout: Layout = _value(term, words, LAYOUTS)
+    return layout
+
+
+def _read(text: str, option: str = "--recipe", example: str = EXAMPLE, expected: str = EXPECTED) -> tuple[Words, Term]:
     shortened = text if len(text) <= LONGEST else f"{text[:40]}... of {len(text)} characters"
-    words = Words(shortened, "--recipe", EXAMPLE, EXPECTED, RecipeError)
+    words = Words(shortened, option, example, expected, RecipeError)
     term = words.term()
     words.end()
     return words, term

@@ -56,14 +56,19 @@ class EventWriter:
 
     def notice(self, text: str) -> None:
         """Warn the user once: the first worker prints the text and writes it to the log."""
-        if self._wire.worker == 0:
+        if self._is_first:
             self.say(text)
             self.write("warning", text=text)
 
     def say(self, text: str) -> None:
         """Print a line on the terminal of the first worker, without an event."""
-        if self._wire.worker == 0:
+        if self._is_first:
             say(text)
+
+    @property
+    def _is_first(self) -> bool:
+        """True at rank 0 of the first worker."""
+        return self._wire.worker == 0 and self._runtime.rank == 0
 
     def record(self, step: int, samples: int, values: dict[str, Any]) -> None:
         """Record metrics of the script. A number on an accelerator is read at the next flush, without a wait."""

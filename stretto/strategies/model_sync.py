@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.loader.data_digest import refuse_different_rows
 from stretto.runtime.device_random import seed_devices
-from stretto.strategies.parameter_view import local
+from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -82,7 +82,7 @@ def trainable(model: nn.Module, optimizers: Iterable[Optimizer], former: Contain
                 "stretto.distribute([encoder, head], optimizer, loader)",
             )
         )
-    found = [(name, one) for name, one in named if id(one) in held and trained(one)]
+    found = [(name, one) for name, one in named if id(one) in held and trained(one) and is_held(one)]
     for name, one in found:
         if one.is_complex():
             problem = f"parameter {name} is complex, which can't be exchanged"
@@ -107,10 +107,11 @@ def refuse_all_frozen(model: nn.Module) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, those that share their memory once."""
+    """All parameters and buffers that this process holds by name, those that share their memory once."""
     found: dict[str, Tensor] = {}
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        found[plain_name(name)] = one.detach()
+        if is_held(one):
+            found[plain_name(name)] = one.detach()
     return found
 
 

@@ -20,7 +20,7 @@ from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.local_updates import LocalUpdates
 from stretto.strategies.model_sync import Named, plain_name, trainable, trained
 from stretto.strategies.optimizers import parameters_of
-from stretto.strategies.parameter_view import local
+from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -93,7 +93,7 @@ class ParameterSet:
             parameter
             for each in self.optimizers
             for parameter in parameters_of(each)
-            if id(parameter) not in self._replaced
+            if id(parameter) not in self._replaced and is_held(parameter)
         ]
 
     def trainable(self) -> Named:

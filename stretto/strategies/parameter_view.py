@@ -10,8 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stretto.errors import ModelError, explain
+
+_elsewhere = WeakIdKeyDictionary()
+"""Parameters and buffers whose values another rank of the replica holds."""
+
+
+def hold_elsewhere(tensor: Tensor) -> None:
+    """Note that another rank of the replica holds the values of a parameter or buffer."""
+    _elsewhere[tensor] = True
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return False if another rank of the replica holds the values of a parameter or buffer."""
+    return tensor not in _elsewhere
 
 
 def local(tensor: Tensor) -> Tensor:

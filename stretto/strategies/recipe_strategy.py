@@ -21,6 +21,7 @@ from stretto.strategies.model_sync import Named, plain_name
 from stretto.strategies.one_bit_adam import FrozenVariance
 from stretto.strategies.optimizers import parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
+from stretto.strategies.parameter_view import is_held
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import FlatTensors
 
@@ -217,7 +218,8 @@ class RecipeStrategy(Strategy):
         agreed = [each for each in self.sets if self._averaged is not None or not each.has_stepped]
         parts = [part for each in agreed for part in each.parts]
         excluded = {id(one) for each in self.sets if each not in agreed for one in each.trained_parameters()}
-        by_name = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in excluded}
+        held = ((plain_name(name), one) for name, one in self._model.named_parameters() if is_held(one))
+        by_name = {name: one for name, one in held if id(one) not in excluded}
         compared = {id(slot.parameter) for part in parts for slot in part.slots}
         others = {name: one for name, one in by_name.items() if id(one) not in compared}
         buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}

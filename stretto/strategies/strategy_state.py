@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stretto import state as states_
 from stretto.parameter_server.client_types import RuleState
+from stretto.strategies.parameter_view import is_held
 
 if TYPE_CHECKING:
     from stretto.strategies.strategy import Strategy
@@ -50,7 +51,8 @@ class StrategyState:
         Includes parameters that are only pulled towards the server's.
         """
         facts: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {f"buffer/{name}": buffer for name, buffer in self._model.named_buffers()}
+        buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if is_held(buffer))
+        tensors: dict[str, Tensor] = {f"buffer/{name}": buffer for name, buffer in buffers}
         tensors |= {f"own/{index}": theta for index, theta in enumerate(self._strategy.own_parameters)}
         saved = [states_.save(state) for state in self._strategy.states]
         facts["codec_states"] = states_.pack(saved, "codec", tensors)
@@ -110,7 +112,8 @@ class StrategyState:
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Load the buffers that this worker had, and parameters that are only pulled towards a server's."""
         for name, buffer in self._model.named_buffers():
-            buffer.copy_(state[f"buffer/{name}"])
+            if is_held(buffer):
+                buffer.copy_(state[f"buffer/{name}"])
         self._strategy.load_own_parameters(state)
 
     @property

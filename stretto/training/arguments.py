@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from stretto.loader.epoch_batches import Assignment
+from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.optimizers import Optimizers
 from stretto.training.evaluation import Evaluate
@@ -26,3 +27,4 @@ class Arguments:
     evaluate_every: int | None
     schedule: Mode
     assignment: Assignment | None
+    layout: Layout

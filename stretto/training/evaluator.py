@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stretto.checkpoint import state_transfer
 from stretto.checkpoint.final_model import save_final
 from stretto.checkpoint.state_transfer import state_dict_of
 from stretto.checkpoint.storage import KINDS
@@ -25,6 +27,7 @@ from stretto.errors import EvaluateError, LogError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
+from stretto.parallel.stages import Stages
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.strategy import Strategy
@@ -56,6 +59,7 @@ class EvaluatedTrainer(Protocol):
     batch_source: BatchSource
     progress: LoopProgress
     figures: Figures
+    stages: Stages
 
     @property
     def agent(self) -> StatusPublisher:
@@ -217,13 +221,22 @@ class Evaluator:
         files, notice = self._context.files, self._trainer.events.notice
         if files is None:
             return b"nowhere"
-        save_final(files, _saveable_tensors(self._trainer.model), notice)
+        tensors = self._whole_tensors()
+        if self._trainer.stages.rank:
+            return b"saved"
+        save_final(files, tensors, notice)
         if self._predictions is not None:
             try:
                 files.write("predictions", functools.partial(_as_file, self._predictions))
             except OSError as error:
                 notice(f"the predictions of the trained model could not be saved: {error.strerror}")
         return b"saved"
+
+    def _whole_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the whole model at rank 0 of the worker, for a file; all its ranks call this."""
+        own = _saveable_tensors(self._trainer.model)
+        others = self._trainer.stages.collect(functools.partial(state_transfer.pack_own, ({}, own)))
+        return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), own)
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
         counts, trained = summary.counts, {}
@@ -252,10 +265,12 @@ class Evaluator:
         folder = self._context.run
         if folder is None or not self._context.keep_states:
             return
-        path = folder / name
+        path, tensors = folder / name, self._whole_tensors()
+        if self._trainer.stages.rank:
+            return
         try:
             path.parent.mkdir(exist_ok=True)
-            _save(path, self._trainer.model, self._predictions)
+            _save(path, tensors, self._predictions)
         except (OSError, SafetensorError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise LogError(f"{path} cannot be written: {why}") from error
@@ -307,8 +322,8 @@ def _saveable_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
 
 
-def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
-    tensors = {name: one.cpu().contiguous().clone() for name, one in _saveable_tensors(model).items()}
+def _save(path: Path, tensors: Mapping[str, Tensor], predictions: Predicted) -> None:
+    tensors = {name: one.cpu().contiguous().clone() for name, one in tensors.items()}
     save_file(tensors, f"{path}.safetensors")
     if predictions is not None:
         np.save(f"{path}.predictions.npy", predictions)

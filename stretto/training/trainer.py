@@ -11,6 +11,9 @@ from stretto.loader.epoch_batches import EpochBatches, is_leasable
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import OVER
+from stretto.parallel.link import Link
+from stretto.parallel.stages import OneStage, PipelineStages, Stages
+from stretto.recipe.layout import pipeline
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.model_sync import agree_on_start, part_random_states, same_start
@@ -52,6 +55,9 @@ class Trainer:
             agree_on_start(transport, model, recipe.spelled() if recipe else "", data)
             same_start(transport, model)
             part_random_states(transport, section.number)
+        self.stages: Stages = OneStage()
+        if isinstance(arguments.layout, pipeline) and transport.siblings is not None:
+            self.stages = self._begin_stages(arguments.layout, Link(transport.siblings, transport.waiting))
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source
@@ -72,6 +78,16 @@ class Trainer:
         self.evaluator.announce()
         for text in advice(recipe, optimizers) if recipe is not None and transport.workers > 1 else ():
             self.events.notice(text)
+
+    def _begin_stages(self, layout: pipeline, link: Link) -> Stages:
+        stages = PipelineStages(self.model, self.optimizers, layout, link, self.transport.broadcast_bytes)
+        state = self.section.state if self.transport.arrives else None
+        facts = state.facts.get("stages") if state is not None else None
+        stages.begin(facts, self.events.notice, lambda: self.strategy.begin_epoch(True))
+        codec = self.recipe.how if self.recipe is not None else None
+        if codec is not None and not codec.elementwise and self.transport.workers > 1:
+            self.events.notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
+        return stages
 
     @property
     def epoch_batches(self) -> EpochBatches | None:
@@ -119,6 +135,7 @@ class Trainer:
         self.figures.write("end", training_s=self.figures.training_s())
         self._close_log()
         self.is_over = True
+        self.stages.close()
         self.global_steps.close()
 
     def _notice_left_loop(self) -> None:

@@ -33,6 +33,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport, Rendezvous
+from stretto.transport.siblings import Siblings
 from stretto.transport.single_worker import SingleWorkerTransport
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -54,6 +55,8 @@ class WorkerContext:
     workers: int = 1
     transport: Callable[[torch.device], Transport] = _single_worker
     recipe: str | None = None
+    layout: str | None = None
+    """Layout that the run was started with; None if its workers are whole."""
     run: Path | None = None
     opens_folder: bool = False
     """True if worker 0 creates the run folder, since no launcher of Stretto's has created one."""
@@ -165,6 +168,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
     return {
         "workers": options.initial_workers,
         "recipe": options.recipe,
+        "layout": options.layout if options.ranks > 1 else None,
         "single_process": options.single_process,
         "global_batch_of": options.global_batch_of,
         "split": options.global_batch == "split",
@@ -231,7 +235,17 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
         from stretto.transport.rendezvous import GroupRendezvous
 
         rendezvous = GroupRendezvous(*limits_s, device)
-    return ElasticTransport(config.worker, _membership(config), rendezvous)
+    return ElasticTransport(config.worker, _membership(config), rendezvous, _siblings(config))
+
+
+def _siblings(config: WorkerConfig) -> Siblings | None:
+    """Return the connection with the other ranks of this worker; None if it has one rank."""
+    if config.ranks == 1:
+        return None
+    from stretto.transport.rendezvous import GroupRendezvous
+
+    limits_s, name = (config.options.failure_timeout_s, config.options.timeout_s), f"ranks/{config.incarnation}"
+    return Siblings(config.rank, config.ranks, GroupRendezvous(*limits_s, torch.device("cpu"), name))
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:

@@ -14,13 +14,18 @@ When a group breaks, a worker can be one attempt ahead of another. It keeps the 
 commit_log) and broadcasts them to the workers that lack them. The results of exchanges of pairs are other ones at each
 worker, so an attempt *in pairs* ends with an agreement of all workers: once one has committed it, all have completed
 its exchanges, and commit it with their own results.
+
+If the workers have several ranks, each attempt of tensors commits at all ranks or at none. It ends with two agreements:
+of the ranks of each replica, that all have completed its operations in this generation, then of the ranks with one
+number. Once a rank has committed it, all ranks of all replicas have completed it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,11 +33,12 @@ from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, MemberOutError, TransportError, explain
 from stretto.membership.client_state import GenerationObserver
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
-from stretto.membership.messages import EXCHANGING, Continue, GenerationView, ReadyReport
+from stretto.membership.messages import EXCHANGING, Continue, GenerationView, RankReport, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
 from stretto.transport.interface import Change, Collectives, Found, Handle, Message, Traffic, Transport, made
 from stretto.transport.peer_group import PeerGroup
 from stretto.transport.positioned import opened, opened_all, sealed
+from stretto.transport.siblings import Siblings
 
 
 class AbortableTransport(Collectives, Protocol):
@@ -143,8 +149,12 @@ class ElasticTransport(Transport):
 
     repeats_attempts = can_leave = True
 
-    def __init__(self, number: int, coordinator: GenerationSource, rendezvous: Rendezvous) -> None:
-        self._number, self._coordinator, self._rendezvous = number, coordinator, rendezvous
+    def __init__(
+        self, number: int, coordinator: GenerationSource, rendezvous: Rendezvous, ranks: Siblings | None = None
+    ) -> None:
+        self._number, self._coordinator, self._rendezvous, self._ranks = number, coordinator, rendezvous, ranks
+        self._agreements = 0
+        """Number of attempts that all ranks have committed."""
         self._waits: Waits | None = None
         self._inner: AbortableTransport | None = None
         self._form = GenerationView(0, [])
@@ -267,7 +277,7 @@ class ElasticTransport(Transport):
                 self._recover(str(error))
                 todo = again or act
                 continue
-            if in_pairs and not self._agreed():
+            if (in_pairs or self._is_of_ranks(kind)) and not self._agreed(kind):
                 todo = again or act
                 continue
             self._commit(alone)
@@ -275,20 +285,44 @@ class ElasticTransport(Transport):
             self.doing("computing", self._loop.counts()[0])
             return found
 
-    def _agreed(self) -> bool:
+    def _is_of_ranks(self, kind: Kind) -> bool:
+        """Return True if an attempt commits at all ranks of the replicas or at none."""
+        return self._ranks is not None and kind == "tensors"
+
+    def _agreed(self, kind: Kind) -> bool:
         """Return True once all workers have completed an attempt in pairs, and False if they have to repeat it.
 
         A worker that has committed it received this worker's agreement, so this worker commits it too.
         """
+        is_complete = not self._is_of_ranks(kind) or self._is_complete_at_ranks()
         try:
-            if not self._given:
+            if is_complete and not self._is_committed:
                 self._transport().all_gather_bytes(b"")
         except BrokenTransportError as error:
             self._recover(str(error))
-            if not self._given:
-                return False
+            is_complete = False
+        if not is_complete and not self._is_committed:
+            return False
         self._open = Attempt(self._commits + 1)
+        self._agreements += self._is_of_ranks(kind)
         return True
+
+    @property
+    def _is_committed(self) -> bool:
+        """True if another worker, or a rank of one, has committed the attempt under way."""
+        return bool(self._given) or _agreements(self._form) > self._agreements
+
+    def _is_complete_at_ranks(self) -> bool:
+        """Return True if all ranks of this replica have completed the attempt in this generation."""
+        generation = self._form.generation
+        while self._ranks is not None and self._form.generation == generation:
+            with self.waiting():
+                completed = self._ranks.completed_in(generation)
+            if max(completed) > generation:
+                break
+            if min(completed) == generation:
+                return self._form.generation == generation
+        return False
 
     def traffic(self) -> Traffic:
         """Return the bytes of all generations."""
@@ -301,6 +335,8 @@ class ElasticTransport(Transport):
             self._inner.close()
             self._inner = None
             self._coordinator.leave()
+        if self._ranks is not None:
+            self._ranks.close()
         self._rendezvous.close()
         self._coordinator.close()
 
@@ -343,6 +379,21 @@ class ElasticTransport(Transport):
         if self._inner is not None and self._coordinator.aborted >= self._form.generation:
             self._recover("the generation is over")
 
+    @property
+    def siblings(self) -> Collectives | None:  # type: ignore[override]
+        """The ranks of this worker's replica."""
+        return self._ranks.group if self._ranks is not None else None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Take part in new generations while this rank waits for another one of its replica."""
+        assert self._ranks is not None
+        self.mend()
+        with self._ranks.waiting():
+            if self._coordinator.aborted >= self._form.generation:
+                self._ranks.on_abort(self.mend)
+            yield
+
     def receive_state(self) -> bytes:
         """Receive the state of the run, as a worker that arrives."""
         state = self._broadcast_state(b"")
@@ -370,13 +421,17 @@ class ElasticTransport(Transport):
         """Abort the generation, called from the membership client's thread."""
         if generation == self._form.generation:
             (self._inner or self._rendezvous).abort()
+            if self._ranks is not None:
+                self._ranks.on_abort(self.mend)
 
     def _report(self, between_steps: bool = False) -> ReadyReport:
         global_step, rounds = self._loop.counts()
         waits = None if between_steps else self._waits
-        return ReadyReport(
-            self._generation, self._commits, global_step, between_steps, self._rendezvous.address, rounds, waits
-        )
+        address = self._rendezvous.address
+        if self._ranks is None:
+            return ReadyReport(self._generation, self._commits, global_step, between_steps, address, rounds, waits)
+        counts = self._generation, self._commits, global_step
+        return RankReport(*counts, between_steps, address, rounds, waits, self._agreements)
 
     def _recover(self, why: str) -> None:
         """Report a broken attempt, and enter the next generation."""
@@ -403,6 +458,8 @@ class ElasticTransport(Transport):
         self._form = form
         try:
             self._inner = self._form_unless_over(form)
+            if self._ranks is not None:
+                self._ranks.connect(form, self._number)
             self._catch_up(form)
         except BrokenTransportError as error:
             self._coordinator.broken(form.generation, str(error), forming=True)
@@ -431,8 +488,9 @@ class ElasticTransport(Transport):
         gone = tuple(sorted(old - set(form.numbers) | (old & set(came))))
         with_state = [member.report for member in form.members if member.report.has_history]
         global_step = max((one.global_step for one in with_state), default=0)
-        rounds = max((one.rounds for one in with_state), default=0)
-        behind = bool(self._given)
+        each = zip(form.members, form.ranks(), strict=True)
+        rounds = max((ranks.rounds for member, ranks in each if member.report.has_history), default=0)
+        behind = self._is_committed
         incarnations = tuple(
             member.incarnation for number in gone for member in before.members if member.worker == number
         )
@@ -455,6 +513,7 @@ class ElasticTransport(Transport):
         least = min((commits for _, commits in known), default=0)
         if not self._generation:
             self._commits, self._open = most, Attempt(most + 1)
+            self._agreements = _agreements(form)
         if least == most:
             return
         root = next(rank for rank, commits in known if commits == most)
@@ -496,6 +555,11 @@ class ElasticTransport(Transport):
         if not alone:
             self._kept.clear()
         self._kept.append(ended)
+
+
+def _agreements(form: GenerationView) -> int:
+    """Return the largest number of attempts that a rank has committed together with the others."""
+    return max((ranks.agreements for ranks in form.ranks()), default=0)
 
 
 def _has_history(form: GenerationView) -> bool:

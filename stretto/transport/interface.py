@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -165,6 +166,8 @@ class Transport(Collectives):
     """True if this worker joined a run that had begun, and so takes no part in its initial agreements."""
     begins_again = False
     """True if the run may have checkpoints, though no member of the generation has state: earlier members failed."""
+    siblings: Collectives | None = None
+    """The ranks of this worker's replica; None if it has one rank."""
     join_position: JoinPosition | None = None
     """Position of a run over a server when this worker joined it; None for a worker that started with it."""
     _loop: Loop = NoLoop()
@@ -261,6 +264,10 @@ class Transport(Collectives):
 
     def mend(self) -> None:
         """Take part in forming the next generation, for which other workers may wait outside of operations."""
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Return the context of each wait for another rank of this replica, outside of operations among workers."""
+        return nullcontext()
 
     def request_leave(self) -> None:
         """Request to leave gracefully at the next pause. May be called from a signal handler."""

@@ -50,10 +50,15 @@ class LastWorkerTransport(SingleWorkerTransport):
 
 
 class GroupRendezvous:
-    """Connects process groups, each within `failure_timeout_s`; every wait in a group ends after `timeout_s`."""
+    """Connects process groups, each within `failure_timeout_s`; every wait in a group ends after `timeout_s`.
 
-    def __init__(self, failure_timeout_s: float, timeout_s: float, device: torch.device | None) -> None:
-        self._patience_s, self._timeout_s, self._device = failure_timeout_s, timeout_s, device
+    Groups whose members differ have different names where one store may serve several of them.
+    """
+
+    def __init__(
+        self, failure_timeout_s: float, timeout_s: float, device: torch.device | None, name: str = "stretto"
+    ) -> None:
+        self._patience_s, self._timeout_s, self._device, self._name = failure_timeout_s, timeout_s, device, name
         self._prefix: str | None = None
 
     @property
@@ -66,7 +71,7 @@ class GroupRendezvous:
         if len(members.members) == 1:
             return LastWorkerTransport()
         store, size = members.members[members.first].report.address, len(members.members)
-        self._prefix = f"stretto/{members.generation}"
+        self._prefix = f"{self._name}/{members.generation}"
         keeps = rank == members.first
         group = form(store, keeps, self._prefix, rank, size, self._patience_s, self._timeout_s)
         return over_shared_memory(group, self._device, self._patience_s)

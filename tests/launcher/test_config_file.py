@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from stretto.cli import main
+from stretto.launcher.config import settled
 from stretto.run_config import RunConfig, options, typed_options
 from stretto.run_dir import write_run
 
@@ -18,6 +19,7 @@ VALUES: dict[str, Any] = {
     "module": True,
     "workers": 4,
     "recipe": "diloco(every=50)",
+    "layout": "pipeline(stages=2)",
     "seed": 3,
     "threads": 2,
     "stragglers": "1:2.0",
@@ -112,6 +114,14 @@ def test_run_json_of_a_run_starts_the_same_run(configured: Any, tmp_path: Path) 
     for config in (several, single):
         write_run(tmp_path, config.record(), datetime(2026, 11, 24))
         assert configured("--config", "run.json") == config
+
+
+def test_run_json_of_a_run_with_a_layout_starts_as_many_processes(configured: Any, tmp_path: Path) -> None:
+    typed = RunConfig(tmp_path / "train.py", workers=4, layout="pipeline(stages=2)", threads=1)
+    typed.script.touch()
+    assert settled(typed).workers == 2
+    write_run(tmp_path, settled(typed).record(), datetime(2026, 11, 24))
+    assert configured("--config", "run.json") == typed
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.launcher import local
-from stretto.launcher.process_specs import ProcessPlan
 
 HEAD = """
 import os, pathlib, time
@@ -68,7 +66,7 @@ client.close()
 @pytest.fixture
 def place_with_ranks(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """Return a place whose runs have workers of two ranks."""
-    monkeypatch.setattr(local, "ProcessPlan", functools.partial(ProcessPlan, ranks=2))
+    monkeypatch.setattr(place, "run", functools.partial(place.run, ranks=2))
     place.recovers = True
     return place
 

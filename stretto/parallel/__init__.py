@@ -1,0 +1,1 @@
+"""Workers of several processes that share one model."""

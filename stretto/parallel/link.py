@@ -1,0 +1,94 @@
+"""Connection between the ranks of a replica: tensors for one of them, over any transport that has exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.collective_ops import AllReduceMean, Exchange
+from stretto.transport.interface import Collectives, Handle, Message, as_bytes
+
+FORWARD, BACKWARD, OUTPUT = range(3)
+"""Channels of activations, of their gradients, and of what the model returns."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+Waiting = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(slots=True)
+class Incoming:
+    """Tensor that another rank sends."""
+
+    link: Link
+    handle: Handle
+
+    def wait(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return the tensor, which has this shape and dtype."""
+        with self.link.waiting():
+            received: Any = self.handle.wait()
+        tensor: Tensor = received
+        return tensor.view(dtype).view(shape)
+
+
+class Link:
+    """One rank's end. `waiting` is entered around each wait for another rank.
+
+    A tensor travels as bytes, so that its receiver need not know its dtype when it begins to wait for it.
+    """
+
+    def __init__(self, siblings: Collectives, waiting: Waiting = nullcontext) -> None:
+        self._siblings, self.waiting = siblings, waiting
+        self.rank, self.ranks = siblings.worker, siblings.workers
+        self._sends: list[Handle] = []
+
+    def send(self, tensor: Tensor, rank: int, channel: int) -> None:
+        """Send a tensor, which must not change before `flush`."""
+        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._sends.append(self._siblings.submit(Exchange(rank, octets, channel)))
+
+    def receive(self, rank: int, channel: int) -> Incoming:
+        """Begin to receive the next tensor of a rank."""
+        return Incoming(self, self._siblings.submit(Exchange(rank, _NOTHING, channel)))
+
+    def flush(self) -> None:
+        """Wait until all tensors are sent."""
+        sends, self._sends = self._sends, []
+        with self.waiting():
+            for handle in sends:
+                handle.wait()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks."""
+        with self.waiting():
+            found: Any = self._siblings.submit(AllReduceMean(tensor)).wait()
+        total: Tensor = found
+        return total
+
+    def broadcast(self, message: Message, root: int = 0) -> bytes:
+        """Return the message of one rank at all ranks."""
+        with self.waiting():
+            return self._siblings.broadcast_bytes(message, root)
+
+    def gather(self, message: Message) -> list[bytes]:
+        """Return the messages of all ranks."""
+        with self.waiting():
+            return self._siblings.all_gather_bytes(message)
+
+    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
+        """Return, at rank 0, the messages of the other ranks, in their order."""
+        if self.rank:
+            self.send(as_bytes(message()), 0, OUTPUT)
+            self.flush()
+            return []
+        found = []
+        for rank in range(1, self.ranks):
+            incoming = self.receive(rank, OUTPUT)
+            with self.waiting():
+                received: Any = incoming.handle.wait()
+            found.append(received.numpy().tobytes())
+        return found

@@ -1,0 +1,117 @@
+"""Measured costs of a model's calls: forward and backward times, the best of several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from stretto.parallel.calls import Calls, Forward, opened, replaced
+from stretto.parallel.link import OUTPUT, Link
+from stretto.parallel.split import Costs
+from stretto.strategies.model_sync import plain_name
+
+TIMES = 5
+"""Number of measurements of each time, of which the shortest counts."""
+PROBE_BYTES = 1 << 20
+COPIES = 4
+"""Copies of a trained parameter in memory: itself, its gradient, and the state of Adam."""
+
+
+def measured_costs(model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> Costs:
+    """Return the costs of a forward pass with these arguments; sending a byte takes `byte_s`.
+
+    Random states and buffers are as before afterwards.
+    """
+    seconds = [0.0] * len(calls.names)
+    sending_s: dict[int, float] = {}
+    at = [-1, 0]  # the last call, and the number of closed modules around the present place
+
+    def make(name: str, forward: Forward) -> Forward:
+        is_open = modules[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if at[1]:
+                return forward(*args, **kwargs)
+            at[0] += 1
+            now = at[0]
+            if now in calls.cuts:
+                sent = tree_flatten((args, kwargs))[0][calls.cuts[now]]
+                sending_s[now] = 2 * sent.numel() * sent.element_size() * byte_s
+            if is_open:
+                return forward(*args, **kwargs)
+            at[1] += 1
+            try:
+                seconds[now] = min(_time(forward, args, kwargs) for _ in range(TIMES))
+                return forward(*args, **kwargs)
+            finally:
+                at[1] -= 1
+
+        return call
+
+    modules = opened(model)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
+        model.forward(*args, **kwargs)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    torch.set_rng_state(state)
+    return Costs(seconds, sending_s, _held(model, calls), psutil.virtual_memory().available)
+
+
+def _time(forward: Forward, args: Any, kwargs: Any) -> float:
+    """Return the seconds of a forward and a backward pass."""
+    given = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), (args, kwargs))
+    with torch.enable_grad():
+        began = time.perf_counter()
+        found = [one for one in tree_flatten(forward(*given[0], **given[1]))[0] if isinstance(one, Tensor)]
+        heads = [one for one in found if one.requires_grad]
+        if heads:
+            torch.autograd.grad(heads, _leaves(heads), [torch.ones_like(one) for one in heads], allow_unused=True)
+        return time.perf_counter() - began
+
+
+def _leaves(heads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors without history that these were computed from."""
+    found: dict[int, Tensor] = {}
+    pending, seen = [one.grad_fn for one in heads], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        pending += [before for before, _ in node.next_functions]
+    return list(found.values())
+
+
+def _held(model: nn.Module, calls: Calls) -> list[int]:
+    held = [0] * len(calls.names)
+    for name, one in model.named_parameters():
+        if one.requires_grad:
+            held[calls.used.get(plain_name(name), [0])[0]] += COPIES * one.numel() * one.element_size()
+    return held
+
+
+def time_per_byte(link: Link) -> float:
+    """Return the seconds for a byte from rank 0 to rank 1, at rank 0; all ranks call it."""
+    if link.rank > 1:
+        return 0.0
+    probe, times = torch.zeros(PROBE_BYTES, dtype=torch.uint8), []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        if link.rank == 0:
+            link.send(probe, 1, OUTPUT)
+            link.flush()
+        else:
+            link.receive(0, OUTPUT).wait(probe.shape, probe.dtype)
+        times.append(time.perf_counter() - began)
+    return min(times) / PROBE_BYTES

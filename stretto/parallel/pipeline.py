@@ -1,0 +1,472 @@
+"""A model whose modules several ranks run one after another, in a plain training loop.
+
+All ranks of a replica run the same script with the same batches. Each runs the whole forward pass; a module runs where
+it belongs, and elsewhere returns a tensor without values (`remote.py`), so the model's own code between modules runs
+everywhere. To autograd the model is one operation of this rank's parameters:
+
+    rank 0                                   rank 1
+    micro-batch 1 of its modules --input-->  micro-batch 1 of its modules
+    micro-batch 2                --------->  micro-batch 2
+    outputs of the whole batch   <---------  outputs of the whole batch
+    loss, as of the whole model              loss, as of the whole model
+                                             backward of micro-batch 2
+    backward of micro-batch 2    <-gradient- backward of micro-batch 1
+    backward of micro-batch 1    <---------
+    gradients of its parameters              gradients of its parameters
+
+So loss and metrics are equal at all ranks, and hooks of parameters see one gradient of the whole batch in each backward
+pass. Parameters of other ranks stay in the model and in the optimizer, without memory: their values are NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from stretto.errors import ModelError, explain
+from stretto.parallel.calls import Calls, Forward, opened
+from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
+from stretto.parallel.norm import GradientNorm
+from stretto.parallel.remote import RemoteTensor, remote
+from stretto.recipe.layout import pipeline
+from stretto.strategies.model_sync import plain_name
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.parameter_view import hold_elsewhere, is_held
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The pass of one micro-batch through this rank's modules."""
+
+    flat: list[Any]
+    """Arguments of the model for this micro-batch."""
+    coming: Incoming | None = None
+    """Input of this stage on its way; None once it is here, and at the first stage."""
+    now: int = 0
+    """The last call that has begun."""
+    closed: bool = False
+    """True within a module that one stage runs."""
+    sends: bool = True
+    """False if the pass only repeats one, so its input was received and its result was sent."""
+    input: Tensor | None = None
+    sent: Tensor | None = None
+    outputs: list[Any] = field(default_factory=list)
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass of a batch, which a backward pass may follow."""
+
+    turns: list[_Turn]
+    shape: TreeSpec
+    """Shape of the arguments."""
+    with_gradients: bool
+    returned: TreeSpec | None = None
+    """Shape of what the model returns."""
+    rest: list[Any] = field(default_factory=list)
+    """The model's results, whose tensors are those of the first turn."""
+    autocast: bool = False
+    is_over: bool = False
+    """True once a backward pass has used it."""
+
+
+class Pipeline:
+    """One rank of a pipeline over a model, from now on in place of the model's `forward`.
+
+    `begins` are the first calls of all stages. The optimizers keep all parameters, the state of this rank's alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        layout: pipeline,
+        link: Link,
+        calls: Calls,
+        begins: Sequence[int],
+    ) -> None:
+        self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
+        self._plain = model.forward
+        self._turn: _Turn | None = None
+        self._shapes: dict[Any, Any] = {}
+        self._passes = 0
+        self._is_first, self._is_last = link.rank == 0, link.rank == link.ranks - 1
+        self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()))
+        """Input of the operation, for ranks without a trained parameter."""
+        self._batch_norms = [
+            name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
+        self._parameters = self._let_go(optimizers)
+        self._norm = GradientNorm(model, optimizers, link)
+        for name, is_open in opened(model).items():
+            module = model.get_submodule(name)
+            if name:
+                module.forward = self._routed(name, module, module.forward, is_open)
+        model.forward = self.forward
+        model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
+
+    def _let_go(self, optimizers: Optimizers) -> list[nn.Parameter]:
+        """Give up the memory of other stages' parameters; return this stage's."""
+        own = []
+        for name, parameter in self._model.named_parameters():
+            if self._stage_of_tensor(name) == self._link.rank:
+                own.append(parameter)
+                continue
+            parameter.data = parameter.data.new_full((), float("nan")).expand(parameter.shape)
+            hold_elsewhere(parameter)
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)
+        for name, buffer in self._model.named_buffers():
+            if self._stage_of_tensor(name) != self._link.rank:
+                hold_elsewhere(buffer)
+        return own
+
+    def _stage_of_tensor(self, name: str) -> int:
+        return self._stage_of(self._calls.used.get(plain_name(name), [0, 0])[0])
+
+    def _stage_of(self, call: int) -> int:
+        return bisect_right(self._begins, call) - 1
+
+    # --- calls of modules ---------------------------------------------------------------------------------------
+
+    def _routed(self, name: str, module: nn.Module, inner: Forward, is_open: bool) -> Forward:
+        """Return the replacement of a module's forward: compute, receive, send, or return a shape."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            turn = self._turn
+            if turn is None:
+                raise ModelError(_called_alone(name))
+            if turn.closed:
+                return inner(*args, **kwargs)
+            now = self._enter(turn, name)
+            if now in self._begins:
+                args, kwargs = self._cross(turn, now, args, kwargs)
+            if is_open:
+                return inner(*args, **kwargs)
+            turn.closed = True
+            try:
+                if self._stage_of(now) != self._link.rank:
+                    return self._shape(now, module, inner, args, kwargs)
+                if any(isinstance(one, RemoteTensor) for one in tree_flatten((args, kwargs))[0]):
+                    raise ModelError(_needs_other(name))
+                return inner(*args, **kwargs)
+            finally:
+                turn.closed = False
+
+        return call
+
+    def _enter(self, turn: _Turn, name: str) -> int:
+        turn.now += 1
+        expected = self._calls.names[turn.now] if turn.now < len(self._calls.names) else None
+        if expected != name:
+            raise ModelError(_other_calls(name, expected))
+        return turn.now
+
+    def _cross(self, turn: _Turn, now: int, args: Any, kwargs: Any) -> Any:
+        """Receive the input of this stage, or send that of the next one."""
+        stage, (flat, shape) = self._stage_of(now), tree_flatten((args, kwargs))
+        place = self._calls.cuts[now]
+        tensor = flat[place]
+        if stage == self._link.rank:
+            if turn.coming is not None:
+                incoming, turn.coming = turn.coming.wait(tensor.shape, tensor.dtype), None
+                turn.input = incoming.requires_grad_(incoming.is_floating_point() and torch.is_grad_enabled())
+            flat[place] = turn.input
+        elif stage == self._link.rank + 1:
+            turn.sent = tensor
+            if turn.sends:
+                self._link.send(tensor, stage, FORWARD)
+            flat[place] = remote(tensor)
+        return tree_unflatten(flat, shape)
+
+    def _shape(self, now: int, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
+        """Return the shape of another stage's result, found once for each shape of its arguments."""
+        flat, _ = tree_flatten((args, kwargs))
+        known = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else None for one in flat)
+        key = now, known, module.training
+        if key not in self._shapes:
+            args, kwargs = tree_map_only(Tensor, remote, (args, kwargs))
+            with torch.no_grad():
+                self._shapes[key] = tree_map_only(Tensor, remote, inner(*args, **kwargs))
+        return tree_map_only(RemoteTensor, remote, self._shapes[key])
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns for a batch."""
+        flat, shape = tree_flatten((args, kwargs))
+        if any(isinstance(one, Tensor) and one.requires_grad for one in flat):
+            raise ModelError(_input_gradient())
+        turns = [_Turn(piece) for piece in self._pieces(flat)]
+        self._passes += 1
+        for number, turn in enumerate(turns):
+            turn.seed = self._seed(number)
+        whole = _Pass(turns, shape, torch.is_grad_enabled(), autocast=torch.is_autocast_enabled("cpu"))
+        outputs = _WholeModel.apply(self, whole, self._anchor, *self._parameters)  # type: ignore[no-untyped-call]
+        flat = list(whole.rest)
+        tensors = iter(outputs)
+        assert whole.returned is not None
+        return tree_unflatten([next(tensors) if isinstance(one, Tensor) else one for one in flat], whole.returned)
+
+    def _seed(self, turn: int) -> int:
+        """Return the seed of a turn, which differs at each rank. The script's random state is equal at all ranks."""
+        text = f"{torch.initial_seed()}:{self._passes}:{turn}:{self._link.rank}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def _pieces(self, flat: list[Any]) -> list[list[Any]]:
+        """Return the arguments of each micro-batch: tensors as long as the first one are cut."""
+        rows = next((len(one) for one in flat if isinstance(one, Tensor) and one.dim()), 0)
+        count = max(1, min(self._layout.micro_batches, rows))
+        if count > 1 and self._batch_norms and self._model.training:
+            raise ModelError(_batch_norm(self._batch_norms[0], self._layout))
+        if count == 1:
+            return [flat]
+        cut = [
+            one.tensor_split(count) if isinstance(one, Tensor) and one.dim() and len(one) == rows else [one] * count
+            for one in flat
+        ]
+        return [list(piece) for piece in zip(*cut, strict=True)]
+
+    def run(self, whole: _Pass) -> list[Tensor]:
+        """Run the forward pass of all micro-batches, and return the outputs of the whole batch at all ranks."""
+        if not self._is_first:
+            for turn in whole.turns:
+                turn.coming = self._link.receive(self._link.rank - 1, FORWARD)
+        state = torch.get_rng_state()
+        keeps = whole.with_gradients and not self._layout.recompute
+        try:
+            for turn in whole.turns:
+                self._run_turn(turn, whole, keeps)
+        finally:
+            torch.set_rng_state(state)
+        self._link.flush()
+        return self._outputs(whole)
+
+    def _run_turn(self, turn: _Turn, whole: _Pass, keeps: bool) -> None:
+        torch.manual_seed(turn.seed)
+        args, kwargs = tree_unflatten(turn.flat, whole.shape)
+        self._turn, turn.now = turn, 0
+        try:
+            with torch.set_grad_enabled(keeps):
+                found = self._plain(*args, **kwargs)
+        finally:
+            self._turn = None
+        if turn.now + 1 < len(self._calls.names):
+            raise ModelError(_other_calls("nothing more", self._calls.names[turn.now + 1]))
+        turn.outputs, whole.returned = tree_flatten(found)
+        if not keeps:
+            turn.sent = turn.sent.detach() if turn.sent is not None else None
+
+    def _outputs(self, whole: _Pass) -> list[Tensor]:
+        """Return the outputs of all micro-batches, which the last rank has, as those of the whole batch."""
+        whole.rest = whole.turns[0].outputs
+        places = [place for place, one in enumerate(whole.rest) if isinstance(one, Tensor)]
+        pieces = [[turn.outputs[place] for turn in whole.turns] for place in places]
+        if len(whole.turns) > 1:
+            _check_rows(whole, pieces)
+        if not self._is_last:
+            coming = [self._link.receive(self._link.ranks - 1, OUTPUT) for _ in places]
+            shapes = [_joined_shape(each) for each in pieces]
+            return [one.wait(shape, each[0].dtype) for one, shape, each in zip(coming, shapes, pieces, strict=True)]
+        outputs = [each[0].detach() if len(each) == 1 else torch.cat([one.detach() for one in each]) for each in pieces]
+        if any(isinstance(one, RemoteTensor) for one in outputs):
+            raise ModelError(_needs_other("the model"))
+        for output in outputs:
+            for rank in range(self._link.ranks - 1):
+                self._link.send(output, rank, OUTPUT)
+        self._link.flush()
+        return outputs
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of this rank's parameters, given those of the outputs of the whole batch."""
+        if whole.is_over:
+            raise ModelError(_second_backward())
+        whole.is_over = True
+        turns, trained = whole.turns, [one for one in self._parameters if one.requires_grad]
+        sizes = [[len(one) for one in turn.outputs if isinstance(one, Tensor) and one.dim()] for turn in turns]
+        cut = self._cut_gradients(gradients, sizes) if self._is_last else []
+        coming = [] if self._is_last else [self._gradient_of(turn) for turn in turns[::-1]][::-1]
+        total: list[Tensor | None] = [None] * len(trained)
+        for number in reversed(range(len(turns))):
+            turn = turns[number]
+            if self._layout.recompute:
+                self._repeat(turn, whole)
+            if self._is_last:
+                outputs, given = [one for one in turn.outputs if isinstance(one, Tensor)], cut[number]
+            else:
+                sent, incoming = turn.sent, coming[number]
+                outputs = [sent] if sent is not None and incoming is not None else []
+                given = [incoming.wait(one.shape, one.dtype) for one in outputs] if incoming is not None else []
+            found = self._turn_back(turn, outputs, given, trained)
+            total = [
+                old if new is None else new if old is None else old + new for old, new in zip(total, found, strict=True)
+            ]
+            turns[number] = _Turn([])
+        self._link.flush()
+        self._norm.follow(self._parameters)
+        by_parameter = dict(zip(map(id, trained), total, strict=True))
+        return [by_parameter.get(id(one)) for one in self._parameters]
+
+    def _gradient_of(self, turn: _Turn) -> Incoming | None:
+        """Begin to receive the gradient of what a turn has sent; None for whole numbers, which have none."""
+        is_float = turn.sent is not None and turn.sent.is_floating_point()
+        return self._link.receive(self._link.rank + 1, BACKWARD) if is_float else None
+
+    def _cut_gradients(self, gradients: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+        if len(sizes) == 1:
+            return [list(gradients)]
+        cut = [torch.split(one, [size[place] for size in sizes]) for place, one in enumerate(gradients)]
+        return [list(piece) for piece in zip(*cut, strict=True)]
+
+    def _repeat(self, turn: _Turn, whole: _Pass) -> None:
+        """Compute the activations of a turn again, with their history."""
+        state = torch.get_rng_state()
+        turn.sends = False
+        if turn.input is not None:
+            turn.input.requires_grad_(turn.input.is_floating_point())
+        try:
+            with torch.autocast("cpu", enabled=whole.autocast):
+                self._run_turn(turn, whole, keeps=True)
+        finally:
+            torch.set_rng_state(state)
+
+    def _turn_back(
+        self, turn: _Turn, outputs: Sequence[Tensor], given: Sequence[Tensor], trained: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the trained parameters in one turn; send that of its input to the rank before."""
+        pairs = [(output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad]
+        sought = [one for one in (turn.input,) if one is not None and one.requires_grad]
+        found: list[Tensor | None] = [None] * (len(sought) + len(trained))
+        if pairs and found:
+            heads, tails = zip(*pairs, strict=True)
+            found = list(torch.autograd.grad(heads, [*sought, *trained], tails, allow_unused=True))
+        for one in sought:
+            gradient = found.pop(0)
+            self._link.send(torch.zeros_like(one) if gradient is None else gradient, self._link.rank - 1, BACKWARD)
+        return found
+
+
+def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Remove the tensors of other stages from the `state_dict` of a module."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if not is_held(tensor):
+            state.pop(prefix + name, None)
+
+
+class _WholeModel(torch.autograd.Function):
+    """The whole model as one operation of this rank's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, pipe: Pipeline, whole: _Pass, _anchor: Tensor, *_parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.pipe, ctx.whole = pipe, whole
+        outputs = tuple(pipe.run(whole))
+        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ModelError(_second_derivative())
+        return (None, None, None, *ctx.pipe.run_back(ctx.whole, gradients))
+
+
+def _check_rows(whole: _Pass, pieces: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ModelError unless all outputs have a row for each row of the micro-batch."""
+    for each in pieces:
+        for turn, one in zip(whole.turns, each, strict=True):
+            rows = next(len(given) for given in turn.flat if isinstance(given, Tensor) and given.dim())
+            if not one.dim() or len(one) != rows:
+                raise ModelError(_not_by_rows(one, rows))
+
+
+def _joined_shape(pieces: Sequence[Tensor]) -> torch.Size:
+    first = pieces[0]
+    return first.shape if len(pieces) == 1 else torch.Size([sum(len(one) for one in pieces), *first.shape[1:]])
+
+
+# --- loops and models that a pipeline can't run ---------------------------------------------------------------------
+
+WHOLE = '--layout "whole()"'
+
+
+def _called_alone(name: str) -> str:
+    return explain(
+        f"the module {name} of a model in pipeline stages is called on its own",
+        got=f"a call of model.{name} outside of model(...)",
+        expected="calls of the whole model, at all ranks",
+        to_type=f"a method of the model in which its forward calls {name}, or {WHOLE}",
+    )
+
+
+def _needs_other(name: str) -> str:
+    return explain(
+        f"{name} needs something that another stage has computed, and that is not passed along the stages",
+        got="another way through the model than with the first batch",
+        expected="the same operations between modules in each forward pass",
+        to_type=f'split="..." with the modules in one stage, or {WHOLE}',
+    )
+
+
+def _other_calls(name: str, expected: str | None) -> str:
+    return explain(
+        f"the forward pass calls {name} where it called {expected or 'nothing more'} with the first batch",
+        got=f"a model whose modules are called in another order, at {name}",
+        expected="the same calls of modules in each forward pass of a model in pipeline stages",
+        to_type=f"conditions inside of one module, which one stage runs, or {WHOLE}",
+    )
+
+
+def _batch_norm(name: str, layout: pipeline) -> str:
+    return explain(
+        f"the batch normalisation {name} would see micro-batches, which have other statistics than the batch",
+        got=f"{layout}, with {layout.micro_batches} micro-batches",
+        expected="one micro-batch, or a normalisation that does not mix samples, such as GroupNorm or LayerNorm",
+        to_type=f'--layout "pipeline(stages={layout.stages}, micro_batches=1)"',
+    )
+
+
+def _not_by_rows(output: Tensor, rows: int) -> str:
+    return explain(
+        "the outputs of the micro-batches cannot be joined to that of the batch",
+        got=f"a model that returns a tensor of shape {tuple(output.shape)} for {rows} samples",
+        expected="outputs with one row for each sample; a loss is computed from them in the script",
+        to_type="the loss outside of the model, or micro_batches=1",
+    )
+
+
+def _input_gradient() -> str:
+    return explain(
+        "an input of the model requires a gradient, which a model in pipeline stages does not give",
+        got="model(x) with x.requires_grad",
+        expected="batches of data",
+        to_type=f"x.detach(), or {WHOLE}",
+    )
+
+
+def _second_backward() -> str:
+    return explain(
+        "the gradients of one forward pass are computed a second time, and its activations were freed",
+        got="backward() twice on one output of the model",
+        expected="one backward pass for each forward pass, such as on the sum of the losses",
+        to_type="(loss_a + loss_b).backward()",
+    )
+
+
+def _second_derivative() -> str:
+    return explain(
+        "a model in pipeline stages has no second derivatives",
+        got="backward with create_graph=True",
+        expected="first derivatives",
+        to_type=WHOLE,
+    )

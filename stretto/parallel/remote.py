@@ -1,0 +1,85 @@
+"""Tensors that another rank holds: shape and dtype without values, on which a model's own code runs all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from stretto.errors import ModelError, explain
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "item", "nonzero", "masked_select", "unique")
+"""Operations whose result depends on values, or whose result's shape does."""
+
+
+class Operations(Protocol):
+    """Record of the operations on remote tensors."""
+
+    def note(self, sources: Sequence[RemoteTensor]) -> int:
+        """Note an operation on these tensors, and return the label of its results."""
+        ...
+
+
+class RemoteTensor(Tensor):
+    """Tensor without values. An operation on it returns another one; reading its values raises ModelError.
+
+    `label` is a number that a record of `operations` has given it; 0 without one.
+    """
+
+    meta: Tensor
+    label: int
+    operations: Operations | None
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
+        make: Callable[..., RemoteTensor] = Tensor._make_wrapper_subclass
+        return make(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="cpu", requires_grad=False)
+
+    def __init__(self, meta: Tensor, label: int = 0, operations: Operations | None = None) -> None:
+        self.meta, self.label, self.operations = meta, label, operations
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on shapes."""
+        name = operation.__name__.partition(".")[0]
+        if name in READS:
+            raise ModelError(_reads(name))
+        sources: list[RemoteTensor] = []
+
+        def shape_of(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, RemoteTensor):
+                sources.append(tensor)
+                return tensor.meta
+            return tensor.to("meta")
+
+        options = dict(kwargs or {})
+        if "device" in options:
+            options["device"] = torch.device("meta")
+        args, options = tree_map_only(Tensor, shape_of, (args, options))
+        found = operation(*args, **options)
+        record = next((one.operations for one in sources if one.operations is not None), None)
+        label = record.note(sources) if record is not None else 0
+        return tree_map_only(Tensor, lambda tensor: RemoteTensor(tensor, label, record), found)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RemoteTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
+    """Return a remote tensor of the shape and dtype of a tensor."""
+    meta = tensor.meta if isinstance(tensor, RemoteTensor) else torch.empty_like(tensor, device="meta")
+    return RemoteTensor(meta.detach(), label, operations)
+
+
+def _reads(operation: str) -> str:
+    return explain(
+        "the model's forward pass reads the values of activations, which only one stage of a pipeline has",
+        got=f"the operation {operation}, as of `if h.sum() > 0`, `float(h)` or `h[h > 0]`",
+        expected="operations whose shapes do not depend on values, such as torch.where",
+        to_type='--layout "whole()", or torch.where(condition, a, b)',
+    )

@@ -1,0 +1,217 @@
+"""The stages of a worker's model: how they are chosen at its first forward pass, and its whole state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from stretto.errors import ModelError, explain
+from stretto.notices import say
+from stretto.parallel.calls import Calls, record_calls
+from stretto.parallel.link import Link
+from stretto.parallel.measure import measured_costs, time_per_byte
+from stretto.parallel.pipeline import Pipeline
+from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
+from stretto.recipe.layout import pipeline
+from stretto.strategies.model_sync import SeveralModels
+from stretto.strategies.optimizers import Optimizers
+from stretto.transport.interface import Message
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The stages of a model, equal at all ranks of all workers."""
+
+    calls: Calls
+    begins: list[int]
+
+
+class Stages(Protocol):
+    """The stages of a worker's model, as its trainer sees them."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in its worker."""
+        ...
+
+    def facts(self) -> Any:
+        """Return the stages, for workers that join; None before they are chosen."""
+        ...
+
+    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
+        """Return, at rank 0, the messages of the other ranks of this worker."""
+        ...
+
+    def close(self) -> None:
+        """Choose no stages after the end of the section."""
+        ...
+
+
+class OneStage:
+    """The stages of a worker of one process."""
+
+    rank = 0
+
+    def facts(self) -> Any:
+        """Return None: there is nothing to choose."""
+
+    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
+        """Return nothing: there are no other ranks."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PipelineStages:
+    """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model.
+
+    `broadcast` returns the message of the first worker at all workers. `on_split` is called once the model is split.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        layout: pipeline,
+        link: Link,
+        broadcast: Callable[[Message], bytes],
+    ) -> None:
+        self._model, self._optimizers, self._layout, self._link = model, optimizers, layout, link
+        self._broadcast = broadcast
+        self._chosen: Chosen | None = None
+        self._notice: Callable[[str], None] = say
+        self._on_split: Callable[[], None] = lambda: None
+        _refuse(model, optimizers)
+        if link.ranks != layout.stages:
+            raise ModelError(_other_ranks(layout, link.ranks))
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in its worker."""
+        return self._link.rank
+
+    def begin(self, facts: Any, notice: Callable[[str], None], on_split: Callable[[], None]) -> None:
+        """Split the model as other workers have (`facts`), or else at its first forward pass."""
+        self._notice, self._on_split = notice, on_split
+        if facts is not None:
+            self._apply(msgspec.convert(facts, Chosen))
+            return
+        self._model.forward = self._first_forward
+
+    def facts(self) -> Any:
+        """Return the stages, for workers that join; None before they are chosen."""
+        return msgspec.to_builtins(self._chosen) if self._chosen is not None else None
+
+    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
+        """Return, at rank 0, the messages of the other ranks of this worker."""
+        return self._link.collect(message)
+
+    def close(self) -> None:
+        """Choose no stages after the end of the section."""
+        if self._chosen is None:
+            vars(self._model).pop("forward", None)
+
+    def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
+        del self._model.forward
+        byte_s = time_per_byte(self._link)
+        make = functools.partial(self._choose, args, kwargs, byte_s)
+        first = self._broadcast(make) if self._link.rank == 0 else b""
+        self._apply(msgspec.msgpack.decode(self._link.broadcast(first), type=Chosen))
+        self._on_split()
+        return self._model.forward(*args, **kwargs)
+
+    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
+        """Return the stages, at rank 0 of the first worker."""
+        part_args, part_kwargs = self._micro_batch(args, kwargs)
+        calls = record_calls(self._model, part_args, part_kwargs)
+        names = self._layout.begins
+        if names is not None:
+            split = named_split(calls, names)
+            self._notice(f"pipeline: {described(calls, split)}")
+        else:
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s)
+            split = measured_split(calls, costs, self._layout.stages)
+            other = next_best(costs, sorted(calls.cuts), split)
+            self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
+        return msgspec.msgpack.encode(Chosen(calls, list(split.begins)))
+
+    def _micro_batch(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of one micro-batch."""
+        rows = next((len(one) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), 0)
+        size = -(-rows // self._layout.micro_batches)
+        return tree_map_only(
+            Tensor, lambda one: one[:size] if one.dim() and len(one) == rows else one, (tuple(args), dict(kwargs))
+        )
+
+    def _apply(self, chosen: Chosen) -> None:
+        self._chosen = chosen
+        Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins)
+
+
+def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
+    """Return the stages in words, with their measured times and their balance."""
+    ends = [*split.begins[1:], len(calls.names)]
+    shown = []
+    for stage, (first, end) in enumerate(zip(split.begins, ends, strict=True)):
+        name = calls.names[first] or calls.names[min(1, len(calls.names) - 1)]
+        time_text = f" ({sum(costs.seconds[first:end]) * 1e3:.3g} ms)" if costs is not None else ""
+        shown.append(f"stage {stage} from {name}{time_text}")
+    text = ", ".join(shown)
+    return text + (f"; balance {balance(costs, split):.2f}" if costs is not None else "")
+
+
+def balance(costs: Costs, split: Split) -> float:
+    """Return the time of a stage, if all were equal, as a share of the slowest one's."""
+    return sum(costs.seconds) / len(split.begins) / max(split.slowest_s, 1e-12)
+
+
+def _of_next(calls: Calls, other: Split | None, costs: Costs) -> str:
+    if other is None:
+        return "; there is no other split"
+    return f"; next best: from {', '.join(calls.names[one] for one in other.begins[1:])}, {balance(costs, other):.2f}"
+
+
+def _refuse(model: nn.Module, optimizers: Optimizers) -> None:
+    """Raise ModelError for a model or an optimizer that cannot be split."""
+    if isinstance(model, SeveralModels):
+        raise ModelError(
+            explain(
+                "several models cannot be split into stages",
+                got=f"a list of {len(model)} models",
+                expected="one model, whose forward pass is split",
+                to_type='--layout "whole()"',
+            )
+        )
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            explain(
+                "a compiled model cannot be split into stages",
+                got="torch.compile(model)",
+                expected="the plain model; parts of it may be compiled",
+                to_type="model.layer = torch.compile(model.layer)",
+            )
+        )
+    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+        raise ModelError(
+            explain(
+                "L-BFGS needs all parameters in one process",
+                got="torch.optim.LBFGS over a model in pipeline stages",
+                expected="an optimizer that steps each parameter by its own gradient, such as SGD or AdamW",
+                to_type='--layout "whole()"',
+            )
+        )
+
+
+def _other_ranks(layout: pipeline, ranks: int) -> str:
+    return explain(
+        f"the layout is of {layout.stages} stages, and this worker has {ranks} ranks",
+        got=f"{layout} for {ranks} ranks",
+        expected="as many ranks as stages",
+        to_type=f'stretto run -n {layout.stages} --layout "{layout}"',
+    )

@@ -1,0 +1,83 @@
+"""Layouts as values: parsed, printed, listed, and checked against the number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import LaunchError, RecipeError
+from stretto.launcher.config import check, described, settled
+from stretto.recipe.layout import LAYOUTS, Layout, catalogue, pipeline, whole
+from stretto.recipe.parser import parse_layout
+from stretto.run_config import RunConfig
+
+PIPELINES = st.builds(
+    pipeline, stages=st.integers(2, 256), micro_batches=st.integers(1, 99), recompute=st.booleans()
+) | st.builds(pipeline, stages=st.just(3), split=st.just("blocks.1, blocks.4"))
+
+
+@given(PIPELINES | st.just(whole()))
+def test_printed_layout_can_be_parsed(layout: Layout) -> None:
+    assert parse_layout(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pipelin(2)", 'try: --layout "pipeline(stages=2)"'),
+        ("local_sgd", "expected: a layout with its options (see `stretto layouts`)"),
+        ("pipeline(stages=1)", "expected: a whole number at least 2 and at most 256"),
+        ("pipeline(2, micro=3)", "try: pipeline(micro_batches=3)"),
+        ('pipeline(3, split="a")', 'try: pipeline(stages=3, split="blocks.4, blocks.8")'),
+        ('pipeline(3, split="a, a")', "2 different names of modules"),
+        ("pipeline(2) 3", "expected: the end"),
+    ],
+)
+def test_wrong_layouts_are_refused_with_what_to_type(text: str, expected: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        parse_layout(text)
+    assert expected in str(raised.value)
+
+
+def test_the_catalogue_has_all_layouts() -> None:
+    assert [entry["name"] for entry in catalogue()] == list(LAYOUTS)
+    assert catalogue()[1]["signature"] == 'pipeline(stages, micro_batches=4, split="measured", recompute=False)'
+
+
+def config(tmp_path: Path, **options: Any) -> RunConfig:
+    """Return the configuration of a run of an empty script."""
+    script = tmp_path / "train.py"
+    script.touch()
+    return RunConfig(script, **{"layout": "pipeline(stages=4)", "workers": 8} | options)
+
+
+def test_processes_are_divided_into_workers(tmp_path: Path) -> None:
+    asked = config(tmp_path)
+    check(asked)
+    found = settled(asked)
+    assert (found.workers, found.ranks, settled(found).workers) == (2, 4, 2)
+    assert "2 workers of 4 processes each, pipeline(stages=4)" in described(found)
+    assert settled(config(tmp_path, layout="whole()")).workers == 8
+    assert settled(config(tmp_path, workers=4)).elastic
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"workers": 6}, 'try: -n 8 --layout "pipeline(stages=4)"'),
+        ({"workers": 3}, 'try: -n 4 --layout "pipeline(stages=4)"'),
+        ({"recipe": "async_sgd"}, "cannot exchange through a parameter server yet"),
+        ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
+        ({"recovery": False}, "cannot run with --no-recovery yet"),
+    ],
+)
+def test_layouts_that_the_processes_cannot_have_are_refused(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(LaunchError) as raised:
+        check(config(tmp_path, **options))
+    assert expected in str(raised.value)

@@ -1,0 +1,163 @@
+"""A model in pipeline stages trains as the whole model does, in the script's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stage_threads import in_threads, joined, largest_difference, split
+from staged_net import loss_of, make_net, words
+from torch import Tensor, nn
+
+from stretto.parallel.link import Link
+from stretto.recipe.layout import pipeline
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train for three steps, of which the second has a short batch, and evaluate."""
+    losses = []
+    for step in range(3):
+        x, y = words(step, 5 if step == 1 else 9)
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return [*losses, evaluated(model)]
+
+
+def evaluated(model: nn.Module) -> float:
+    """Return the loss of a batch, without gradients."""
+    x, y = words(7, 4)
+    model.eval()
+    with torch.no_grad():
+        loss = float(loss_of(model(x), y))
+    model.train()
+    return loss
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Clip the gradients, and change the learning rate by a scheduler."""
+    norms = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(3):
+        x, y = words(step, 6)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.2)))
+        optimizer.step()
+        scheduler.step()
+    return norms
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Scale the loss; the scale of the first step is too large for the gradients, which skips it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-120)
+    scales = []
+    for step in range(3):
+        x, y = words(step, 6)
+        optimizer.zero_grad()
+        scaler.scale(100 * loss_of(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def several(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Call the model several times before a backward pass, and accumulate the gradients of two."""
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for part in range(2):
+            (x, y), (other, target) = words(4 * step + part, 6), words(4 * step + part + 2, 3)
+            loss = loss_of(model(x), y) + 0.5 * loss_of(model(other), target)
+            model(x)  # its result is not used
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+def trained(layout: pipeline, loop: Loop, make: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the largest differences of a parameter, and of a result of the loop, from those of the whole model."""
+    nets = [make_net().to(dtype) for _ in range(layout.stages + 1)]
+
+    def work(link: Link) -> list[float]:
+        optimizer = OPTIMIZERS[make](nets[link.rank].parameters())
+        split(link, nets[link.rank], optimizer, layout, words(0, 9)[0])
+        return loop(nets[link.rank], optimizer)
+
+    found = in_threads(layout.stages, work)
+    expected = loop(nets[-1], OPTIMIZERS[make](nets[-1].parameters()))
+    results = max(abs(a - b) for one in found for a, b in zip(one, expected, strict=True))
+    return largest_difference(joined(nets[:-1]), joined(nets[-1:])), results
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("micro_batches", [1, 4, 7])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_train_as_the_whole_model(stages: int, micro_batches: int, make: str) -> None:
+    assert max(trained(pipeline(stages, micro_batches), plain, make, torch.float64)) < 1e-12
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_stages_train_as_the_whole_model_in_single_precision(make: str) -> None:
+    assert max(trained(pipeline(3), plain, make, torch.float32)) < 1e-6
+
+
+@pytest.mark.parametrize("loop", [clipped, several])
+def test_other_loops_compute_what_they_do_with_the_whole_model(loop: Loop) -> None:
+    assert max(trained(pipeline(3), loop, "momentum", torch.float64)) < 1e-12
+
+
+def test_a_scaler_skips_the_step_at_all_stages() -> None:
+    assert max(trained(pipeline(2), scaled, "momentum", torch.float32)) < 1e-6
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    assert max(trained(pipeline(3, recompute=True), plain, "adamw", torch.float64)) < 1e-12
+
+
+def test_hooks_of_a_parameter_see_one_gradient_in_each_backward_pass() -> None:
+    nets = [make_net() for _ in range(2)]
+
+    def work(link: Link) -> int:
+        net, fired = nets[link.rank], list[Tensor]()
+        split(link, net, torch.optim.SGD(net.parameters(), lr=0.1), pipeline(2), words(0, 8)[0])
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(fired.append)
+        loss_of(net(words(0, 8)[0]), words(0, 8)[1]).backward()
+        return len(fired)
+
+    assert sum(in_threads(2, work)) == len(list(make_net().parameters()))
+
+
+def test_parameters_of_other_stages_have_no_memory_and_no_state() -> None:
+    nets = [make_net() for _ in range(2)]
+
+    def work(link: Link) -> tuple[int, int]:
+        net = nets[link.rank]
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        split(link, net, optimizer, pipeline(2), words(0, 8)[0])
+        plain(net, optimizer)
+        memory = sum(one.untyped_storage().nbytes() for one in net.parameters())
+        return memory, sum(value.numel() for state in optimizer.state.values() for value in state.values())
+
+    found = in_threads(2, work)
+    whole = make_net()
+    parameters = sum(one.numel() for one in whole.parameters())
+    others = 2 * len(list(whole.parameters()))
+    assert sum(memory for memory, _ in found) <= 4 * (parameters + others)
+    assert sum(state for _, state in found) == 2 * parameters + len(list(whole.parameters()))

@@ -1,0 +1,105 @@
+"""The split of a model is the best one, by its measured costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stage_threads import in_threads
+from staged_net import make_net, words
+from torch import Tensor, nn
+
+from stretto.parallel.calls import record_calls
+from stretto.parallel.link import Link
+from stretto.parallel.measure import measured_costs, time_per_byte
+from stretto.parallel.split import Costs, best_split, measured_split, next_best
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> tuple[Costs, list[int]]:
+    """Return costs of up to 12 calls, and the calls at which they can be cut."""
+    calls = draw(st.integers(2, 12))
+    seconds = draw(st.lists(st.integers(0, 9).map(float), min_size=calls, max_size=calls))
+    held = draw(st.lists(st.integers(0, 3), min_size=calls, max_size=calls))
+    cuts = draw(st.lists(st.integers(1, calls - 1), unique=True).map(sorted))
+    sending_s = {cut: float(draw(st.integers(0, 12))) for cut in cuts}
+    return Costs(seconds, sending_s, held, draw(st.none() | st.integers(2, 20))), cuts
+
+
+def brute_force(found: Costs, cuts: list[int], stages: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Return all possible splits with the times of their slowest stages, the fastest first."""
+    splits = []
+    for inner in itertools.combinations(cuts, stages - 1):
+        times = [found.of(stage) for stage in itertools.pairwise((0, *inner, len(found.seconds)))]
+        if None not in times:
+            splits.append((max(one for one in times if one is not None), (0, *inner)))
+    return sorted(splits)
+
+
+@given(costs(), st.integers(2, 5))
+def test_the_best_split_and_the_next_best_are_those_of_brute_force(given: tuple[Costs, list[int]], stages: int) -> None:
+    found, cuts = given
+    split, all_splits = best_split(found, cuts, stages), brute_force(found, cuts, stages)
+    assert (split is None) == (not all_splits)
+    if split is None:
+        return
+    assert split.slowest_s == all_splits[0][0]
+    others = [time_s for time_s, begins in all_splits if begins != split.begins]
+    other = next_best(found, cuts, split)
+    assert (other.slowest_s if other is not None else None) == (others[0] if others else None)
+
+
+def test_the_split_of_three_hundred_calls_takes_all_cuts_into_account() -> None:
+    found = Costs([1.0 + number % 7 for number in range(300)], {}, [1] * 300)
+    split = best_split(found, list(range(1, 300)), 4)
+    assert split is not None
+    assert split.slowest_s < 1.02 * sum(found.seconds) / 4
+
+
+class Slow(nn.Linear):
+    """A layer that computes its result several times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(super(Slow, self).forward(x) for _ in range(40)) / 40
+
+
+def test_slow_layers_get_a_stage_of_their_own() -> None:
+    width = 64
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)), Slow(width, width), nn.Linear(width, width))
+    x = torch.ones(256, width)
+    calls = record_calls(net, [x], {})
+    split = measured_split(calls, measured_costs(net, calls, [x], {}, 0.0), 3)
+    assert [calls.names[first] for first in split.begins[1:]] == ["3", "4"]
+
+
+def test_measuring_changes_neither_the_model_nor_the_random_state() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    before, state = {name: one.clone() for name, one in net.state_dict().items()}, torch.get_rng_state()
+    calls = record_calls(net, [torch.ones(3, 4)], {})
+    measured_costs(net, calls, [torch.ones(3, 4)], {}, 0.0)
+    assert all(torch.equal(before[name], one) for name, one in net.state_dict().items())
+    assert all(one.grad is None for one in net.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_code_between_modules_belongs_to_the_stage_before_it() -> None:
+    net = make_net()
+    calls = record_calls(net, [words(0, 4)[0]], {})
+    assert calls.used["place"] == [1, 1]
+    assert [calls.names[cut] for cut in calls.cuts] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+
+
+def test_the_time_of_a_byte_is_measured_between_the_first_two_ranks() -> None:
+    found = in_threads(3, time_per_byte)
+    assert found[0] > 0
+    assert found[2] == 0.0
+
+
+def test_messages_of_all_ranks_are_collected_at_rank_0() -> None:
+    def work(link: Link) -> list[bytes]:
+        return link.collect(lambda: b"rank" + bytes([link.rank]) * 1000)
+
+    assert in_threads(3, work) == [[b"rank" + bytes([rank]) * 1000 for rank in (1, 2)], [], []]
