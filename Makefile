@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo test test-long test-gpu check bench bench-gpu docs clean
+.PHONY: help install demo test test-long test-gpu test-engines check bench bench-gpu docs clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
@@ -41,6 +41,9 @@ GPU = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available(
 
 test-gpu: $(READY)  ## the tests that need a GPU, or several
 	@if $(GPU); then $(BIN)/python -m pytest -m gpu tests/gpu; else echo "skipped: no GPU"; fi
+
+test-engines: $(READY) ## the tests that need a cluster engine (Slurm: apt-get install slurmctld slurmd slurm-client munge)
+	$(BIN)/python -m pytest -m engine tests/engines
 
 check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from stretto.faults.stragglers import factors
 from stretto.run_config import RunConfig, decode_path
 
 VARIABLE = "STRETTO_CONFIG"
+FIRST_PORT, PORTS = 20_000, 10_000
+"""First of the ports for the rendezvous of srun's tasks, and their number; which one depends on job and step."""
 MAX_RANK = 10**6 - 1
 """Largest number of a worker."""
 RECIPE = "STRETTO_RECIPE"
@@ -181,12 +184,14 @@ def with_keys(config: ConfigT, keys: tuple[str, ...]) -> ConfigT:
 
 
 def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig | None:
-    """Return the configuration of this worker, from `stretto run` or torchrun; None for a plain `python train.py`."""
+    """Return the configuration of this worker, from `stretto run`, torchrun or srun; None for `python train.py`."""
     text = environment.get(VARIABLE)
     if text is not None:
         config = _decoded(text)
         return msgspec.structs.replace(config, keys=_RECEIVED[0]) if config is not None and _RECEIVED else config
-    return _of_torchrun(environment) if "WORLD_SIZE" in environment else None
+    if "WORLD_SIZE" in environment:
+        return _of_torchrun(environment)
+    return _of_srun(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -212,6 +217,35 @@ def _of_torchrun(environment: Mapping[str, str]) -> WorkerConfig:
             recipe=environment.get(RECIPE) or None,
         ),
     )
+
+
+def _of_srun(environment: Mapping[str, str]) -> WorkerConfig:
+    """Return the configuration of a task of `srun python train.py`: MASTER_ADDR and MASTER_PORT may be set, too."""
+    host = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
+    port = _number(environment, "MASTER_PORT", FIRST_PORT + (job * 16 + step) % PORTS)
+    return WorkerConfig(
+        worker=_number(environment, "SLURM_PROCID", 0),
+        store=f"{host}:{port}",
+        store_prefix=f"stretto/{job}.{step}/{environment.get('SLURM_RESTART_COUNT', '0')}",
+        options=RunConfig(
+            Path(sys.argv[0]),
+            workers=_number(environment, "SLURM_STEP_NUM_TASKS", 1),
+            recipe=environment.get(RECIPE) or None,
+        ),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list of nodes as Slurm writes it.
+
+    >>> first_host("n1"), first_host("gpu[007-9,12],cpu3"), first_host("a,b[1-2]")
+    ('n1', 'gpu007', 'a')
+    """
+    name, bracket, numbers = nodes.partition("[")
+    if "," in name or not bracket:
+        return name.partition(",")[0]
+    return name + re.split(r"[-,\]]", numbers, maxsplit=1)[0]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

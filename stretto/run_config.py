@@ -190,6 +190,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
     output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
+    announced: int = 0
+    """Number of workers that tasks of a cluster's job start, beside those of this machine."""
     listen_port: int | None = None
     """Port of the coordinator; None for a free one."""
     single_process: bool = False
@@ -213,8 +215,9 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def initial_workers(self) -> int:
-        """Number of workers that the run begins with: of this machine and of its hosts; else the number to wait for."""
-        return self.workers + sum(host.workers for host in parse_hosts(self.hosts or "")) or self.min_workers
+        """Number of workers that the run begins with: of this machine, its hosts, its job; else those to wait for."""
+        elsewhere = self.announced + sum(host.workers for host in parse_hosts(self.hosts or ""))
+        return self.workers + elsewhere or self.min_workers
 
     @property
     def elastic(self) -> bool:
@@ -239,7 +242,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-NOT_RECORDED = ("out", "retyped", "scaled_workers")
+NOT_RECORDED = ("out", "retyped", "scaled_workers", "announced")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 USAGE, FAILED, WORKERS_LOST = 2, 1, 3
+OF_ONE_MACHINE = ("workers", "layout", "hosts", "hostfile", "remote_stretto", "port")
+"""Options that say on which machines a run has workers."""
 
 
 def main() -> None:
@@ -128,6 +131,32 @@ def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json
     from stretto.report.summary import conclude  # only here: matplotlib is slow to import
 
     conclude(folder, json_to, silent=quiet)
+
+
+@app.command(
+    cls=ScriptCommand,
+    epilog=examples(
+        'srun -N 2 -n 4 stretto slurm --recipe "local_sgd(every=16)" train.py',
+        "srun -n 4 --kill-on-bad-exit=0 --no-kill --signal=TERM@60 stretto slurm train.py",
+    ),
+)
+@configured(*(name for name in run_options() if name not in OF_ONE_MACHINE))
+def slurm(context: typer.Context, config: RunConfig, *, json_to: JsonTo = None) -> None:
+    """Run SCRIPT on the tasks of a Slurm job step, one worker each: to be started by srun.
+
+    Task 0 launches the run and shows it. With srun's --kill-on-bad-exit=0 and --no-kill, the others survive a failed task.
+    """
+    from stretto.launcher.slurm import SlurmTask, run_task
+
+    task = SlurmTask.of(os.environ)
+    check_target(json_to, "run.json")
+    display = ProgressDisplay(quiet=task.number > 0)
+    config = structs.replace(config, retyped=context.meta[RETYPED])
+    folder = run_task(config, task, lambda run: run_locally(run, display), lambda request: join_run(request, display))
+    if folder is not None:
+        from stretto.report.summary import conclude  # only here: matplotlib is slow to import
+
+        conclude(folder, json_to, silent=False)
 
 
 @app.command(

@@ -35,6 +35,8 @@ def described(config: RunConfig) -> str:
     if config.hosts:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
         workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
+    elif config.announced:
+        workers += f" (1 here, {config.announced} in other tasks)"
     elif not config.workers:
         workers = (
             f"0 workers here (the run begins when {workers} ha{'s' if config.initial_workers == 1 else 've'} joined)"

@@ -63,6 +63,8 @@ class JoinRequest:
     threads: int | None = None
     output: Output = "none"
     restarts: int = 3
+    first: int | None = None
+    """First of the numbers reserved for these workers, if there are any."""
 
 
 def write_join_key(folder: Path, servers: Servers) -> Path:
@@ -103,7 +105,9 @@ def invitation_of(
     """
     script = options.script if options.module else options.script.absolute()
     workers = options.initial_workers
-    options = replace(options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None)
+    options = replace(
+        options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None, announced=0
+    )
     encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
@@ -145,7 +149,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     if key.first is not None:
         end_with_input()
     with JoinClient(key.address, key.keys) as client:
-        invitation = client.ask(request.workers, key.first)
+        invitation = client.ask(request.workers, request.first if key.first is None else key.first)
         _check_versions(invitation.versions)
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
         folder, script = _place(request, options, client)

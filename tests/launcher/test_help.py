@@ -28,7 +28,7 @@ def test_every_help_has_panels_and_two_examples_of_its_command(
     assert main.command([*([name] if name else []), "--help"]) == 0
     text = capsys.readouterr().out
     assert "╭─ Options" in text
-    examples = re.findall(rf"^ stretto {name or ''}.*$", text.partition("Examples:")[2], flags=re.M)
+    examples = re.findall(rf"^ (?:srun .*)?stretto {name or ''}.*$", text.partition("Examples:")[2], flags=re.M)
     assert len(examples) == 2
 
 

@@ -1,0 +1,160 @@
+"""Tests of runs on a Slurm of two nodes, which the tests start. Skipped where Slurm is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from slurm_cluster import slurm
+
+from stretto.events import read_events
+
+pytestmark = pytest.mark.engine
+SAMPLES, EPOCHS = 320, 3
+SCRIPT = f"""
+import pathlib, time, torch, stretto
+torch.manual_seed(0)
+x = torch.randn({SAMPLES}, 8); y = x.sum(1, keepdim=True)
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
+loader = stretto.distribute(net, optimizer, loader)
+for epoch in range({EPOCHS}):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        if not pathlib.Path("enough").exists():
+            time.sleep(0.2)
+"""
+LIMIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm(folder) as found:
+        root = str(Path(__file__).resolve().parents[2])
+        yield {**found, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a folder with a script; jobs that a test leaves are ended."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    yield tmp_path
+    subprocess.run(["scancel", "--full", "-u", "root"], env=environment, check=False, timeout=30)
+    until(lambda: not subprocess.check_output(["squeue", "-h"], env=environment, timeout=30))
+
+
+def srun(environment: Mapping[str, str], *words: str) -> subprocess.Popen[str]:
+    survives = ["--kill-on-bad-exit=0", "--no-kill"]
+    command = ["srun", "-N2", "-n3", *survives, sys.executable, "-m", "stretto.cli", "slurm", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=dict(environment), text=True, **pipes)
+
+
+def until(is_so: Callable[[], Any], *processes: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < limit, "it has not come so within the limit"
+        assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
+        time.sleep(0.1)
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    log = run / "events.jsonl"
+    return [event for event in read_events(log) if event["event"] == kind] if log.exists() else []
+
+
+def trains(run: Path) -> bool:
+    """Return True once all three workers train together."""
+    return any(event.get("members") == [0, 1, 2] for event in events(run, "membership")) and bool(checkpoints(run))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return list((run / "checkpoints").glob("round-*"))
+
+
+def assert_each_sample_counts_once(run: Path, first: int = 1) -> None:
+    counts = {event["epoch"]: event["sample_counts"] for event in events(run, "epoch")}
+    assert sorted(counts) == list(range(first, EPOCHS + 1))
+    assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in counts.values())
+
+
+def run_of(place: Path) -> Path:
+    return next(iter(sorted((place / "runs").glob("slurm-*"))), place / "none")
+
+
+def task(number: int) -> psutil.Process:
+    """Return the launcher of a task."""
+    for process in psutil.process_iter():
+        try:
+            words, variables = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        if "slurm" in words and variables.get("SLURM_PROCID") == str(number) and "srun" not in words[0]:
+            return process
+    raise AssertionError(f"there is no task {number}")
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
+def test_killed_task_leaves_the_others_training(place: Path, environment: dict[str, str], recipe: str) -> None:
+    options = ["--recipe", recipe, "--checkpoint-every", "1s", "--failure-timeout", "5s"]
+    step = srun(environment, *options, "train.py")
+    until(lambda: trains(run_of(place)), step)
+    task(2).kill()
+    (place / "enough").touch()
+    output = step.communicate(timeout=LIMIT_S)[0]
+    run = run_of(place)
+    assert_each_sample_counts_once(run)
+    assert any(event["what"] == "failed" and event["worker"] == 2 for event in events(run, "membership")), output
+    assert output.count("epoch 3 ended") == 1  # one display
+
+
+def test_signal_of_the_time_limit_ends_all_tasks(place: Path, environment: dict[str, str]) -> None:
+    step = srun(environment, "--checkpoint-every", "1s", "train.py")
+    until(lambda: trains(run_of(place)), step)
+    job = run_of(place).name.removeprefix("slurm-").partition(".")[0]
+    subprocess.run(["scancel", "--signal=TERM", job], env=environment, check=True, timeout=30)
+    output = step.communicate(timeout=LIMIT_S)[0]
+    assert step.returncode not in (0, None)
+    assert "stopped by SIGTERM" in output
+    assert not [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(place) and one.pid != os.getpid()]
+
+
+def test_requeued_job_continues_from_its_checkpoint(place: Path, environment: dict[str, str]) -> None:
+    words = f"{sys.executable} -m stretto.cli slurm --checkpoint-every 1s train.py"
+    (place / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 --requeue --output=out-%j\nsrun {words}\n")
+    submitted = subprocess.check_output(["sbatch", "--parsable", "job.sh"], env=environment, text=True, timeout=30)
+    job = submitted.strip()
+    run, second = place / "runs" / f"slurm-{job}.0", place / "runs" / f"slurm-{job}.0-1"
+    until(lambda: trains(run))
+    subprocess.run(["scontrol", "requeue", job], env=environment, check=True, timeout=30)
+    until(lambda: not any(one.name() == "srun" for one in psutil.process_iter()))
+    (place / "enough").touch()
+    subprocess.run(["scontrol", "release", job], env=environment, check=False, timeout=30)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environment, check=False, timeout=30)
+    until(lambda: (second / "final.safetensors").exists() or events(second, "end"))
+    output = (place / f"out-{job}").read_text()
+    assert "continues from the checkpoint" in output
+    assert events(second, "epoch")[-1]["epoch"] == EPOCHS
+    assert all(event["sample_counts"]["twice"] == 0 for event in events(second, "epoch"))
+
+
+def test_plain_script_under_srun_is_distributed(place: Path, environment: dict[str, str]) -> None:
+    (place / "enough").touch()
+    variables = {**environment, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_RECIPE": "allreduce"}
+    command = ["srun", "-N2", "-n3", sys.executable, "train.py"]
+    done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = (place / "runs").iterdir()
+    assert_each_sample_counts_once(run)
