@@ -144,7 +144,7 @@ def run(context: typer.Context, config: RunConfig, *, quiet: Quiet = False, json
 def slurm(context: typer.Context, config: RunConfig, *, json_to: JsonTo = None) -> None:
     """Run SCRIPT on the tasks of a Slurm job step, one worker each: to be started by srun.
 
-    Task 0 launches the run and shows it. With srun's --kill-on-bad-exit=0 and --no-kill, the others survive a failed task.
+    Task 0 launches the run and shows it. With --kill-on-bad-exit=0 and --no-kill of srun, the others survive one.
     """
     from stretto.launcher.slurm import SlurmTask, run_task
 
