@@ -161,6 +161,10 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Option('Shell command that runs Stretto on the hosts, such as "~/venv/bin/stretto".', HOSTS, "COMMAND"),
     ] = "stretto"
+    secret_file: Annotated[
+        Path | None,
+        Option("File with the secret of the run: 64 hexadecimal digits, mode 600.", HOSTS, "FILE", "a new secret"),
+    ] = None
     relay: Annotated[
         bool,
         Option(

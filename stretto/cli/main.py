@@ -160,6 +160,33 @@ def slurm(context: typer.Context, config: RunConfig, *, json_to: JsonTo = None) 
 
 
 @app.command(
+    cls=ScriptCommand,
+    epilog=examples(
+        "stretto kubernetes -n 4 --image registry/me/train:1 /app/train.py | kubectl apply -f -",
+        "stretto kubernetes -n 8 --image I --gpus 1 --copy-to s3://bucket/run /app/train.py > run.yaml",
+    ),
+)
+@configured("workers", *(name for name in run_options() if name not in OF_ONE_MACHINE), file=False)
+def kubernetes(
+    context: typer.Context,  # noqa: ARG001
+    config: RunConfig,
+    *,
+    image: Annotated[str, typer.Option(help="Image with Stretto, the script and what it needs.")],
+    name: Annotated[str, typer.Option(help="Name of the run's objects.")] = "stretto",
+    gpus: Annotated[int, typer.Option(help="GPUs of each worker.")] = 0,
+    processors: Annotated[str, typer.Option("--cpus", help="Processors of each worker.")] = "1",
+    memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "4Gi",
+) -> None:
+    """Print the manifests of a run of SCRIPT, a file in the image, on Kubernetes: for kubectl apply.
+
+    They hold a new secret of the run. The run's folder is in the head's pod and ends with it: see --copy-to.
+    """
+    from stretto.launcher.kubernetes import PodOptions, manifests
+
+    print(manifests(config, PodOptions(image, name, gpus, processors, memory)))
+
+
+@app.command(
     epilog=examples("stretto join 10.0.0.1:7878 --key join.key -n 2", "stretto join /shared/run -n 4 --threads 2")
 )
 @with_options

@@ -242,10 +242,17 @@ def _check_host(config: RunConfig) -> None:
     if config.host is None:
         if config.hosts is not None:
             raise _without_listen(config.hosts)
+        if config.secret_file is not None:
+            problem, got = "only a run that others join has a secret to share", f"--secret-file {config.secret_file}"
+            to_type = f"--listen 10.0.0.1:7878 {got}"
+            raise LaunchError(explain(problem, got=got, expected="a run with --listen", to_type=to_type))
         return
     if not config.recovery:
         problem, got = "workers join through the coordinator", f"--listen {config.host} --no-recovery"
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=f"--listen {config.host}"))
+    if config.secret_file is not None and config.plain:
+        problem, got = "a run without encryption has no secret", "--secret-file --no-encryption"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type="--secret-file FILE"))
     if config.single_process:
         _refuse("the host of a run alone", config.host, "a run that others can join", "leave --listen away")
     if settled(config).servers and config.initial_workers < 2:

@@ -7,6 +7,7 @@ asks the coordinator for numbers, keys, options and, on a machine that does not 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 JOIN_KEY = "join.key"
 CODE = "code"
 """Directory with the received code in the run directory of a joining launcher."""
+SECRET = re.compile("[0-9a-f]{64}", re.ASCII)
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -108,7 +110,7 @@ def invitation_of(
     options = replace(
         options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None, announced=0
     )
-    encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None), enc_hook=str)
+    encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None, secret_file=None), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
         return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))
@@ -195,7 +197,7 @@ def _check_versions(there: Mapping[str, str]) -> None:
 def _read(request: JoinRequest) -> JoinKey:
     path = Path(request.run) / JOIN_KEY if request.key is None else request.key
     try:
-        key = msgspec.json.decode(_content(path), type=JoinKey)
+        key = msgspec.json.decode(private_content(path), type=JoinKey)
     except FileNotFoundError:
         raise _missing(request, path) from None
     except OSError as error:
@@ -207,7 +209,20 @@ def _read(request: JoinRequest) -> JoinKey:
     return key if request.key is None else replace(key, address=_address(request.run))
 
 
-def _content(path: Path) -> bytes:
+def given_secret(path: Path) -> str:
+    """Return the secret of a run from a file of its own. Raises LaunchError."""
+    try:
+        text = private_content(path).decode(errors="replace").strip()
+    except OSError as error:
+        raise LaunchError(f"the secret {path} cannot be read: {error.strerror}") from error
+    if not SECRET.fullmatch(text):
+        problem, expected = f"{path} holds no secret of a run", "64 hexadecimal digits"
+        to_type = f"(umask 077; openssl rand -hex 32 > {path})"
+        raise LaunchError(explain(problem, got=f"{len(text)} characters", expected=expected, to_type=to_type))
+    return text
+
+
+def private_content(path: Path) -> bytes:
     """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see.
 
     A line of standard input suffices, since a launcher that has started this one keeps its end open.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +18,7 @@ from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
 from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import JoinRequest, invited, plan_of_join, route, write_join_key
+from stretto.launcher.join import JoinRequest, given_secret, invited, plan_of_join, route, write_join_key
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import Forward, LogRelay
 from stretto.launcher.logs_elsewhere import LogsElsewhere
@@ -50,6 +51,7 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     check(config)
     if config.copy_to is not None:
         check_place(config.copy_to)
+    secret = given_secret(config.secret_file) if config.secret_file is not None else None
     note = server_notice(config)
     config = settled(config)
     inbox: Inbox = SimpleQueue()
@@ -60,6 +62,8 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
         ) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):
+        if secret is not None:
+            servers = replace(servers, secret=secret)
         now = datetime.now()
         folder = make_folder(config.name, config.out, now)
         write_run(folder, config.record(), now)

@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "keep": 2,
     "resume": Path("runs/old"),
     "copy_to": "s3://bucket/run",
+    "secret_file": Path("secret"),
     "out": Path("runs/new"),
     "output": "all",
 }
