@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -332,6 +332,9 @@ class ElasticTransport(Transport):
         """Leave the group gracefully."""
         if self._inner is not None:
             self._ended = self.traffic()
+            if self._ranks is not None:
+                with suppress(TransportError), self.waiting():
+                    self._ranks.completed_in(self._form.generation)  # nothing is on its way to a rank afterwards
             self._inner.close()
             self._inner = None
             self._coordinator.leave()

@@ -80,6 +80,7 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
     whole = run(tmp_path, "whole", "-n", "1")
     staged = run(tmp_path, "staged", "-n", "2", "--layout", "pipeline(stages=2)", *saves)
     assert difference(staged, whole) < 1e-6
+    assert not [event for event in read_events(staged / "events.jsonl") if event.get("what") == "failed"]
     longer = run(tmp_path, "longer", "-n", "1", script=("3",))
     for name, options in {"three": ("-n", "3", "--layout", "pipeline(3)"), "one": ("-n", "1")}.items():
         resumed = run(tmp_path, name, *options, "--resume", "staged", script=("3",))
