@@ -91,7 +91,9 @@ def from_text(facts: Any) -> Any:
 
 def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the model's `state_dict` that this process holds, by the names in the script's model."""
-    return {plain_name(name): value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        plain_name(name): value for name, value in type(model).state_dict(model).items() if isinstance(value, Tensor)
+    }
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

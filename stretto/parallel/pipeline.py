@@ -35,6 +35,7 @@ from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.remote import RemoteTensor, remote
+from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers
@@ -111,6 +112,7 @@ class Pipeline:
             if name:
                 module.forward = self._routed(name, module, module.forward, is_open)
         model.forward = self.forward
+        give_whole_states(model, optimizers, link)
         model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
 
     def _let_go(self, optimizers: Optimizers) -> list[nn.Parameter]:

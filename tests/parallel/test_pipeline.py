@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,42 @@ def test_parameters_of_other_stages_have_no_memory_and_no_state() -> None:
     others = 2 * len(list(whole.parameters()))
     assert sum(memory for memory, _ in found) <= 4 * (parameters + others)
     assert sum(state for _, state in found) == 2 * parameters + len(list(whole.parameters()))
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    x, y = words(step, 6)
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_states_that_a_script_saves_are_whole_and_continue_in_one_process(ranks: int, name: str) -> None:
+    origin = make_net()
+
+    def work(link: Link) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model = copy.deepcopy(origin)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        split(link, model, optimizer, pipeline(link.ranks), words(0, 6)[0])
+        for step in range(2):
+            stepped(model, optimizer, step)
+        return model.state_dict(), optimizer.state_dict()
+
+    plain_model = copy.deepcopy(origin)
+    plain_optimizer = OPTIMIZERS[name](plain_model.parameters())
+    for step in range(2):
+        stepped(plain_model, plain_optimizer, step)
+    for saved, saved_optimizer in in_threads(ranks, work):
+        assert [*saved] == [*plain_model.state_dict()]
+        assert [*saved_optimizer["state"]] == [*plain_optimizer.state_dict()["state"]]
+        continued = make_net()
+        continued.load_state_dict(saved)
+        optimizer = OPTIMIZERS[name](continued.parameters())
+        optimizer.load_state_dict(saved_optimizer)
+        reference = copy.deepcopy(plain_model)
+        reference_optimizer = OPTIMIZERS[name](reference.parameters())
+        reference_optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
+        stepped(continued, optimizer, 2)
+        stepped(reference, reference_optimizer, 2)
+        assert largest_difference(joined([continued]), joined([reference])) < 1e-5
