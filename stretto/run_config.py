@@ -186,6 +186,16 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Path | None,
         Option("Continue from the newest complete checkpoint of this run.", CHECKPOINTS, "RUN", "a new run"),
     ] = None
+    stop_within_s: Annotated[
+        float,
+        Option(
+            "After SIGTERM, let all workers write a checkpoint and leave, within this time.",
+            CHECKPOINTS,
+            "TIME",
+            "end at once",
+            ("--stop-within",),
+        ),
+    ] = 0.0
     copy_to: Annotated[
         str | None,
         Option(

@@ -18,8 +18,7 @@ from stretto.errors import mistyped
 from stretto.launcher.config import server_notice
 from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.launcher.signals import handled
-from stretto.launcher.supervisor import Stopped
+from stretto.launcher.signals import Stopped, handled
 from stretto.masking import masked
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
 from stretto.run_config import WORKERS, RunConfig

@@ -321,6 +321,10 @@ def _check_checkpoints(config: RunConfig) -> None:
         problem, expected = "--keep changes nothing without --checkpoint-every", "how often a checkpoint is written"
         to_type = f"--checkpoint-every 5m --keep {config.keep}"
         raise LaunchError(explain(problem, got=f"--keep {config.keep} alone", expected=expected, to_type=to_type))
+    if config.stop_within_s and not (config.checkpoint_every is not None and config.elastic):
+        problem, expected = "no checkpoint could be written at the end", "checkpoints, and workers that may leave"
+        got, to_type = f"--stop-within {spelled(config.stop_within_s)}s", "-n 2 --checkpoint-every 5m --stop-within 25s"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
     if config.resume is not None and not (config.resume / CHECKPOINTS).is_dir():
         _refuse_resume(config.resume)
 

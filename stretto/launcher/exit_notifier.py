@@ -9,6 +9,7 @@ import msgspec
 
 from stretto.launcher.endpoints import Servers
 from stretto.membership.messages import (
+    EndRun,
     Failures,
     LauncherEnded,
     LauncherReply,
@@ -74,6 +75,10 @@ class ExitNotifier:
         """Return the workers of the run by the newest reply of the coordinator."""
         self._receive()
         return self._members
+
+    def end_run(self) -> None:
+        """Ask that all workers leave; repeated, since the coordinator may have been restarted."""
+        self._send(msgspec.msgpack.encode(EndRun()))
 
     def end_joined(self) -> None:
         """Report that this launcher, which joined the run, has ended."""

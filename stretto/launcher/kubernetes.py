@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import jinja2
 import msgspec
+from msgspec.structs import replace
 
 from stretto.errors import LaunchError, explain
 from stretto.launcher import entry
@@ -22,7 +23,8 @@ PORT = 7878
 KEYS = "/var/run/stretto"
 """Folder of the keys in the pods."""
 SECRET = "secret"
-GRACE_S = 60
+GRACE_S, LAST_S = 60, 15
+"""Time between SIGTERM and SIGKILL, and the part of it that is left when the workers have left."""
 TEMPLATE = """\
 apiVersion: v1
 kind: Secret
@@ -109,6 +111,8 @@ def commands(config: RunConfig, address: str, listen: str, keys: str = KEYS) -> 
 
     secret = secrets.token_hex(32)
     pair = RunKeys(secret).client(b"joining").texts
+    if config.checkpoint_every is not None and not config.stop_within_s:
+        config = replace(config, stop_within_s=GRACE_S - LAST_S)
     typed = typed_options(config, [name for name in options() if name not in ("workers", "module")])
     program = entry.typed(config.script, config.module, config.args)
     head = ["stretto", "run", "-n", "0", "--listen", listen, "--secret-file", f"{keys}/{SECRET}", *typed, *program]

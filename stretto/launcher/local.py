@@ -29,8 +29,8 @@ from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.resume_hint import left_in
 from stretto.launcher.run_copy import check_place, copying
 from stretto.launcher.script_watch import several_write
-from stretto.launcher.signals import handled
-from stretto.launcher.supervisor import Stopped, Supervisor
+from stretto.launcher.signals import Stopped, handled
+from stretto.launcher.supervisor import Supervisor
 from stretto.membership.output_lines import log_of
 from stretto.run_config import RunConfig
 from stretto.run_dir import make_folder, write_run

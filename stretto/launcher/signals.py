@@ -12,6 +12,20 @@ from types import FrameType
 
 STANDARD_INPUT = 0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a command that SIGTERM has ended."""
+
+
+class Stopped(BaseException):
+    """The launcher received a signal and has ended its workers. Not an Exception: the run did not fail."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+    def add(self, text: str) -> None:
+        """Add lines to the text."""
+        self.args = (f"{self}\n{text}",)
 
 
 def end_with_input() -> None:

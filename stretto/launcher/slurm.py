@@ -24,6 +24,8 @@ from stretto.run_dir import CHECKPOINTS, RUNS
 
 CHECKPOINT_EVERY = "5m"
 """Interval of checkpoints, without which a requeued job would begin again."""
+STOP_WITHIN_S = 25.0
+"""Time for a last checkpoint after SIGTERM; scancel kills 30 s after it, unless KillWait differs."""
 LOOK_S = 0.1
 NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS")
 
@@ -74,6 +76,7 @@ class SlurmTask:
             out=self.folder(config, self.starts),
             resume=config.resume or resumed,
             checkpoint_every=config.checkpoint_every or CHECKPOINT_EVERY,
+            stop_within_s=config.stop_within_s or STOP_WITHIN_S,
         )
 
     def joining(self, config: RunConfig) -> JoinRequest:

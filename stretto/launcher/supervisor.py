@@ -23,6 +23,7 @@ from stretto.launcher.failure_cause import Cause, first_cause, for_others, in_wo
 from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
 from stretto.launcher.remote_workers import RemoteWorkers
+from stretto.launcher.signals import TERMINATED, Stopped
 from stretto.launcher.supervised import State, Supervised
 from stretto.launcher.worker_main import EVICTED
 from stretto.membership.messages import Failures, MembersView
@@ -39,18 +40,6 @@ FIRST_S, LONGEST_S = 0.2, 10.0
 has run longer than the longest one.
 """
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-
-
-class Stopped(BaseException):
-    """The launcher received a signal and has ended its workers. Not an Exception: the run did not fail."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-    def add(self, text: str) -> None:
-        """Add lines to the text."""
-        self.args = (f"{self}\n{text}",)
 
 
 def pause_s(restart: int) -> float:
@@ -87,6 +76,8 @@ class Supervisor:
         first = min(plan.joining, default=None)
         self._cause: Cause | None = None
         """Cause of the end of the run."""
+        self._stop: Stopped | None = None
+        """Signal after which the workers leave."""
         self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
@@ -105,7 +96,10 @@ class Supervisor:
         return process
 
     def wait(self) -> Cause | None:
-        """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped."""
+        """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped.
+
+        After SIGTERM the workers leave, if the configuration gives them time for that.
+        """
         while not self._is_over():
             news = self._next()
             match news:
@@ -117,6 +111,8 @@ class Supervisor:
                 case AgentExited():
                     self._remote.handle(news, self._view())
             self._run_due()
+        if self._stop is not None and not self._in("done") and not self._view().finished:
+            raise self._stop
         return None if self._is_ending() else self._abandoned()
 
     def close(self) -> None:
@@ -143,8 +139,26 @@ class Supervisor:
         except Empty:
             return None
         if isinstance(news, Signalled):
-            raise Stopped(news.number)
+            self._end_gracefully(Stopped(news.number))
+            return None
         return news
+
+    def _end_gracefully(self, stop: Stopped) -> None:
+        """Let the workers write a checkpoint and leave, after SIGTERM; raise `stop` if there is no time for that."""
+        limit_s = self._config.stop_within_s
+        if stop.exit_code != TERMINATED or self._stop is not None or self._exit_notifier is None or not limit_s:
+            raise stop
+        self._stop = stop
+        self._later(time.perf_counter() + limit_s, self._give_up)
+        self._relay.note(f"stopped by SIGTERM; the workers leave, within {limit_s:g} s")
+        for member in self._in("restarting"):
+            member.state = "lost"
+        for process in (process for member in self._in("running") for process in member.processes):
+            process.terminate()
+
+    def _give_up(self) -> None:
+        assert self._stop is not None
+        raise self._stop
 
     def _handle(self, end: Exited) -> Cause | None:
         """Handle the exit of a process; return the cause if it ends the run."""
@@ -182,7 +196,8 @@ class Supervisor:
 
     def _survive(self, member: Supervised, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
-        returns = member.incarnation < self._config.restarts and not (member.number >= 0 and self._is_ending())
+        is_ending = self._is_ending() or self._stop is not None
+        returns = member.incarnation < self._config.restarts and not (member.number >= 0 and is_ending)
         member.state = "restarting" if returns else "lost"
         stopped = f"was stopped for {member.stopped_s:g} s before it registered, and was "
         why = stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end)
@@ -272,6 +287,9 @@ class Supervisor:
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
             self._remote.watch(self._exit_notifier.watch_members)
+            if self._stop is not None and not self._plan.joining:
+                self._exit_notifier.end_run()
+                self._exit_notifier.watch_members()
         self._kill_stopped()
 
     def _kill_stopped(self) -> None:
@@ -284,6 +302,8 @@ class Supervisor:
                 stopped[0].kill()
 
     def _restart(self, member: Supervised) -> None:
+        if member.state != "restarting":
+            return
         member.incarnation, member.short_lives, member.state, member.back_after_s = (
             member.incarnation + 1,
             member.short_lives + 1,
@@ -348,6 +368,8 @@ class Supervisor:
 
         Once a worker has finished, failed workers are not needed, nor restarted ones that have not joined.
         """
+        if self._stop is not None:
+            return not self._in("running", "restarting") and not self._view().running
         is_ending = self._is_ending()
         if not self._remote.is_over(self._view(), is_ending):
             return False

@@ -92,6 +92,8 @@ class MembershipCoordinator:
         self._continue_to = 0
         """Global step that paused members were sent on to in this generation."""
         self._saves = False
+        self._saved_last = 0
+        """Generation whose members have written a checkpoint since all of them were asked to leave."""
         self._failed: dict[tuple[int, int], tuple[int, int]] = {}
         """Failed workers and incarnations, with the generation in which each failed, and its rank that failed first."""
         self._exchanges: dict[int, Exchanges] = defaultdict(Exchanges)
@@ -248,6 +250,13 @@ class MembershipCoordinator:
     def save(self, now: float) -> list[Outgoing]:
         """Request a checkpoint, made when all members are paused between two steps."""
         self._saves = not self._rules.asynchronous
+        return self._settled(now)
+
+    def end_run(self, now: float) -> list[Outgoing]:
+        """Let all workers leave as if each had asked to; those of an asynchronous run leave only if they ask."""
+        for replica in () if self._rules.asynchronous else [*self.workers.replicas.values()]:
+            if replica.is_running:
+                self._on_quit(replica, now)
         return self._settled(now)
 
     def _process_message(self, replica: Replica, rank: Rank, message: WorkerMessage, now: float) -> None:
@@ -439,6 +448,8 @@ class MembershipCoordinator:
             return False
         leaving = [replica.worker for replica in members if replica.is_leaving]
         remaining = sorted({*self.members, *self.workers.waiting_workers()} - set(leaving))
+        if not remaining and self._rules.saves and self._saved_last != self.generation:
+            self._saves, self._saved_last, remaining = True, self.generation, sorted(self.members)
         if remaining == [member.worker for member in self.workers.view.members]:
             self._continue_generation(remaining)
         else:

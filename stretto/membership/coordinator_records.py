@@ -22,7 +22,8 @@ class Started(Record, frozen=True):
     `min_workers` do not continue; more than `max_workers` are not admitted. A worker without a heartbeat for
     `failure_timeout_s` has failed; where it matters, a worker that is being restarted is awaited for `return_s`, by
     default as long. In `asynchronous` training no worker waits for another: joining workers are admitted immediately,
-    and failures only reported.
+    and failures only reported. A run that `saves` writes a checkpoint before its last workers leave as they were asked
+    to.
     """
 
     expected: int
@@ -31,6 +32,7 @@ class Started(Record, frozen=True):
     max_workers: int | None = None
     asynchronous: bool = False
     return_s: float | None = None
+    saves: bool = False
 
     @property
     def return_limit_s(self) -> float:
@@ -42,7 +44,12 @@ def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     """Return the rules of a run."""
     expected = config.initial_workers if config.workers or config.hosts else 0
     return Started(
-        expected, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous=asynchronous
+        expected,
+        config.failure_timeout_s,
+        config.min_workers,
+        config.max_workers,
+        asynchronous=asynchronous,
+        saves=config.checkpoint_every is not None,
     )
 
 

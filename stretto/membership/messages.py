@@ -151,6 +151,10 @@ class Save(_Message, frozen=True):
     """Request for a checkpoint."""
 
 
+class EndRun(_Message, frozen=True):
+    """Request of the run's launcher that all workers write a checkpoint, if the run keeps any, and leave."""
+
+
 class WatchFailures(_Message, frozen=True):
     """Request for Failures now and after each change; repeated, since a restarted coordinator does not know it."""
 
@@ -315,7 +319,7 @@ class MembersView(_Message, frozen=True):
         return self.finished > 0 and not self.running and not self.launchers
 
 
-LauncherMessage: TypeAlias = ProcessExited | Save | WatchFailures | WatchMembers | LauncherEnded
+LauncherMessage: TypeAlias = ProcessExited | Save | EndRun | WatchFailures | WatchMembers | LauncherEnded
 LauncherReply: TypeAlias = Failures | MembersView
 WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | RankReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (

@@ -22,6 +22,7 @@ from stretto.events import Event
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.messages import (
+    EndRun,
     LauncherEnded,
     LauncherMessage,
     LauncherReply,
@@ -191,6 +192,10 @@ class MembershipServer:
                 self._has_watcher = True
             case Save():
                 return self._coordinator.save(now)
+            case EndRun():
+                if first is not None:
+                    raise ValueError("only the launcher of the run may end it")
+                return self._coordinator.end_run(now)
             case ProcessExited(worker, incarnation, why, will_restart, rank):
                 if first != self._coordinator.workers.launcher_of(worker):
                     raise ValueError(f"worker {worker} is not its own")

@@ -28,7 +28,7 @@ from stretto.faults import plan as faults
 from stretto.faults.plan import FaultEvent
 from stretto.launcher.script_watch import own_folders
 from stretto.launcher.seeding import seed_libraries
-from stretto.launcher.supervisor import Stopped
+from stretto.launcher.signals import Stopped
 from stretto.launcher.worker_main import failure
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client import ParameterServerClient

@@ -132,6 +132,8 @@ class Trainer:
             self.schedules.finish()
             self.evaluator.finish(has_worked)
             self.agent.checkpoints.finish(has_worked)
+        else:
+            self.agent.checkpoints.finish(False)
         self.figures.write("end", training_s=self.figures.training_s())
         self._close_log()
         self.is_over = True

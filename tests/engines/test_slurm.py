@@ -19,7 +19,7 @@ from stretto.events import read_events
 pytestmark = pytest.mark.engine
 SAMPLES, EPOCHS = 320, 3
 SCRIPT = f"""
-import pathlib, time, torch, stretto
+import os, pathlib, time, torch, stretto
 torch.manual_seed(0)
 x = torch.randn({SAMPLES}, 8); y = x.sum(1, keepdim=True)
 net = torch.nn.Linear(8, 1)
@@ -31,6 +31,7 @@ for epoch in range({EPOCHS}):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
+        pathlib.Path("trained-" + os.environ["SLURM_PROCID"]).touch()
         if not pathlib.Path("enough").exists():
             time.sleep(0.2)
 """
@@ -76,8 +77,9 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trains(run: Path) -> bool:
-    """Return True once all three workers train together."""
-    return any(event.get("members") == [0, 1, 2] for event in events(run, "membership")) and bool(checkpoints(run))
+    """Return True once all three workers have trained together."""
+    is_formed = any(event.get("members") == [0, 1, 2] for event in events(run, "membership"))
+    return is_formed and len(list(run.parents[1].glob("trained-*"))) == 3
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -120,20 +122,21 @@ def test_killed_task_leaves_the_others_training(place: Path, environment: dict[s
     assert output.count("epoch 3 ended") == 1  # one display
 
 
-def test_signal_of_the_time_limit_ends_all_tasks(place: Path, environment: dict[str, str]) -> None:
-    step = srun(environment, "--checkpoint-every", "1s", "train.py")
+def test_signal_of_the_time_limit_ends_all_tasks_with_a_checkpoint(place: Path, environment: dict[str, str]) -> None:
+    step = srun(environment, "--checkpoint-every", "1h", "train.py")
     until(lambda: trains(run_of(place)), step)
     job = run_of(place).name.removeprefix("slurm-").partition(".")[0]
     subprocess.run(["scancel", "--signal=TERM", job], env=environment, check=True, timeout=30)
     output = step.communicate(timeout=LIMIT_S)[0]
     assert step.returncode not in (0, None)
-    assert "stopped by SIGTERM" in output
+    assert "stopped by SIGTERM; the workers leave" in output
+    assert len(checkpoints(run_of(place))) == 1, output
     assert not [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(place) and one.pid != os.getpid()]
 
 
-def test_requeued_job_continues_from_its_checkpoint(place: Path, environment: dict[str, str]) -> None:
-    words = f"{sys.executable} -m stretto.cli slurm --checkpoint-every 1s train.py"
-    (place / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 --requeue --output=out-%j\nsrun {words}\n")
+def test_requeued_job_continues_from_the_checkpoint_of_its_end(place: Path, environment: dict[str, str]) -> None:
+    words = f"{sys.executable} -m stretto.cli slurm --checkpoint-every 1h train.py"
+    (place / "job.sh").write_text(f"#!/bin/bash\n#SBATCH -N2 -n3 --requeue --output=out-%j\nexec srun {words}\n")
     submitted = subprocess.check_output(["sbatch", "--parsable", "job.sh"], env=environment, text=True, timeout=30)
     job = submitted.strip()
     run, second = place / "runs" / f"slurm-{job}.0", place / "runs" / f"slurm-{job}.0-1"
@@ -146,8 +149,9 @@ def test_requeued_job_continues_from_its_checkpoint(place: Path, environment: di
     until(lambda: (second / "final.safetensors").exists() or events(second, "end"))
     output = (place / f"out-{job}").read_text()
     assert "continues from the checkpoint" in output
-    assert events(second, "epoch")[-1]["epoch"] == EPOCHS
-    assert all(event["sample_counts"]["twice"] == 0 for event in events(second, "epoch"))
+    ended = {event["epoch"]: event["sample_counts"] for one in (run, second) for event in events(one, "epoch")}
+    assert sorted(ended) == list(range(1, EPOCHS + 1)), output
+    assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in ended.values())
 
 
 def test_plain_script_under_srun_is_distributed(place: Path, environment: dict[str, str]) -> None:

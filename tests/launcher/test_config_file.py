@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "checkpoint_every": "5m",
     "keep": 2,
     "resume": Path("runs/old"),
+    "stop_within_s": 20.0,
     "copy_to": "s3://bucket/run",
     "secret_file": Path("secret"),
     "out": Path("runs/new"),

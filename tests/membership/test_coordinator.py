@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -15,6 +16,7 @@ from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import (
     Broken,
+    GenerationView,
     Heartbeat,
     Leave,
     Quit,
@@ -192,6 +194,39 @@ def test_a_report_of_an_earlier_pause_does_not_count_for_a_later_one() -> None:
     assert kinds(coordinator.receive(0, 0, early, 2.0)) == [(0, "Continue")]
     assert kinds(coordinator.receive(0, 0, late, 2.0)) == [(0, "GenerationView")], "the same reply, in case it was lost"
     assert coordinator.generation == 1
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["asked one by one", "ended by the launcher"])
+def test_last_workers_write_a_checkpoint_before_they_leave(ends: bool) -> None:
+    coordinator = formed(2, saves=True)
+    if ends:
+        coordinator.end_run(1.0)
+    for worker in () if ends else range(2):
+        coordinator.receive(worker, 0, Quit(), 1.0)
+
+    def pause(step: int) -> GenerationView:
+        posts = [
+            post
+            for worker in range(2)
+            for post in coordinator.receive(worker, 0, ReadyReport(1, step, step, True), 1.0)
+        ]
+        views = [post.message for post in posts if isinstance(post.message, GenerationView)]
+        assert len(views) == 2
+        return views[0]
+
+    saving = pause(4)
+    assert (saving.save, saving.numbers) == (True, (0, 1))
+    leaving = pause(5)
+    assert (leaving.save, leaving.numbers) == (False, ())
+
+
+def test_workers_that_leave_others_or_a_run_without_checkpoints_write_none() -> None:
+    for coordinator, leaving in ((formed(2, saves=True), [1]), (formed(2), [0, 1])):
+        for worker in leaving:
+            coordinator.receive(worker, 0, Quit(), 1.0)
+        posts = [post for one in range(2) for post in coordinator.receive(one, 0, ReadyReport(1, 4, 4, True), 1.0)]
+        (view, *_) = [post.message for post in posts if isinstance(post.message, GenerationView)]
+        assert (view.save, set(view.numbers)) == (False, {0, 1} - {*leaving})
 
 
 def test_a_heartbeat_of_an_earlier_generation_does_not_count() -> None:

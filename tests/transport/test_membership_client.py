@@ -28,6 +28,7 @@ from stretto.membership.event_lines import AppendEvents, EventAppender
 from stretto.membership.messages import (
     Continue,
     CoordinatorMessage,
+    EndRun,
     Evicted,
     Failures,
     GenerationView,
@@ -392,6 +393,9 @@ def test_a_launcher_that_has_joined_reports_exits_of_its_own_workers_only(scene)
         there.dealer(name).send(msgspec.msgpack.encode(ProcessExited(worker, 0, "killed", False)))
     until(lambda: there.call.refused == before + 3)
     assert all("is not its own" in notice for notice in there.notices[-3:])
+    there.dealer(b"launcher 2").send(msgspec.msgpack.encode(EndRun()))
+    until(lambda: there.call.refused == before + 4)
+    assert "only the launcher of the run may end it" in there.notices[-1]
     assert not [one for one in there.events if one["what"] == "failed"]
 
 

@@ -34,6 +34,10 @@ class Process(Protocol):
         """Send a signal to this process, not to its children, to inject a fault."""
         ...
 
+    def terminate(self) -> None:
+        """Ask the process to end, by SIGTERM: a worker leaves gracefully."""
+        ...
+
     def kill(self) -> None:
         """Kill the process; its exit is reported like any other."""
         ...

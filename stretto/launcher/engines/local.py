@@ -70,6 +70,10 @@ class LocalProcess:
         self.is_injected = True
         self.send(number)
 
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self.send(signal.SIGTERM)
+
     def kill(self) -> None:
         """Kill the process."""
         self.send(signal.SIGKILL)
