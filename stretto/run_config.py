@@ -165,6 +165,19 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Path | None,
         Option("File with the secret of the run: 64 hexadecimal digits, mode 600.", HOSTS, "FILE", "a new secret"),
     ] = None
+    on: Annotated[
+        str | None,
+        Option(
+            "Cluster engine that starts the workers: ray, at RAY_ADDRESS or on this machine; or ray://HEAD:PORT.",
+            HOSTS,
+            "ENGINE",
+            "this machine",
+        ),
+    ] = None
+    resources: Annotated[
+        str | None,
+        Option('Resources of each worker with --on, such as "1 GPU, 4 CPU".', HOSTS, "N NAME,...", "1 CPU"),
+    ] = None
     relay: Annotated[
         bool,
         Option(
@@ -205,7 +218,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
     output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
     announced: int = 0
-    """Number of workers that tasks of a cluster's job start, beside those of this machine."""
+    """Number of workers that tasks of a cluster's job, or an engine, start beside those of this machine."""
     listen_port: int | None = None
     """Port of the coordinator; None for a free one."""
     single_process: bool = False
@@ -236,7 +249,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def elastic(self) -> bool:
         """True if the run survives failed workers; it has a coordinator then."""
-        several = self.workers * self.ranks > 1 or self.host is not None
+        several = self.workers * self.ranks > 1 or self.host is not None or self.on is not None
         return several and not self.single_process and self.recovery
 
     @property
@@ -252,7 +265,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the configuration for `run.json`; `--config` reads it. The folder of the run is left out."""
         fields = msgspec.to_builtins(self, enc_hook=str)
         return {name: value for name, value in fields.items() if name not in NOT_RECORDED} | {
-            "threads": self.threads_each()
+            "threads": self.threads_each(),
+            "workers": self.workers or (self.announced if self.on is not None else 0),
         }
 
 

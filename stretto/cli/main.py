@@ -38,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 USAGE, FAILED, WORKERS_LOST = 2, 1, 3
-OF_ONE_MACHINE = ("workers", "layout", "hosts", "hostfile", "remote_stretto", "port")
+OF_ONE_MACHINE = ("workers", "layout", "hosts", "hostfile", "remote_stretto", "on", "resources", "port")
 """Options that say on which machines a run has workers."""
 
 

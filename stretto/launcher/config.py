@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from stretto.host_list import from_file
 from stretto.host_list import parse as parse_hosts
 from stretto.interval import every
 from stretto.launcher import entry
+from stretto.launcher.engines.resources import DEFAULT
+from stretto.launcher.engines.resources import parse as parse_resources
 from stretto.launcher.listeners import is_address, own_addresses
 from stretto.masking import masked
 from stretto.run_config import RunConfig
@@ -26,6 +29,7 @@ from stretto.units import spelled
 
 LARGEST_SEED = 2**32 - 1
 MIN_FAILURE_TIMEOUT_S = 0.1
+ENGINE = re.compile(r"ray|ray://[^\s/]+:\d{1,5}", re.ASCII)
 
 
 def described(config: RunConfig) -> str:
@@ -35,6 +39,8 @@ def described(config: RunConfig) -> str:
     if config.hosts:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
         workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
+    elif config.on:
+        workers += f" in actors of Ray ({config.on}), each with {config.resources or DEFAULT}"
     elif config.announced:
         workers += f" (1 here, {config.announced} in other tasks)"
     elif not config.workers:
@@ -57,6 +63,25 @@ def with_hosts(config: RunConfig) -> RunConfig:
         to_type = f"--hostfile {config.hostfile}"
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
     return replace(config, hosts=from_file(config.hostfile), hostfile=None)
+
+
+def on_engine(config: RunConfig) -> RunConfig:
+    """Return the configuration with all workers on the cluster that `--on` names. Raises LaunchError."""
+    if config.on is None:
+        if config.resources is not None:
+            problem, got = "--resources needs --on", f"--resources {config.resources!r}"
+            to_type = f'--on ray --resources "{config.resources}"'
+            raise LaunchError(explain(problem, got=got, expected="an engine", to_type=to_type))
+        return config
+    if ENGINE.fullmatch(config.on) is None:
+        _refuse("the engine", f"--on {config.on}", "ray, or ray://HEAD:PORT", "--on ray")
+    _at_least_one("the number of workers", config.workers, f"-n 4 --on {config.on}")
+    refused = {"--hosts": config.hosts, "--layout": config.layout, "--no-recovery": not config.recovery}
+    if (option := next((name for name, value in refused.items() if value), None)) is not None:
+        problem, got = f"workers on a cluster cannot run with {option}", f"--on {config.on} {option}"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=f"--on {config.on}"))
+    processors = int(parse_resources(config.resources).get("CPU", 0)) or None
+    return replace(config, workers=0, announced=config.workers, threads=config.threads or processors)
 
 
 def settled(config: RunConfig) -> RunConfig:
@@ -184,7 +209,7 @@ def _check_server_options(config: RunConfig, live: bool) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    if config.host is None or config.workers:
+    if config.workers or (config.host is None and config.on is None):
         _at_least_one("the number of workers", config.workers, "-n 4, or -n 0 --listen 10.0.0.1:7878")
     _at_least_one("the number of threads per worker", config.threads, "--threads 1")
     _at_least_one("the number of joined batches", config.global_batch_of, "global_batch_of=4")
@@ -240,7 +265,7 @@ def _check_survival(config: RunConfig) -> None:
 def _check_host(config: RunConfig) -> None:
     """Raise LaunchError for a run that workers cannot join: with one worker a parameter server has no update rule."""
     if config.host is None:
-        if config.hosts is not None:
+        if config.hosts is not None and config.on is None:
             raise _without_listen(config.hosts)
         if config.secret_file is not None:
             problem, got = "only a run that others join has a secret to share", f"--secret-file {config.secret_file}"

@@ -94,7 +94,8 @@ def _coordinate(config: CoordinatorConfig) -> None:
 def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
     options = config.options
     invite = invitation_of(options, config.services, config.relay, config.keys)
-    return Inviter(invite, coordinator.give_numbers, lambda: packed_code(options))
+    workers = coordinator.workers
+    return Inviter(invite, coordinator.give_numbers, lambda: packed_code(options), workers.next_incarnation)
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:

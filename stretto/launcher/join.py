@@ -46,12 +46,13 @@ class JoinKey(msgspec.Struct, frozen=True):
     """Address of the coordinator, and the keys with which a launcher asks it to join the run.
 
     `first` is the first of the numbers reserved for its workers, if the launcher of the run has started it: it ends
-    then when its standard input ends.
+    then when its standard input ends. `replaces` is True if it replaces a launcher that has been lost.
     """
 
     address: str
     keys: KeyTexts | None
     first: int | None = None
+    replaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def invitation_of(
     options = replace(
         options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None, announced=0
     )
+    options = replace(options, on=None, resources=None)
     encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None, secret_file=None), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
@@ -151,7 +153,8 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     if key.first is not None:
         end_with_input()
     with JoinClient(key.address, key.keys) as client:
-        invitation = client.ask(request.workers, request.first if key.first is None else key.first)
+        first = request.first if key.first is None else key.first
+        invitation = client.ask(request.workers, first, key.replaces)
         _check_versions(invitation.versions)
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
         folder, script = _place(request, options, client)
@@ -166,7 +169,8 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     check(config.script, config.module)
     sees_run = request.key is None
     servers = Servers(elsewhere=invitation.services, relay_elsewhere=invitation.relay, given=invitation.keys)
-    return ProcessPlan(config, folder, None, servers, joining=invitation.numbers, sees_run=sees_run)
+    numbers, incarnation = invitation.numbers, invitation.incarnation
+    return ProcessPlan(config, folder, None, servers, joining=numbers, incarnation=incarnation, sees_run=sees_run)
 
 
 def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tuple[Path, Path]:

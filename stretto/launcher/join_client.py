@@ -46,9 +46,13 @@ class JoinClient:
         self._dealer.disable_monitor()
         self._context.destroy(linger=0)
 
-    def ask(self, workers: int, first: int | None = None) -> Invitation:
-        """Return the invitation for this many workers, of the numbers from `first` on if they are reserved."""
-        return self._reply(AskToJoin(workers, first), lambda reply: reply if isinstance(reply, Invitation) else None)
+    def ask(self, workers: int, first: int | None = None, replaces: bool = False) -> Invitation:
+        """Return the invitation for this many workers, of the numbers from `first` on if they are reserved.
+
+        With `replaces` they are those of an earlier launcher, which has been lost.
+        """
+        request = AskToJoin(workers, first, replaces)
+        return self._reply(request, lambda reply: reply if isinstance(reply, Invitation) else None)
 
     def code(self) -> bytes:
         """Return the archive of the code."""

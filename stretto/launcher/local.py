@@ -10,12 +10,17 @@ from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 
+from msgspec import structs
+
 from stretto.errors import LaunchError, LogError, WorkersLostError
 from stretto.events import read_events
-from stretto.launcher.config import check, described, planned, server_notice, settled, with_hosts
+from stretto.launcher.config import check, described, on_engine, planned, server_notice, settled, with_hosts
 from stretto.launcher.endpoints import servers_for
+from stretto.launcher.engines import resources
+from stretto.launcher.engines.agents import StartAgent
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
+from stretto.launcher.engines.ray import RayAgents, cluster
 from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, given_secret, invited, plan_of_join, route, write_join_key
@@ -47,13 +52,26 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However the run ends, none of its processes is left after 3 s,
     even if this process is killed.
     """
-    config = with_hosts(config)
+    config = on_engine(with_hosts(config))
     check(config)
     if config.copy_to is not None:
         check_place(config.copy_to)
+    with _connected(config) as config:
+        return _run(settled(config), server_notice(config), display, make_engine)
+
+
+@contextlib.contextmanager
+def _connected(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the configuration with an address to listen on, while this process is connected to the engine's cluster."""
+    if config.on is None:
+        yield config
+        return
+    with cluster(config.on) as address:
+        yield structs.replace(config, host=config.host or address)
+
+
+def _run(config: RunConfig, note: str | None, display: ProgressDisplay, make_engine: MakeEngine) -> Path:
     secret = given_secret(config.secret_file) if config.secret_file is not None else None
-    note = server_notice(config)
-    config = settled(config)
     inbox: Inbox = SimpleQueue()
     with (
         listening(config.port) as listener,
@@ -130,8 +148,7 @@ def _supervise_with(
     config, folder = plan.config, plan.folder
     elsewhere = LogsElsewhere(folder, plan.numbers_shown) if config.host is not None and not plan.joining else None
     relay = LogRelay(folder, config.output, display, forward, elsewhere)
-    agents = SshAgents(config.remote_stretto, config.failure_timeout_s, inbox.put, relay)
-    remote = RemoteWorkers(plan, agents.start, relay.note)
+    remote = RemoteWorkers(plan, _start_agent(config, inbox, relay), relay.note)
     supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
     try:
         supervisor.start()
@@ -151,6 +168,13 @@ def _supervise_with(
     if cause is not None:
         is_lost = plan.joining and not cause.reported
         raise (WorkersLostError if is_lost else LaunchError)(_text(cause, relay, folder))
+
+
+def _start_agent(config: RunConfig, inbox: Inbox, relay: LogRelay) -> StartAgent:
+    """Return what starts agents: an engine's actors, or else ssh."""
+    if config.on is not None:
+        return RayAgents(resources.parse(config.resources), inbox.put, relay).start
+    return SshAgents(config.remote_stretto, config.failure_timeout_s, inbox.put, relay).start
 
 
 def _report_shared_files(folder: Path, relay: LogRelay) -> None:

@@ -87,7 +87,7 @@ class LogRelay(threading.Thread):
         """Add the output of a process. That of a later incarnation is appended to the same log file."""
         source = _output_of(worker, rank, pipe, self._folder)
         if life:
-            source.tail = self._outputs[worker, rank].tail
+            source.tail = self._outputs[worker, rank].tail if (worker, rank) in self._outputs else b""
             self._store(source, b"stretto: restart %d of %s\n" % (life, process_name(worker, rank).encode()))
         self._outputs[worker, rank] = source
         self._selector.register(pipe, selectors.EVENT_READ, source)

@@ -69,7 +69,8 @@ def server_of(shard: int) -> int:
 class ProcessPlan:
     """Plan of the processes of a run; `zero` is the reading of `time.perf_counter` at its start.
 
-    `joining` are the numbers of workers that join the run of another launcher; there are no other processes then.
+    `joining` are the numbers of workers that join the run of another launcher; there are no other processes then, and
+    `incarnation` is that with which they begin.
     """
 
     config: RunConfig
@@ -78,13 +79,15 @@ class ProcessPlan:
     servers: Servers
     zero: float = 0.0
     joining: tuple[int, ...] = ()
+    incarnation: int = 0
     sees_run: bool = True
     """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
 
     @property
     def numbers_shown(self) -> range:
         """Workers whose output reaches this launcher by another way than their log files."""
-        return range(self.config.initial_workers if self.config.workers or self.config.hosts else 0)
+        config = self.config
+        return range(config.initial_workers if config.workers or config.hosts or config.on else 0)
 
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
@@ -95,7 +98,7 @@ class ProcessPlan:
             numbers.insert(0, COORDINATOR)
         if self.servers.relay is not None:
             numbers.insert(1, RELAY)
-        return (part for number in numbers for part in self.parts(number))
+        return (part for number in numbers for part in self.parts(number, self.incarnation))
 
     def parts(self, number: int, incarnation: int = 0) -> list[ProcessSpec]:
         """Return the specifications of the ranks of a worker, or of a service, for its first start or a restart."""

@@ -1,25 +1,27 @@
 """Workers of a run on other machines: of hosts whose agents this launcher starts, or joined by hand.
 
 The run ends with an error if the agent of a host ends before its workers take part, or if a script fails there. A host
-that is lost later is reported, and the others continue.
+that is lost later is reported, and the others continue. On an engine's cluster a host is an actor with one worker: a
+lost actor is replaced, as often as a failed process is restarted, and the worker keeps its number.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
 from stretto.errors import LaunchError
+from stretto.host_list import Host
 from stretto.host_list import parse as parse_hosts
 from stretto.launcher.engines.agents import Agent, AgentExited, AgentSpec, StartAgent
 from stretto.launcher.join import JoinKey
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.membership.messages import MembersView
-from stretto.run_config import typed_options
+from stretto.run_config import RunConfig, typed_options
 
 FAILED = 1
 """Exit code of an agent that could not join, or whose script failed."""
@@ -27,6 +29,10 @@ END_S = 5.0
 """Time that agents have to end their workers, and to report that their workers have failed."""
 PASSED_ON = ("threads", "restarts")
 """Options of the run that its agents get too."""
+
+
+ReportLost = Callable[[int, str, bool], None]
+"""Takes the number of a worker whose agent was lost, the cause, and whether another agent starts the worker again."""
 
 
 @dataclass
@@ -38,6 +44,7 @@ class _RemoteHost:
     state: Literal["running", "done", "lost"] = "running"
     failed_at: float | None = None
     """Time since which all its workers have failed, as far as is known."""
+    replacements: int = 0
 
     def takes_part(self, view: MembersView) -> bool:
         """Return True if the run has begun, and all workers of the host have been seen."""
@@ -56,12 +63,32 @@ def agent_specs(plan: ProcessPlan) -> list[AgentSpec]:
     """Return the agents of the hosts of a run. Their workers have the numbers after those of this machine, in order."""
     config, servers, first = plan.config, plan.servers, plan.config.workers
     address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
-    for host in parse_hosts(config.hosts or ""):
+    quiet = ["--quiet"] if config.on is not None else []  # a line for each of many actors would hide the run's own
+    for host in hosts_of(config):
         words = ("join", address, "--key", "-", "-n", str(host.workers), "--output", config.output)
-        key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first)) + b"\n"
-        specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
+        key = encoded(JoinKey(address, servers.keys_of(b"joining"), first))
+        specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on, *quiet), key))
         first += host.workers
     return specs
+
+
+def hosts_of(config: RunConfig) -> tuple[Host, ...]:
+    """Return the hosts of a run; on an engine's cluster an actor for each worker."""
+    if config.on is None:
+        return parse_hosts(config.hosts or "")
+    return tuple(Host(f"actor {number}", 1) for number in range(config.announced))
+
+
+def encoded(key: JoinKey) -> bytes:
+    """Return the line for the standard input of an agent."""
+    return msgspec.json.encode(key) + b"\n"
+
+
+def replacing(spec: AgentSpec) -> AgentSpec:
+    """Return the agent that takes the place of a lost one, with the same numbers."""
+    return replace(
+        spec, key=encoded(msgspec.structs.replace(msgspec.json.decode(spec.key, type=JoinKey), replaces=True))
+    )
 
 
 class RemoteWorkers:
@@ -69,6 +96,7 @@ class RemoteWorkers:
 
     def __init__(self, plan: ProcessPlan, start_agent: StartAgent, note: Callable[[str], None]) -> None:
         self._specs, self._start_agent, self._note = agent_specs(plan), start_agent, note
+        self._restarts = plan.config.restarts
         self._hosts: dict[str, _RemoteHost] = {}
         self._by_hand = not plan.config.workers and not self._specs
         """True if all workers are joined by hand."""
@@ -85,18 +113,31 @@ class RemoteWorkers:
         if self._hosts or self._by_hand:
             ask()
 
-    def handle(self, exited: AgentExited, view: MembersView) -> None:
-        """Handle the exit of an agent. Raises LaunchError if it ends the run."""
+    def handle(self, exited: AgentExited, view: MembersView, report: ReportLost) -> None:
+        """Handle the exit of an agent; `report` its loss. Raises LaunchError if it ends the run."""
         host = self._hosts[exited.host]
         host.state = "lost" if exited.code else "done"
         if not exited.code:
             return
+        if exited.is_replaceable:
+            returns = host.replacements < self._restarts and not self.is_ending(view)
+            for number in host.spec.numbers:
+                report(number, exited.text.splitlines()[0], returns)
+            if returns:
+                self._replace(host)
+                return
         if exited.code == FAILED or not host.takes_part(view):
             raise LaunchError(exited.text)
         self._loss = exited.text
         count = host.spec.host.workers
         workers = f"its {count} workers" if count > 1 else "its worker"
         self._note(f"{exited.text.splitlines()[0]}; continuing without {workers}")
+
+    def _replace(self, host: _RemoteHost) -> None:
+        """Start another agent for a host; the lost one has already exited."""
+        host.agent.close(0.0)
+        host.replacements += 1
+        host.state, host.failed_at, host.agent = "running", None, self._start_agent(replacing(host.spec))
 
     def count(self) -> int:
         """Return the number of workers of hosts that are not lost."""

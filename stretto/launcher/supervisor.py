@@ -83,8 +83,9 @@ class Supervisor:
     def start(self) -> None:
         """Start all processes, here and on the hosts."""
         for spec in self._plan.all():
-            member = self._members.setdefault(spec.number, Supervised(spec.number, [], time.perf_counter()))
-            member.processes.append(self._started(spec))
+            first = Supervised(spec.number, [], time.perf_counter(), self._plan.incarnation)
+            member = self._members.setdefault(spec.number, first)
+            member.processes.append(self._started(spec, member.incarnation))
         self._remote.start()
         self._schedule_fault()
         if self._config.elastic:
@@ -109,7 +110,7 @@ class Supervisor:
                         self._cause = cause
                         return cause
                 case AgentExited():
-                    self._remote.handle(news, self._view())
+                    self._remote.handle(news, self._view(), self._report_lost)
             self._run_due()
         if self._stop is not None and not self._in("done") and not self._view().finished:
             raise self._stop
@@ -221,6 +222,11 @@ class Supervisor:
         self._write("membership", member.number, what="failed", incarnation=member.incarnation, generation=0, why=why)
         if returns:
             self._relay.note(f"{process_name(member.number)} failed ({why}); restarting it")
+
+    def _report_lost(self, number: int, why: str, returns: bool) -> None:
+        """Report the failure of a worker whose agent was lost, and whether another agent starts it again."""
+        assert self._exit_notifier is not None
+        self._exit_notifier.gone(number, self._view().incarnations.get(number, 0), why, returns)
 
     def _too_few(self, end: Exited) -> Cause | None:
         """Return the cause of the end if too few workers are left after a failure for good."""

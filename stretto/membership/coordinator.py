@@ -150,7 +150,9 @@ class MembershipCoordinator:
         """Return the workers for the launcher of the run; `launchers` is the number of the others."""
         running, failed, left = (self.workers.numbers_in(*states) for states in (("new", "in"), ("gone",), ("left",)))
         stopped = self._why if self._phase == "stopped" else ""
-        return MembersView(self.generation, running, failed, left, self.workers.finished_count(), launchers, stopped)
+        incarnations = {worker: replica.incarnation for worker, replica in self.workers.replicas.items()}
+        finished = self.workers.finished_count()
+        return MembersView(self.generation, running, failed, left, finished, launchers, stopped, incarnations)
 
     def ended_processes(self) -> list[Event]:
         """Return the failures of workers that have no later process, for services that may not know of them."""
@@ -213,13 +215,16 @@ class MembershipCoordinator:
                 self.announcements.notices.append(details)
         return self._settled(now)
 
-    def give_numbers(self, launcher: str, count: int, first: int | None = None) -> tuple[int, ...]:
+    def give_numbers(
+        self, launcher: str, count: int, first: int | None = None, replaces: bool = False
+    ) -> tuple[int, ...]:
         """Return the numbers of the workers of a launcher that joins, the same ones when it asks again.
 
-        They begin at `first` if the run begins with these workers, and if no other launcher has their numbers.
+        They begin at `first` if the run begins with these workers, and if no other launcher has their numbers, except
+        one that this launcher `replaces`.
         """
         if launcher not in self.workers.given:
-            given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count, first)
+            given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count, first, replaces)
             self._record(given)
         return self.workers.given[launcher].numbers
 

@@ -42,7 +42,7 @@ class Started(Record, frozen=True):
 
 def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     """Return the rules of a run."""
-    expected = config.initial_workers if config.workers or config.hosts else 0
+    expected = config.initial_workers if config.workers or config.hosts or config.on else 0
     return Started(
         expected,
         config.failure_timeout_s,

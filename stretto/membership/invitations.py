@@ -26,10 +26,14 @@ _LAUNCHER = re.compile(rb"joining [0-9a-f]{32}")
 
 
 class AskToJoin(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Request for the numbers of this many workers; from `first` on, if they are reserved for this launcher."""
+    """Request for the numbers of this many workers; from `first` on, if they are reserved for this launcher.
+
+    `replaces` is True if an earlier launcher, which has been lost, may have these numbers.
+    """
 
     workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_JOINING)]
     first: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    replaces: bool = False
 
 
 class GetCode(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -51,6 +55,8 @@ class Invitation(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Address of the relay, in a run that has one."""
     keys: dict[str, tuple[str, str, str]] = {}
     """Keys of the workers and of their launcher, by role; empty where traffic is not encrypted."""
+    incarnation: int = 0
+    """Incarnation that the workers begin with: above 0 where they replace those of a lost launcher."""
 
 
 class CodePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -70,9 +76,9 @@ class Inviter:
     """Replies of the coordinator to joining launchers.
 
     `invite` makes an invitation with the numbers that `give_numbers` returns for a launcher, its number of workers and
-    the first reserved number. `pack` returns the code as an archive, or raises an error whose text the joining launcher
-    is told. It runs once, in a thread, since members wait for their own replies; those to launchers are empty until it
-    has ended.
+    the first reserved number, and with the incarnation that `next_incarnation` returns for a launcher that replaces
+    another one. `pack` returns the code as an archive, or raises an error whose text the joining launcher is told. It
+    runs once, in a thread, since members wait for their own replies; those to launchers are empty until it has ended.
     """
 
     needs_log = True
@@ -80,10 +86,12 @@ class Inviter:
     def __init__(
         self,
         invite: Callable[[tuple[int, ...]], Invitation],
-        give_numbers: Callable[[str, int, int | None], tuple[int, ...]],
+        give_numbers: Callable[[str, int, int | None, bool], tuple[int, ...]],
         pack: Callable[[], bytes],
+        next_incarnation: Callable[[tuple[int, ...]], int] = lambda _: 0,
     ) -> None:
         self._invite, self._give_numbers, self._pack = invite, give_numbers, pack
+        self._next_incarnation = next_incarnation
         self._code: Future[bytes] | None = None
 
     def reply(self, name: bytes, message: bytes) -> bytes | None:
@@ -92,7 +100,9 @@ class Inviter:
             return None
         request = _DECODER.decode(message)
         if isinstance(request, AskToJoin):
-            return _ENCODER.encode(self._invite(self._give_numbers(name.decode(), request.workers, request.first)))
+            numbers = self._give_numbers(name.decode(), request.workers, request.first, request.replaces)
+            incarnation = self._next_incarnation(numbers) if request.replaces else 0
+            return _ENCODER.encode(msgspec.structs.replace(self._invite(numbers), incarnation=incarnation))
         if self._code is None:
             self._code = ThreadPoolExecutor(1, "code").submit(self._pack)
         return _ENCODER.encode(_part(self._code, request.offset)) if self._code.done() else b""

@@ -307,6 +307,8 @@ class MembersView(_Message, frozen=True):
     """Number of launchers that joined the run and have not ended."""
     stopped: str = ""
     """Reason why the run cannot continue."""
+    incarnations: dict[int, int] = {}
+    """Newest incarnation of each worker that has been seen."""
 
     @property
     def seen(self) -> frozenset[int]:

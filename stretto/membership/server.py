@@ -197,7 +197,7 @@ class MembershipServer:
                     raise ValueError("only the launcher of the run may end it")
                 return self._coordinator.end_run(now)
             case ProcessExited(worker, incarnation, why, will_restart, rank):
-                if first != self._coordinator.workers.launcher_of(worker):
+                if not self._coordinator.workers.may_report(first, worker):
                     raise ValueError(f"worker {worker} is not its own")
                 return self._coordinator.process_exited(worker, incarnation, now, will_restart, why, rank)
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from stretto.events import process_name
@@ -69,20 +71,33 @@ class WorkerTable:
             return True
         return replica.state == "gone" and (self.may_return(replica, now) if self.generation else replica.will_restart)
 
-    def next_numbers(self, launcher: str, count: int, first: int | None = None) -> NumbersGiven:
+    def next_incarnation(self, numbers: Iterable[int]) -> int:
+        """Return an incarnation that is newer than those of all these workers."""
+        known = (self.replicas[number].incarnation for number in numbers if number in self.replicas)
+        return max(known, default=-1) + 1
+
+    def next_numbers(self, launcher: str, count: int, first: int | None = None, replaces: bool = False) -> NumbersGiven:
         """Return the record of the next free numbers, for a launcher that has none.
 
-        They are those from `first` on if the run begins with these workers and no other launcher has their numbers.
+        They are those from `first` on if the run begins with these workers and no other launcher has their numbers, or
+        the launcher `replaces` the one that has.
         """
         given = {number for record in self.given.values() for number in record.numbers}
         wanted = range(first, first + count) if first is not None else ()
-        if wanted and wanted[-1] < self._rules.expected and given.isdisjoint(wanted):
+        if wanted and wanted[-1] < self._rules.expected and (replaces or given.isdisjoint(wanted)):
             return NumbersGiven(launcher, wanted[0], count)
         return NumbersGiven(launcher, max(self._rules.expected, *(number + 1 for number in given), 0), count)
 
     def launcher_of(self, worker: int) -> int | None:
         """Return the first worker of the launcher that joined with this worker; None for the launcher of the run."""
         return next((given.first for given in self.given.values() if worker in given.numbers), None)
+
+    def may_report(self, first: int | None, worker: int) -> bool:
+        """Return True if the launcher that joined with worker `first`, None for the run's own, may report this exit.
+
+        The launcher of the run reports workers that the run begins with also where others have started them.
+        """
+        return first == self.launcher_of(worker) or (first is None and worker < self._rules.expected)
 
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""

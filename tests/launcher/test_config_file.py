@@ -40,6 +40,8 @@ VALUES: dict[str, Any] = {
     "hosts": "a:2,b",
     "hostfile": Path("hosts"),
     "remote_stretto": "~/venv/bin/stretto",
+    "on": "ray",
+    "resources": "1 GPU, 4 CPU",
     "port": 7878,
     "faults": "kill worker every 20s",
     "checkpoint_every": "5m",

@@ -62,7 +62,26 @@ def test_run_without_workers_of_its_own_begins_when_enough_have_joined(asynchron
     assert "at least 2 are required" in coordinator.view(0).stopped
 
 
-def numbers(launcher: str, count: int, first: int | None) -> tuple[int, ...]:
+def test_launcher_that_replaces_a_lost_one_has_its_numbers_and_a_newer_incarnation() -> None:
+    coordinator = MembershipCoordinator(Started(3, 1.0))
+    assert coordinator.give_numbers("lost", 1, 2) == (2,)
+    assert coordinator.workers.next_incarnation([2]) == 0
+    coordinator.process_exited(2, 0, 1.0, will_restart=True, why="its actor was lost")
+    for incarnation, name in enumerate(("first", "second"), 1):
+        assert coordinator.workers.next_incarnation([2]) == incarnation
+        assert coordinator.give_numbers(name, 1, 2, replaces=True) == (2,)
+        coordinator.receive(2, incarnation, Register("host", 1), 2.0)
+    assert coordinator.view(0).incarnations == {2: 2}
+    assert coordinator.give_numbers("by hand", 1, 3, replaces=True) == (3,)
+
+
+def test_invitation_of_a_replacement_holds_the_incarnation() -> None:
+    inviter = Inviter(invite, numbers, bytes, lambda given: 10 * given[0])
+    assert reply(inviter, AskToJoin(1, 4, True)) == msgspec.structs.replace(INVITATION, numbers=(4,), incarnation=40)
+    assert reply(inviter, AskToJoin(1, 4)) == msgspec.structs.replace(INVITATION, numbers=(4,))
+
+
+def numbers(launcher: str, count: int, first: int | None, replaces: bool) -> tuple[int, ...]:
     return tuple(range(4, 4 + count))
 
 

@@ -1,6 +1,6 @@
 """Interface of what starts agents: launchers of joining workers, `stretto join`, on other hosts.
 
-    launcher                          carrier (ssh)               agent on the host
+    launcher                          carrier (ssh, Ray)          agent on the host
       | -- start(AgentSpec) ------------> | -- stretto join ... ------> |
       | -- key, on standard input --------|---------------------------> | joins the run, starts its workers
       | <- its output and its lines ------|---------------------------- |
@@ -44,11 +44,15 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class AgentExited:
-    """Exit of the agent of a host. `text` explains a code that is not 0: cause, and what to type."""
+    """Exit of the agent of a host. `text` explains a code that is not 0: cause, and what to type.
+
+    `is_replaceable` is True if the same host, which an engine chooses, can be given another agent.
+    """
 
     host: str
     code: int
     text: str = ""
+    is_replaceable: bool = False
 
 
 class AgentOutput(Protocol):

@@ -30,16 +30,36 @@ _TO_TYPE = {
 def explained(host: str, code: int, printed: str, remote_stretto: str) -> str:
     """Return the text of an error for an exit code that is not 0 and what ssh and the agent have printed last."""
     lines = [line for line in printed.replace("\r", "").splitlines() if line.strip()]
-    starts = [number for number, line in enumerate(lines) if line.startswith(OURS)]
+    starts = _starts(lines)
     if code == OF_SSH:
         return _of_ssh(host, [line for line in lines if not line.startswith(OURS)])
     if code in NOT_FOUND and not starts:
         return _not_found(host, lines, remote_stretto)
     if starts:
-        return f"host {host}: " + "\n".join([lines[starts[-1]].removeprefix(OURS), *lines[starts[-1] + 1 :]])
+        return _last_error(f"host {host}", lines)
     problem, expected = f"the command on host {host} ended with exit code {code}", f"Stretto {version()}"
     got = "\n    ".join(lines[-LAST_LINES:]) or "no output"
     return explain(problem, got=got, expected=expected, to_type=f"ssh {host} '{remote_stretto} --version'")
+
+
+def printed_error(name: str, code: int, printed: str) -> str:
+    """Return the text of an error for an exit code that is not 0 and what an agent has printed last, without ssh."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    if _starts(lines):
+        return _last_error(name, lines)
+    problem, expected = f"the agent of {name} ended with exit code {code}", f"Stretto {version()} on each node"
+    got = "\n    ".join(lines[-LAST_LINES:]) or "no output"
+    return explain(problem, got=got, expected=expected, to_type="pip install stretto on each node, or in its image")
+
+
+def _starts(lines: list[str]) -> list[int]:
+    return [number for number, line in enumerate(lines) if line.startswith(OURS)]
+
+
+def _last_error(name: str, lines: list[str]) -> str:
+    """Return the last error of Stretto's own in these lines."""
+    start = _starts(lines)[-1]
+    return f"{name}: " + "\n".join([lines[start].removeprefix(OURS), *lines[start + 1 :]])
 
 
 def _of_ssh(host: str, lines: list[str]) -> str:

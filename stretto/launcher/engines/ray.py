@@ -1,0 +1,233 @@
+"""Agents in actors of Ray, one worker each. This is the only module that imports Ray, and only when it is used.
+
+An actor waits in the cluster until there is room for the resources of a worker. An actor that fails, or whose node
+vanishes, is reported as a lost agent; the replacement is a new actor, which may have to wait as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from stretto.errors import LaunchError, explain
+from stretto.launcher.engines.agents import AgentExited, AgentOutput, AgentSpec
+from stretto.launcher.engines.ray_actor import AgentActor, News
+from stretto.launcher.engines.resources import described
+from stretto.launcher.engines.ssh import AgentLines
+from stretto.launcher.engines.ssh_errors import printed_error
+from stretto.launcher.listeners import LOOPBACK_ADDRESS
+
+ADDRESS = "RAY_ADDRESS"
+CLIENT = "ray://"
+LOCAL_STORE_BYTES = 100_000_000
+"""Size of the object store of a cluster on this machine, in which Stretto stores nothing."""
+WAIT_S = 10.0
+"""Time after which a line says that actors wait for room."""
+UNSTARTED = 5
+"""Number of actors in a row that may fail before they start their agent, such as on a node that has just vanished."""
+PAUSE_S = 1.0
+CALL_S = 2.0
+
+
+def imported() -> Any:
+    """Return the module of Ray. Raises LaunchError if it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        problem, expected = "workers cannot run on Ray: it is not installed here", "the package ray"
+        got, to_type = str(error), 'pip install "stretto[ray]"'
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
+    return ray
+
+
+@contextlib.contextmanager
+def cluster(on: str) -> Iterator[str]:
+    """Connect to the cluster at `on`; yield the address of this machine that its nodes reach. Raises LaunchError."""
+    ray = imported()
+    address = on if on.startswith(CLIENT) else os.environ.get(ADDRESS)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is None:
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
+    try:
+        ray.init(**({"address": address} | options))
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        problem, expected = "the cluster of Ray cannot be reached", "a running cluster (ray start --head)"
+        got, to_type = f"{address or 'a local cluster'}: {error}", "ray status, or --on ray://HEAD:10001"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
+    try:
+        yield own_address(address, ray.util.get_node_ip_address)
+    finally:
+        ray.shutdown()
+
+
+def own_address(cluster_address: str | None, of_node: Callable[[], str]) -> str:
+    """Return the address of this machine for workers; `of_node` gives that of a machine that is a node itself."""
+    if cluster_address is None:
+        return LOOPBACK_ADDRESS
+    if not cluster_address.startswith(CLIENT):
+        return of_node()
+    from stretto.security import address_toward  # imports zmq
+
+    return address_toward(cluster_address.removeprefix(CLIENT).rpartition(":")[0].strip("[]"))
+
+
+class RayAgents:
+    """Starts agents in actors with these resources; the exit of each is given to `report`, its output to `output`."""
+
+    def __init__(
+        self, resources: Mapping[str, float], report: Callable[[AgentExited], None], output: AgentOutput
+    ) -> None:
+        self._resources, self._report, self._output = dict(resources), report, output
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
+        self._is_noted = False
+
+    def start(self, spec: AgentSpec) -> RayAgent:
+        """Request an actor, which starts the agent as soon as the cluster has room for it."""
+        agent = RayAgent(spec, self._actor, self._report, self._output, self._note_started)
+        with self._lock:
+            self._waiting.add(spec.host.name)
+        timer = threading.Timer(WAIT_S, self._note_waiting)
+        timer.daemon = True
+        timer.start()
+        agent.start()
+        return agent
+
+    def _actor(self) -> Any:
+        """Return a new actor, which may be pending."""
+        ray, custom = imported(), dict(self._resources)
+        options: dict[str, Any] = {"num_cpus": custom.pop("CPU", 0), "num_gpus": custom.pop("GPU", 0)}
+        options |= {"resources": custom, "max_restarts": 0, "max_concurrency": 2, "scheduling_strategy": "SPREAD"}
+        return ray.remote(AgentActor).options(**options).remote()
+
+    def _note_started(self, name: str) -> None:
+        with self._lock:
+            self._waiting.discard(name)
+            self._is_noted = self._is_noted and bool(self._waiting)
+
+    def _note_waiting(self) -> None:
+        """Show one line about all actors that wait; another one only after all have started."""
+        with self._lock:
+            count, is_noted = len(self._waiting), self._is_noted
+            self._is_noted = count > 0
+        if count and not is_noted:
+            workers = "1 worker waits" if count == 1 else f"{count} workers wait"
+            self._output.note(f"{workers} for room in the cluster: {described(self._resources)} each")
+
+
+class RayAgent:
+    """An agent in an actor."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        new_actor: Callable[[], Any],
+        report: Callable[[AgentExited], None],
+        output: AgentOutput,
+        note_started: Callable[[str], None],
+    ) -> None:
+        self._spec, self._new_actor, self._report, self._output = spec, new_actor, report, output
+        self._note_started = note_started
+        self._lines = AgentLines(lambda text: output.note(f"{spec.host.name}: {text}"))
+        reading, self._writing = os.pipe()
+        self._errors = os.fdopen(reading, "rb", buffering=0)
+        self._reader = threading.Thread(target=self._lines.read, args=(self._errors,), daemon=True)
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._actor: Any = None
+        self._is_started = False
+        self._is_ending = threading.Event()
+
+    def start(self) -> None:
+        """Request the actor."""
+        self._actor = self._new_actor()
+        self._reader.start()
+        self._follower.start()
+
+    def end(self) -> None:
+        """Let the agent end its workers and exit; a pending actor is cancelled. What it prints then is not shown."""
+        self._lines.is_shown = False
+        self._is_ending.set()
+        if self._is_started:
+            with contextlib.suppress(imported().exceptions.RayError):
+                self._actor.end.remote()
+        else:
+            self._kill()
+
+    def close(self, limit_s: float) -> None:
+        """Wait for the exit, at most this long, and kill the actor."""
+        if threading.current_thread() is not self._follower:
+            self._follower.join(limit_s)
+        self._is_ending.set()
+        self._kill()
+        self._follower.join(CALL_S)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(imported().exceptions.RayError, ValueError):
+            imported().kill(self._actor)
+
+    def _follow(self) -> None:
+        """Start the agent, pass on what it prints, and report its exit."""
+        code, why = self._run()
+        for _ in range(UNSTARTED):
+            if self._is_started or code is not None or self._is_ending.wait(PAUSE_S):
+                break
+            self._actor = self._new_actor()
+            code, why = self._run()
+        self._note_started(self._spec.host.name)
+        self._kill()
+        os.close(self._writing)
+        self._reader.join()
+        self._errors.close()
+        self._report(self._exited(code, why))
+
+    def _run(self) -> tuple[int | None, str]:
+        """Return the exit code of the agent, or None and the reason why its actor was lost."""
+        ray = imported()
+        try:
+            ray.get(self._actor.start.remote(sys.executable, self._spec.words, self._spec.key))
+            while True:
+                for news in ray.get(self._actor.read.remote()):
+                    if (code := self._handle(news)) is not None:
+                        return code, ""
+        except ray.exceptions.RayError as error:
+            return None, f"{type(error).__name__}: {_first_line(error)}"
+        except Exception as error:  # the driver is disconnected: Ray raises errors of many kinds
+            return None, f"{type(error).__name__}: {_first_line(error)}"
+
+    def _handle(self, news: News) -> int | None:
+        """Handle news of the agent; return its exit code."""
+        match news:
+            case "started", _:
+                self._is_started = True
+                self._note_started(self._spec.host.name)
+                if self._is_ending.is_set():
+                    self._actor.end.remote()
+            case "output", bytes(data):
+                self._output.show(data)
+            case "lines", bytes(data):
+                os.write(self._writing, data)
+            case "exited", int(code):
+                return code
+        return None
+
+    def _exited(self, code: int | None, why: str) -> AgentExited:
+        name = self._spec.host.name
+        if code is None:
+            return AgentExited(name, -signal.SIGKILL, f"its actor was lost: {why}", is_replaceable=True)
+        if code < 0:
+            text = f"its agent was ended by {signal.Signals(-code).name}"
+            return AgentExited(name, code, text, is_replaceable=True)
+        if code == 0:
+            self._lines.flush()
+            return AgentExited(name, 0)
+        return AgentExited(name, code, printed_error(name, code, self._lines.tail.decode(errors="replace")))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no reason")

@@ -1,0 +1,99 @@
+"""The actor of Ray that carries one agent. Nodes of the cluster import this module, and nothing else of the launcher.
+
+    launcher                                    actor                          agent
+      | -- start(command, key) ------------------> | -- starts it, key on its -----> |
+      |                                            |    standard input               |
+      | -- read() -------------------------------> | <- output, lines -------------- |
+      | <- output, lines, at last the exit code -- | <- exit code ------------------ |
+      | -- end() --------------------------------> | -- end of standard input -----> | ends its workers
+      x  the actor fails, or the launcher          x -- SIGKILL by the kernel -----> x  its workers are killed
+
+A call of `read` waits until there is something, so `end` needs a thread of its own: max_concurrency=2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Literal
+
+Kind = Literal["started", "output", "lines", "exited"]
+News = tuple[Kind, bytes | int]
+"""Output of workers, lines of the agent itself, its process, or its exit code."""
+CHUNK_BYTES = 1 << 16
+LAST_S = 1.0
+"""Limit of the wait for the last output of an agent that has exited."""
+PR_SET_PDEATHSIG = 1
+NO_COMMAND = 127
+
+
+class AgentActor:
+    """Place of one agent on a node of the cluster."""
+
+    def __init__(self) -> None:
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, python: str, words: Sequence[str], key: bytes) -> None:
+        """Start the agent with this Python, or with that of the node if the node has no such file."""
+        command = [python if Path(python).exists() else sys.executable, "-P", "-m", "stretto.cli", *words]
+        threading.Thread(target=self._run, args=(command, key), daemon=True).start()
+
+    def read(self) -> list[News]:
+        """Return what has come since the last call; wait for the first."""
+        found = [self._news.get()]
+        with contextlib.suppress(Empty):
+            while True:
+                found.append(self._news.get_nowait())
+        return found
+
+    def end(self) -> None:
+        """End the standard input of the agent, which then ends its workers and exits."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def _run(self, command: Sequence[str], key: bytes) -> None:
+        """Run the agent. It is the child of this thread, with whose end the kernel would kill it."""
+        die_with_parent = ctypes.CDLL(None).prctl
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+        except OSError as error:
+            self._news.put(("lines", f"{command[0]}: {error.strerror}\n".encode()))
+            self._news.put(("exited", NO_COMMAND))
+            return
+        self._process = process
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has exited: the reason is in what it printed
+            os.write(process.stdin.fileno(), key)
+        self._news.put(("started", process.pid))
+        readers = [
+            threading.Thread(target=self._pass_on, args=("output", process.stdout), daemon=True),
+            threading.Thread(target=self._pass_on, args=("lines", process.stderr), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        code = process.wait()
+        for reader in readers:
+            reader.join(LAST_S)
+        self._news.put(("exited", code))
+
+    def _pass_on(self, kind: Literal["output", "lines"], pipe: IO[bytes]) -> None:
+        while data := os.read(pipe.fileno(), CHUNK_BYTES):
+            self._news.put((kind, data))
