@@ -40,7 +40,7 @@ def described(config: RunConfig) -> str:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
         workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
     elif config.on:
-        workers += f" in actors of Ray ({config.on}), each with {config.resources or DEFAULT}"
+        workers += f" (actors of {config.on}, each with {config.resources or DEFAULT})"
     elif config.announced:
         workers += f" (1 here, {config.announced} in other tasks)"
     elif not config.workers:

@@ -33,7 +33,7 @@ def test_all_workers_are_on_the_cluster_and_have_its_processors(place: Place) ->
     found = on_engine(config(place, resources="1 GPU, 4 CPU"))
     check(found)
     assert (found.workers, found.initial_workers, found.threads, found.elastic) == (0, 3, 4, True)
-    assert described(settled(found)).startswith("3 workers in actors of Ray (ray), each with 1 GPU, 4 CPU of train.py")
+    assert described(settled(found)).startswith("3 workers (actors of ray, each with 1 GPU, 4 CPU) of train.py")
     assert found.record()["workers"] == 3
     assert rules_of(found, asynchronous=False).expected == 3
     assert on_engine(config(place, threads=2)).threads == 2
