@@ -80,8 +80,9 @@ def on_engine(config: RunConfig) -> RunConfig:
     if (option := next((name for name, value in refused.items() if value), None)) is not None:
         problem, got = f"workers on a cluster cannot run with {option}", f"--on {config.on} {option}"
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=f"--on {config.on}"))
-    processors = int(parse_resources(config.resources).get("CPU", 0)) or None
-    return replace(config, workers=0, announced=config.workers, threads=config.threads or processors)
+    processors = parse_resources(config.resources).get("CPU")
+    threads = config.threads or (max(1, int(processors)) if processors is not None else None)
+    return replace(config, workers=0, announced=config.workers, threads=threads)
 
 
 def settled(config: RunConfig) -> RunConfig:

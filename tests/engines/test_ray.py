@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -136,16 +137,19 @@ def left_in(place: Path) -> list[str]:
 
 
 def test_killed_actor_leaves_the_others_training_and_is_replaced(start: Callable[..., Run]) -> None:
-    run = start(2)
-    run.until(lambda: [0, 1] in run.generations())
+    run = start(3, "--resources", "0.5 CPU")
+    run.until(lambda: [0, 1, 2] in run.generations())
     secrets = [word for word in (run.folder / "join.key").read_text().split('"') if len(word) == 40]
     assert secrets and not any(secret in word for secret in secrets for word in left_in(run.folder.parent))
-    actor = run.actor(1)
+    actor, killed_s = run.actor(1), time.perf_counter()
     actor.kill()
-    run.until(lambda: run.generations()[-2:] == [[0], [0, 1]])
+    run.until(lambda: run.generations()[-2:] == [[0, 2], [0, 1, 2]])
+    formed = [event["at"] - killed_s for event in run.events("membership") if event["what"] == "formed"]
+    print(f"SIGKILL of an actor: next generation after {formed[-2]:.3f} s, worker back after {formed[-1]:.3f} s")
     output = run.end()
-    assert output.count("stretto: worker 1 failed (its actor was lost") == 1
-    assert "continuing with 1 worker, worker 1 is restarted" in output
+    lines = [line for line in output.splitlines() if line.startswith("stretto: worker 1 failed")]
+    assert len(lines) == 1, lines
+    assert "(its actor was lost" in lines[0] and "continuing with 2 workers, worker 1 is restarted" in lines[0]
 
 
 def test_workers_of_a_removed_node_return_on_a_node_that_is_added(nodes: Any, start: Callable[..., Run]) -> None:
@@ -166,13 +170,19 @@ def test_workers_without_room_wait_and_one_line_says_so(nodes: Any, start: Calla
     while "waits for room" not in "".join(printed[-1:]):
         printed.append(run.process.stdout.readline())
         assert printed[-1], printed
-    run.process.send_signal(2)
+    run.process.send_signal(signal.SIGINT)
     output = "".join(printed) + run.process.communicate(timeout=LIMIT_S)[0]
     assert run.process.returncode == 130, output
     assert output.count("1 worker waits for room in the cluster: 2 rare each") == 1
 
 
-def test_killed_launcher_leaves_nothing_on_the_cluster(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_launcher_that_ends_leaves_nothing_on_the_cluster(
+    start: Callable[..., Run], number: signal.Signals, code: int
+) -> None:
     run = start(2)
     run.until(lambda: [0, 1] in run.generations())
-    run.process.kill()
+    carried = [run.actor(0), run.actor(1)]
+    run.process.send_signal(number)
+    assert run.process.wait(LIMIT_S) == code
+    assert not psutil.wait_procs(carried, LIMIT_S)[1]

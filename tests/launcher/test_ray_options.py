@@ -37,6 +37,8 @@ def test_all_workers_are_on_the_cluster_and_have_its_processors(place: Place) ->
     assert found.record()["workers"] == 3
     assert rules_of(found, asynchronous=False).expected == 3
     assert on_engine(config(place, threads=2)).threads == 2
+    assert on_engine(config(place, resources="0.5 CPU")).threads == 1
+    assert on_engine(config(place, resources="1 GPU")).threads is None
     assert on_engine(config(place, on=None)) == config(place, on=None)
 
 
