@@ -191,7 +191,7 @@ def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig |
         return msgspec.structs.replace(config, keys=_RECEIVED[0]) if config is not None and _RECEIVED else config
     if "WORLD_SIZE" in environment:
         return _of_torchrun(environment)
-    return _of_srun(environment) if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
+    return _of_srun(environment) if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1 else None
 
 
 @functools.lru_cache(maxsize=4)
@@ -211,11 +211,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> WorkerConfig:
         store=store,
         store_prefix=f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        options=RunConfig(
-            Path(sys.argv[0]),
-            workers=_number(environment, "WORLD_SIZE", 1),
-            recipe=environment.get(RECIPE) or None,
-        ),
+        options=_options(environment, "WORLD_SIZE"),
     )
 
 
@@ -228,12 +224,14 @@ def _of_srun(environment: Mapping[str, str]) -> WorkerConfig:
         worker=_number(environment, "SLURM_PROCID", 0),
         store=f"{host}:{port}",
         store_prefix=f"stretto/{job}.{step}/{environment.get('SLURM_RESTART_COUNT', '0')}",
-        options=RunConfig(
-            Path(sys.argv[0]),
-            workers=_number(environment, "SLURM_STEP_NUM_TASKS", 1),
-            recipe=environment.get(RECIPE) or None,
-        ),
+        options=_options(environment, "SLURM_STEP_NUM_TASKS"),
     )
+
+
+def _options(environment: Mapping[str, str], workers: str) -> RunConfig:
+    """Return the options of a script that no launcher of Stretto's has started; `workers` names their number."""
+    recipe = environment.get(RECIPE) or None
+    return RunConfig(Path(sys.argv[0]), workers=_number(environment, workers, 1), recipe=recipe)
 
 
 def first_host(nodes: str) -> str:

@@ -242,9 +242,13 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def initial_workers(self) -> int:
-        """Number of workers that the run begins with: of this machine, its hosts, its job; else those to wait for."""
-        elsewhere = self.announced + sum(host.workers for host in parse_hosts(self.hosts or ""))
-        return self.workers + elsewhere or self.min_workers
+        """Number of workers that the run begins with: those that are awaited, or else the fewest that it needs."""
+        return self.awaited or self.min_workers
+
+    @property
+    def awaited(self) -> int:
+        """Number of workers of this machine, its hosts and its job; 0 if all are joined by hand."""
+        return self.workers + self.announced + sum(host.workers for host in parse_hosts(self.hosts or ""))
 
     @property
     def elastic(self) -> bool:

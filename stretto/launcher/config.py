@@ -47,11 +47,10 @@ def described(config: RunConfig) -> str:
         workers = (
             f"0 workers here (the run begins when {workers} ha{'s' if config.initial_workers == 1 else 've'} joined)"
         )
-    workers += f" of {config.ranks} processes each, {config.layout}" if config.ranks > 1 else ""
-    workers = f"{workers}, running {program}" if config.ranks > 1 else f"{workers} of {program}"
+    of = f"of {config.ranks} processes each, {config.layout}, running" if config.ranks > 1 else "of"
     recipe = f"recipe {config.recipe}" if config.recipe is not None else "the script's recipe"
     resumed = f", from the newest checkpoint of {config.resume}" if config.resume is not None else ""
-    return f"{workers}, {recipe}{resumed}"
+    return f"{workers} {of} {program}, {recipe}{resumed}"
 
 
 def with_hosts(config: RunConfig) -> RunConfig:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 JOIN_KEY = "join.key"
 CODE = "code"
 """Directory with the received code in the run directory of a joining launcher."""
+OF_THE_LAUNCHER = ("hosts", "on", "resources", "out", "faults", "copy_to", "secret_file")
+"""Options that do not concern launchers that join the run."""
 SECRET = re.compile("[0-9a-f]{64}", re.ASCII)
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -109,10 +111,9 @@ def invitation_of(
     script = options.script if options.module else options.script.absolute()
     workers = options.initial_workers
     options = replace(
-        options, script=script, workers=workers, scaled_workers=workers, min_workers=1, hosts=None, announced=0
+        options, script=script, workers=workers, scaled_workers=workers, min_workers=1, **dict.fromkeys(OF_THE_LAUNCHER)
     )
-    options = replace(options, on=None, resources=None)
-    encoded = msgspec.json.encode(replace(options, out=None, faults=None, copy_to=None, secret_file=None), enc_hook=str)
+    encoded = msgspec.json.encode(replace(options, announced=0), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
         return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))
@@ -201,7 +202,7 @@ def _check_versions(there: Mapping[str, str]) -> None:
 def _read(request: JoinRequest) -> JoinKey:
     path = Path(request.run) / JOIN_KEY if request.key is None else request.key
     try:
-        key = msgspec.json.decode(private_content(path), type=JoinKey)
+        key = msgspec.json.decode(_content(path), type=JoinKey)
     except FileNotFoundError:
         raise _missing(request, path) from None
     except OSError as error:
@@ -216,7 +217,7 @@ def _read(request: JoinRequest) -> JoinKey:
 def given_secret(path: Path) -> str:
     """Return the secret of a run from a file of its own. Raises LaunchError."""
     try:
-        text = private_content(path).decode(errors="replace").strip()
+        text = _content(path).decode(errors="replace").strip()
     except OSError as error:
         raise LaunchError(f"the secret {path} cannot be read: {error.strerror}") from error
     if not SECRET.fullmatch(text):
@@ -226,7 +227,7 @@ def given_secret(path: Path) -> str:
     return text
 
 
-def private_content(path: Path) -> bytes:
+def _content(path: Path) -> bytes:
     """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see.
 
     A line of standard input suffices, since a launcher that has started this one keeps its end open.

@@ -86,8 +86,7 @@ class ProcessPlan:
     @property
     def numbers_shown(self) -> range:
         """Workers whose output reaches this launcher by another way than their log files."""
-        config = self.config
-        return range(config.initial_workers if config.workers or config.hosts or config.on else 0)
+        return range(self.config.awaited)
 
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take

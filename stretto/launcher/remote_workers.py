@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -59,14 +59,17 @@ class _RemoteHost:
         return time.monotonic() - self.failed_at > END_S
 
 
-def agent_specs(plan: ProcessPlan) -> list[AgentSpec]:
-    """Return the agents of the hosts of a run. Their workers have the numbers after those of this machine, in order."""
+def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
+    """Return the agents of the hosts of a run. Their workers have the numbers after those of this machine, in order.
+
+    With `replaces` they are those that take the places of lost ones.
+    """
     config, servers, first = plan.config, plan.servers, plan.config.workers
     address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
     quiet = ["--quiet"] if config.on is not None else []  # a line for each of many actors would hide the run's own
     for host in hosts_of(config):
         words = ("join", address, "--key", "-", "-n", str(host.workers), "--output", config.output)
-        key = encoded(JoinKey(address, servers.keys_of(b"joining"), first))
+        key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first, replaces)) + b"\n"
         specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on, *quiet), key))
         first += host.workers
     return specs
@@ -79,23 +82,12 @@ def hosts_of(config: RunConfig) -> tuple[Host, ...]:
     return tuple(Host(f"actor {number}", 1) for number in range(config.announced))
 
 
-def encoded(key: JoinKey) -> bytes:
-    """Return the line for the standard input of an agent."""
-    return msgspec.json.encode(key) + b"\n"
-
-
-def replacing(spec: AgentSpec) -> AgentSpec:
-    """Return the agent that takes the place of a lost one, with the same numbers."""
-    return replace(
-        spec, key=encoded(msgspec.structs.replace(msgspec.json.decode(spec.key, type=JoinKey), replaces=True))
-    )
-
-
 class RemoteWorkers:
     """Supervises the agents of a run. `view` is what the coordinator knows of all workers."""
 
     def __init__(self, plan: ProcessPlan, start_agent: StartAgent, note: Callable[[str], None]) -> None:
         self._specs, self._start_agent, self._note = agent_specs(plan), start_agent, note
+        self._replacements = {spec.host.name: spec for spec in agent_specs(plan, replaces=True)}
         self._restarts = plan.config.restarts
         self._hosts: dict[str, _RemoteHost] = {}
         self._by_hand = not plan.config.workers and not self._specs
@@ -137,7 +129,8 @@ class RemoteWorkers:
         """Start another agent for a host; the lost one has already exited."""
         host.agent.close(0.0)
         host.replacements += 1
-        host.state, host.failed_at, host.agent = "running", None, self._start_agent(replacing(host.spec))
+        agent = self._start_agent(self._replacements[host.spec.host.name])
+        host.state, host.failed_at, host.agent = "running", None, agent
 
     def count(self) -> int:
         """Return the number of workers of hosts that are not lost."""

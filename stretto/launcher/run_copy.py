@@ -24,7 +24,7 @@ from stretto.run_dir import CHECKPOINTS, section_folders
 
 LOOK_S = 1.0
 """Seconds between two looks for new checkpoints."""
-LEFT_OUT = ("join.key", "snapshots", "residuals", "joined", "coordinator.wal", "dispatcher.wal")
+LEFT_OUT = ("join.key", "snapshots", "residuals", "coordinator.wal", "dispatcher.wal")
 """Files and folders that are of no use without the running processes, or secret."""
 
 
@@ -72,7 +72,7 @@ class RunCopy:
             self._attempt(self._copy_checkpoints)
 
     def _attempt(self, copy: Callable[[], None]) -> None:
-        """Copy what is new. A failure is reported when it begins and when it has ended."""
+        """Copy new files. A failure is reported when it begins and when it has ended."""
         try:
             copy()
         except Exception as error:  # each store has its own

@@ -10,6 +10,20 @@ from stretto.launcher.engines.interface import Process
 State = Literal["running", "restarting", "lost", "left", "done"]
 """A process runs; failed and will be restarted; failed for good; left as it was asked to; or finished."""
 
+FIRST_S, LONGEST_S = 0.2, 10.0
+"""First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
+has run longer than the longest one.
+"""
+
+
+def pause_s(restart: int) -> float:
+    """Seconds before the restart of this number, from 0.
+
+    >>> [pause_s(restart) for restart in (0, 1, 2, 5, 9000)]
+    [0.2, 0.4, 0.8, 6.4, 10.0]
+    """
+    return min(FIRST_S * 2.0 ** min(restart, 30), LONGEST_S)
+
 
 @dataclass
 class Supervised:
@@ -33,6 +47,17 @@ class Supervised:
     def rank_of(self, process: Process | None) -> int | None:
         """Return the rank of a process; None for a process of an earlier incarnation."""
         return next((rank for rank, one in enumerate(self.processes) if one is process), None)
+
+    def next_pause_s(self, now: float) -> float:
+        """Return the seconds before its restart, after a failure at this time."""
+        self.short_lives = 0 if now - self.began > LONGEST_S else self.short_lives
+        return pause_s(self.short_lives) if self.back_after_s is None else self.back_after_s
+
+    def restart(self, now: float) -> None:
+        """Begin the next incarnation, whose processes are not there yet."""
+        self.incarnation, self.short_lives = self.incarnation + 1, self.short_lives + 1
+        self.state, self.began = "running", now
+        self.back_after_s, self.stopped_s, self.finished = None, 0.0, set()
 
     def end_ranks(self, exited: Process) -> None:
         """Release the process that has exited, and kill the other ranks: they fail together."""

@@ -35,20 +35,7 @@ CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
 POLL_S = 0.5
 """Interval at which stopped workers are looked for, and failed ones once a worker has finished."""
-FIRST_S, LONGEST_S = 0.2, 10.0
-"""First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
-has run longer than the longest one.
-"""
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-
-
-def pause_s(restart: int) -> float:
-    """Seconds before the restart of this number, from 0.
-
-    >>> [pause_s(restart) for restart in (0, 1, 2, 5, 9000)]
-    [0.2, 0.4, 0.8, 6.4, 10.0]
-    """
-    return min(FIRST_S * 2.0 ** min(restart, 30), LONGEST_S)
 
 
 class Supervisor:
@@ -207,9 +194,7 @@ class Supervisor:
         self._survived.append((end, member.incarnation))
         if returns:
             now = time.perf_counter()
-            member.short_lives = 0 if now - member.began > LONGEST_S else member.short_lives
-            wait_s = pause_s(member.short_lives) if member.back_after_s is None else member.back_after_s
-            self._later(now + wait_s, lambda: self._restart(member))
+            self._later(now + member.next_pause_s(now), lambda: self._restart(member))
             return None
         return self._too_few(end)
 
@@ -310,16 +295,9 @@ class Supervisor:
     def _restart(self, member: Supervised) -> None:
         if member.state != "restarting":
             return
-        member.incarnation, member.short_lives, member.state, member.back_after_s = (
-            member.incarnation + 1,
-            member.short_lives + 1,
-            "running",
-            None,
-        )
-        member.stopped_s = 0.0
-        member.began = time.perf_counter()
+        member.restart(time.perf_counter())
         parts = self._plan.parts(member.number, member.incarnation)
-        member.processes, member.finished = [self._started(part, member.incarnation) for part in parts], set()
+        member.processes = [self._started(part, member.incarnation) for part in parts]
         if member.number < 0:
             self._write(
                 "membership",

@@ -220,8 +220,8 @@ class MembershipCoordinator:
     ) -> tuple[int, ...]:
         """Return the numbers of the workers of a launcher that joins, the same ones when it asks again.
 
-        They begin at `first` if the run begins with these workers, and if no other launcher has their numbers, except
-        one that this launcher `replaces`.
+        They begin at `first` if the run begins with these workers, and if their numbers are free, or belong to a
+        launcher that this launcher `replaces`.
         """
         if launcher not in self.workers.given:
             given = self.workers.given[launcher] = self.workers.next_numbers(launcher, count, first, replaces)

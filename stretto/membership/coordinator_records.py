@@ -42,9 +42,8 @@ class Started(Record, frozen=True):
 
 def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     """Return the rules of a run."""
-    expected = config.initial_workers if config.workers or config.hosts or config.on else 0
     return Started(
-        expected,
+        config.awaited,
         config.failure_timeout_s,
         config.min_workers,
         config.max_workers,

@@ -79,8 +79,8 @@ class WorkerTable:
     def next_numbers(self, launcher: str, count: int, first: int | None = None, replaces: bool = False) -> NumbersGiven:
         """Return the record of the next free numbers, for a launcher that has none.
 
-        They are those from `first` on if the run begins with these workers and no other launcher has their numbers, or
-        the launcher `replaces` the one that has.
+        They are those from `first` on if the run begins with these workers, and if their numbers are free, or belong
+        to a launcher that this launcher `replaces`.
         """
         given = {number for record in self.given.values() for number in record.numbers}
         wanted = range(first, first + count) if first is not None else ()

@@ -38,7 +38,7 @@ from torch import nn
 import stretto
 from stretto.errors import BrokenTransportError, LaunchError
 from stretto.faults import plan
-from stretto.launcher.supervisor import pause_s
+from stretto.launcher.supervised import pause_s
 from stretto.report import incidents
 from stretto.report.run_log import read
 from stretto.report.run_record import record

@@ -195,9 +195,7 @@ class RayAgent:
                 for news in ray.get(self._actor.read.remote()):
                     if (code := self._handle(news)) is not None:
                         return code, ""
-        except ray.exceptions.RayError as error:
-            return None, f"{type(error).__name__}: {_first_line(error)}"
-        except Exception as error:  # the driver is disconnected: Ray raises errors of many kinds
+        except Exception as error:  # a lost actor is a RayError; a disconnected driver raises errors of many kinds
             return None, f"{type(error).__name__}: {_first_line(error)}"
 
     def _handle(self, news: News) -> int | None:

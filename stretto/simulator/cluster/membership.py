@@ -12,7 +12,7 @@ from typing import Protocol
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
 from stretto.events import COORDINATOR, Event, of_process
 from stretto.launcher.config import is_asynchronous
-from stretto.launcher.supervisor import pause_s
+from stretto.launcher.supervised import pause_s
 from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import rules_of
