@@ -28,7 +28,7 @@ from stretto.strategies.model_sync import plain_name
 
 Forward = Callable[..., Any]
 INPUT = -1
-"""Label of what is computed from the batch alone."""
+"""Label of a tensor that is computed from the batch alone."""
 
 
 class Calls(msgspec.Struct, frozen=True):

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from stretto.errors import ModelError, explain
+from stretto.errors import ModelError
+from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
@@ -145,7 +146,7 @@ class Pipeline:
         def call(*args: Any, **kwargs: Any) -> Any:
             turn = self._turn
             if turn is None:
-                raise ModelError(_called_alone(name))
+                raise ModelError(refusals.called_alone(name))
             if turn.closed:
                 return inner(*args, **kwargs)
             now = self._enter(turn, name)
@@ -158,7 +159,7 @@ class Pipeline:
                 if self._stage_of(now) != self._link.rank:
                     return self._shape(now, module, inner, args, kwargs)
                 if any(isinstance(one, RemoteTensor) for one in tree_flatten((args, kwargs))[0]):
-                    raise ModelError(_needs_other(name))
+                    raise ModelError(refusals.needs_other(name))
                 return inner(*args, **kwargs)
             finally:
                 turn.closed = False
@@ -169,7 +170,7 @@ class Pipeline:
         turn.now += 1
         expected = self._calls.names[turn.now] if turn.now < len(self._calls.names) else None
         if expected != name:
-            raise ModelError(_other_calls(name, expected))
+            raise ModelError(refusals.other_calls(name, expected))
         return turn.now
 
     def _cross(self, turn: _Turn, now: int, args: Any, kwargs: Any) -> Any:
@@ -206,7 +207,7 @@ class Pipeline:
         """Return what the model returns for a batch."""
         flat, shape = tree_flatten((args, kwargs))
         if any(isinstance(one, Tensor) and one.requires_grad for one in flat):
-            raise ModelError(_input_gradient())
+            raise ModelError(refusals.input_gradient())
         turns = [_Turn(piece) for piece in self._pieces(flat)]
         self._passes += 1
         for number, turn in enumerate(turns):
@@ -228,7 +229,7 @@ class Pipeline:
         rows = next((len(one) for one in flat if isinstance(one, Tensor) and one.dim()), 0)
         count = max(1, min(self._layout.micro_batches, rows))
         if count > 1 and self._batch_norms and self._model.training:
-            raise ModelError(_batch_norm(self._batch_norms[0], self._layout))
+            raise ModelError(refusals.batch_norm(self._batch_norms[0], self._layout))
         if count == 1:
             return [flat]
         cut = [
@@ -262,7 +263,7 @@ class Pipeline:
         finally:
             self._turn = None
         if turn.now + 1 < len(self._calls.names):
-            raise ModelError(_other_calls("nothing more", self._calls.names[turn.now + 1]))
+            raise ModelError(refusals.other_calls("nothing more", self._calls.names[turn.now + 1]))
         turn.outputs, whole.returned = tree_flatten(found)
         if not keeps:
             turn.sent = turn.sent.detach() if turn.sent is not None else None
@@ -280,7 +281,7 @@ class Pipeline:
             return [one.wait(shape, each[0].dtype) for one, shape, each in zip(coming, shapes, pieces, strict=True)]
         outputs = [each[0].detach() if len(each) == 1 else torch.cat([one.detach() for one in each]) for each in pieces]
         if any(isinstance(one, RemoteTensor) for one in outputs):
-            raise ModelError(_needs_other("the model"))
+            raise ModelError(refusals.needs_other("the model"))
         for output in outputs:
             for rank in range(self._link.ranks - 1):
                 self._link.send(output, rank, OUTPUT)
@@ -292,7 +293,7 @@ class Pipeline:
     def run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of this rank's parameters, given those of the outputs of the whole batch."""
         if whole.is_over:
-            raise ModelError(_second_backward())
+            raise ModelError(refusals.second_backward())
         whole.is_over = True
         turns, trained = whole.turns, [one for one in self._parameters if one.requires_grad]
         sizes = [[len(one) for one in turn.outputs if isinstance(one, Tensor) and one.dim()] for turn in turns]
@@ -379,7 +380,7 @@ class _WholeModel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise ModelError(_second_derivative())
+            raise ModelError(refusals.second_derivative())
         return (None, None, None, *ctx.pipe.run_back(ctx.whole, gradients))
 
 
@@ -389,86 +390,9 @@ def _check_rows(whole: _Pass, pieces: Sequence[Sequence[Tensor]]) -> None:
         for turn, one in zip(whole.turns, each, strict=True):
             rows = next(len(given) for given in turn.flat if isinstance(given, Tensor) and given.dim())
             if not one.dim() or len(one) != rows:
-                raise ModelError(_not_by_rows(one, rows))
+                raise ModelError(refusals.not_by_rows(one, rows))
 
 
 def _joined_shape(pieces: Sequence[Tensor]) -> torch.Size:
     first = pieces[0]
     return first.shape if len(pieces) == 1 else torch.Size([sum(len(one) for one in pieces), *first.shape[1:]])
-
-
-# --- loops and models that a pipeline can't run ---------------------------------------------------------------------
-
-WHOLE = '--layout "whole()"'
-
-
-def _called_alone(name: str) -> str:
-    return explain(
-        f"the module {name} of a model in pipeline stages is called on its own",
-        got=f"a call of model.{name} outside of model(...)",
-        expected="calls of the whole model, at all ranks",
-        to_type=f"a method of the model in which its forward calls {name}, or {WHOLE}",
-    )
-
-
-def _needs_other(name: str) -> str:
-    return explain(
-        f"{name} needs something that another stage has computed, and that is not passed along the stages",
-        got="another way through the model than with the first batch",
-        expected="the same operations between modules in each forward pass",
-        to_type=f'split="..." with the modules in one stage, or {WHOLE}',
-    )
-
-
-def _other_calls(name: str, expected: str | None) -> str:
-    return explain(
-        f"the forward pass calls {name} where it called {expected or 'nothing more'} with the first batch",
-        got=f"a model whose modules are called in another order, at {name}",
-        expected="the same calls of modules in each forward pass of a model in pipeline stages",
-        to_type=f"conditions inside of one module, which one stage runs, or {WHOLE}",
-    )
-
-
-def _batch_norm(name: str, layout: pipeline) -> str:
-    return explain(
-        f"the batch normalisation {name} would see micro-batches, which have other statistics than the batch",
-        got=f"{layout}, with {layout.micro_batches} micro-batches",
-        expected="one micro-batch, or a normalisation that does not mix samples, such as GroupNorm or LayerNorm",
-        to_type=f'--layout "pipeline(stages={layout.stages}, micro_batches=1)"',
-    )
-
-
-def _not_by_rows(output: Tensor, rows: int) -> str:
-    return explain(
-        "the outputs of the micro-batches cannot be joined to that of the batch",
-        got=f"a model that returns a tensor of shape {tuple(output.shape)} for {rows} samples",
-        expected="outputs with one row for each sample; a loss is computed from them in the script",
-        to_type="the loss outside of the model, or micro_batches=1",
-    )
-
-
-def _input_gradient() -> str:
-    return explain(
-        "an input of the model requires a gradient, which a model in pipeline stages does not give",
-        got="model(x) with x.requires_grad",
-        expected="batches of data",
-        to_type=f"x.detach(), or {WHOLE}",
-    )
-
-
-def _second_backward() -> str:
-    return explain(
-        "the gradients of one forward pass are computed a second time, and its activations were freed",
-        got="backward() twice on one output of the model",
-        expected="one backward pass for each forward pass, such as on the sum of the losses",
-        to_type="(loss_a + loss_b).backward()",
-    )
-
-
-def _second_derivative() -> str:
-    return explain(
-        "a model in pipeline stages has no second derivatives",
-        got="backward with create_graph=True",
-        expected="first derivatives",
-        to_type=WHOLE,
-    )

@@ -35,10 +35,9 @@ def _of_model(model: nn.Module, link: Link, names: Sequence[str], *args: Any, **
         return own
     others = _gathered(link, {name: one for name, one in own.items() if isinstance(one, Tensor)})
     whole = others | own
-    for name in [*names, *(whole.keys() - set(names))]:  # in the order of the model, in the same object
-        if name in whole:
-            own.pop(name, None)
-            own[name] = whole[name]
+    order = [name for name in dict.fromkeys((*names, *whole)) if name in whole]
+    own.clear()  # the object has the versions of the modules, too
+    own.update((name, whole[name]) for name in order)
     return own
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from stretto.errors import ModelError, explain
-from stretto.notices import say
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import Link
 from stretto.parallel.measure import measured_costs, time_per_byte
@@ -71,7 +70,8 @@ class OneStage:
 class PipelineStages:
     """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model.
 
-    `broadcast` returns the message of the first worker at all workers. `on_split` is called once the model is split.
+    `broadcast` returns the message of the first worker at all workers. `notice` shows a line, and `on_split` is called
+    once the model is split.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class PipelineStages:
         layout: pipeline,
         link: Link,
         broadcast: Callable[[Message], bytes],
+        notice: Callable[[str], None],
+        on_split: Callable[[], None],
     ) -> None:
         self._model, self._optimizers, self._layout, self._link = model, optimizers, layout, link
-        self._broadcast = broadcast
+        self._broadcast, self._notice, self._on_split = broadcast, notice, on_split
         self._chosen: Chosen | None = None
-        self._notice: Callable[[str], None] = say
-        self._on_split: Callable[[], None] = lambda: None
         _refuse(model, optimizers)
         if link.ranks != layout.stages:
             raise ModelError(_other_ranks(layout, link.ranks))
@@ -96,9 +96,8 @@ class PipelineStages:
         """Rank of this process in its worker."""
         return self._link.rank
 
-    def begin(self, facts: Any, notice: Callable[[str], None], on_split: Callable[[], None]) -> None:
+    def begin(self, facts: Any) -> None:
         """Split the model as other workers have (`facts`), or else at its first forward pass."""
-        self._notice, self._on_split = notice, on_split
         if facts is not None:
             self._apply(msgspec.convert(facts, Chosen))
             return

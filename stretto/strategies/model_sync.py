@@ -107,7 +107,7 @@ def refuse_all_frozen(model: nn.Module) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers that this process holds by name, those that share their memory once."""
+    """All parameters and buffers of this process by name; of several that share their memory, the first."""
     found: dict[str, Tensor] = {}
     for name, one in [*model.named_parameters(), *model.named_buffers()]:
         if is_held(one):

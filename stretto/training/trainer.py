@@ -80,10 +80,11 @@ class Trainer:
             self.events.notice(text)
 
     def _begin_stages(self, layout: pipeline, link: Link) -> Stages:
-        stages = PipelineStages(self.model, self.optimizers, layout, link, self.transport.broadcast_bytes)
+        callbacks = self.transport.broadcast_bytes, self.events.notice, lambda: self.strategy.begin_epoch(True)
+        stages = PipelineStages(self.model, self.optimizers, layout, link, *callbacks)
         state = self.section.state if self.transport.arrives else None
         facts = state.facts.get("stages") if state is not None else None
-        stages.begin(facts, self.events.notice, lambda: self.strategy.begin_epoch(True))
+        stages.begin(facts)
         codec = self.recipe.how if self.recipe is not None else None
         if codec is not None and not codec.elementwise and self.transport.workers > 1:
             self.events.notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")

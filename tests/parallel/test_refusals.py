@@ -171,9 +171,13 @@ def test_one_micro_batch_trains_with_batch_normalisation_and_a_loss_in_the_model
         in_threads(2, work)
 
 
+def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> None:
+    PipelineStages(model, optimizers, pipeline(count), link, bytes, print, lambda: None)
+
+
 def test_compiled_models_several_models_and_lbfgs_are_refused() -> None:
     def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Link], None]:
-        return lambda link: PipelineStages(model, Optimizers([optimizer]), pipeline(2), link, bytes) and None
+        return lambda link: stages(model, Optimizers([optimizer]), 2, link)
 
     net = layers()
     with pytest.raises(ModelError, match="a compiled model"):
@@ -188,7 +192,7 @@ def test_other_numbers_of_ranks_than_stages_are_refused() -> None:
     net = layers()
     optimizers = Optimizers([torch.optim.SGD(net.parameters())])
     with pytest.raises(ModelError, match=r"3 stages, and this worker has 2 ranks(.*\n)*.*stretto run -n 3"):
-        in_threads(2, lambda link: PipelineStages(net, optimizers, pipeline(3), link, bytes) and None)
+        in_threads(2, lambda link: stages(net, optimizers, 3, link))
 
 
 def test_the_loss_of_a_batch_is_equal_at_all_ranks() -> None:
