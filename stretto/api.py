@@ -15,18 +15,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StrettoError, explain
+from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, explain
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
-from stretto.recipe import parser
 from stretto.recipe.layout import Layout
-from stretto.recipe.layout import whole as whole_layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
 from stretto.training.arguments import Arguments
+from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, given_recipe
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
@@ -97,15 +96,15 @@ def distribute(
     optimizers = Optimizers([other_libraries.unwrapped(one) for one in _each(optimizer)])
     schedules.check_mode(schedule)
     _check_assignment(deal)
-    scripted, scripted_layout = _recipe(recipe), _layout(layout)
+    scripted, scripted_layout = given_recipe(recipe), given_layout(layout)
     context = find_context()
     _current.set("plain")  # a worker that comes too late has no run
     if context is None:
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
-    chosen, sections = _chosen(context, scripted), _sections_of(context)
-    chosen_layout = _chosen_layout(context, scripted_layout)
-    arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, chosen_layout)
+    chosen, sections = chosen_recipe(context, scripted), _sections_of(context)
+    workers = chosen_layout(context, scripted_layout)
+    arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, workers)
     trainer = sections.begin(arguments)
     if trainer is None:
         return OverLoader(loader, context.workers * context.global_batch_of)
@@ -291,58 +290,6 @@ class PlainLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-def _recipe(recipe: Recipe | str | None) -> Recipe | None:
-    if recipe is None or isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str):
-        return parser.parse(recipe)
-    raise RecipeError(
-        explain(
-            "recipe= is no recipe",
-            got=f"{recipe!r:.100}",
-            expected="a Recipe, or its text",
-            to_type="recipe=stretto.recipes.local_sgd(every=16)",
-        )
-    )
-
-
-def _chosen(context: WorkerContext, scripted: Recipe | None) -> Recipe | None:
-    if context.single_process:
-        return None
-    return parser.parse(context.recipe) if context.recipe else scripted or parser.parse("allreduce")
-
-
-def _layout(layout: Layout | str | None) -> Layout | None:
-    if layout is None or isinstance(layout, Layout):
-        return layout
-    if isinstance(layout, str):
-        return parser.parse_layout(layout)
-    raise RecipeError(
-        explain(
-            "layout= is no layout",
-            got=f"{layout!r:.100}",
-            expected="a layout, or its text",
-            to_type="layout=stretto.layouts.pipeline(stages=2)",
-        )
-    )
-
-
-def _chosen_layout(context: WorkerContext, scripted: Layout | None) -> Layout:
-    """Return the layout of this run's workers. Raise RecipeError if the script's needs more processes."""
-    if context.layout is not None:
-        return parser.parse_layout(context.layout)
-    if scripted is None or scripted.ranks == 1 or context.workers == 1:
-        return whole_layout()
-    raise RecipeError(
-        explain(
-            f"the script asks for workers of {scripted.ranks} processes, and they were started with one each",
-            got=f"layout={scripted}, and {context.workers} workers without --layout",
-            expected="the same layout on the command line, with the number of all processes",
-            to_type=f'stretto run -n {scripted.ranks * context.workers} --layout "{scripted}"',
-        )
-    )
 
 
 def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -80,6 +82,23 @@ def typed_name(answer: type[Answer]) -> str:
 def literal(value: object) -> str:
     """Return a field's value as a recipe's text."""
     return '"' + value + '"' if isinstance(value, str) else str(value)
+
+
+def signature(make: Callable[..., object]) -> str:
+    """Return the call of what makes a recipe or a layout, with its defaults, as a text.
+
+    >>> def local(every: int, weight: float = 0.5) -> None: ...
+    >>> signature(local)
+    'local(every, weight=0.5)'
+    """
+    options = inspect.signature(make).parameters.values()
+    shown = (one.name if one.default is one.empty else f"{one.name}={literal(one.default)}" for one in options)
+    return f"{make.__name__}({', '.join(shown)})"
+
+
+def sentence(documented: object) -> str:
+    """Return the first line of a docstring."""
+    return (documented.__doc__ or "").partition("\n")[0]
 
 
 class FieldError(RecipeError):

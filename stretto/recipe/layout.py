@@ -5,13 +5,12 @@ A worker is one replica of the model, in one process or in several, its ranks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from stretto.errors import RecipeError, explain
-from stretto.spec import Answer, Range, literal
+from stretto.spec import Answer, Range, sentence, signature
 
 MEASURED = "measured"
 
@@ -82,21 +81,6 @@ LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole
 def catalogue() -> list[dict[str, Any]]:
     """Return all layouts with their options and papers, for lists."""
     return [
-        {
-            "name": name,
-            "signature": f"{name}({_options(layout)})",
-            "sentence": _sentence(layout),
-            "papers": layout.papers,
-        }
+        {"name": name, "signature": signature(layout), "sentence": sentence(layout), "papers": layout.papers}
         for name, layout in LAYOUTS.items()
     ]
-
-
-def _options(layout: type[Layout]) -> str:
-    options = inspect.signature(layout).parameters.values()
-    shown = (one.name if one.default is one.empty else f"{one.name}={literal(one.default)}" for one in options)
-    return ", ".join(shown)
-
-
-def _sentence(layout: type[Layout]) -> str:
-    return (layout.__doc__ or "").partition("\n")[0]

@@ -43,7 +43,7 @@ from stretto.recipe.then import delay_compensated as compensated
 from stretto.recipe.what import gradient_differences, gradients, momenta, parameters, updates
 from stretto.recipe.when import on_arrival, together
 from stretto.recipe.whom import neighbours, server
-from stretto.spec import FieldError, literal
+from stretto.spec import FieldError, literal, sentence, signature
 
 P = ParamSpec("P")
 
@@ -360,10 +360,7 @@ def catalogue() -> list[Entry]:
 
 def _entry(make: Callable[..., Recipe]) -> Entry:
     recipe = make()
-    options = inspect.signature(make).parameters.values()
-    signature = ", ".join(f"{option.name}={literal(option.default)}" for option in options)
-    sentence = (make.__doc__ or "").partition("\n")[0]
-    return Entry(make.__name__, sentence, f"{make.__name__}({signature})", recipe.words(), recipe.sources())
+    return Entry(make.__name__, sentence(make), signature(make), recipe.words(), recipe.sources())
 
 
 def markdown_table(entries: Sequence[Entry]) -> str:
