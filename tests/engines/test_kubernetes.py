@@ -9,27 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine_runs import assert_each_sample_counts_once, script
 
-from stretto.events import read_events
 from stretto.launcher.kubernetes import SECRET, PodOptions, commands, manifests
 from stretto.run_config import RunConfig
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
-import torch, stretto
-torch.manual_seed(0)
-x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
-net = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
-loader = stretto.distribute(net, optimizer, loader)
-for epoch in range(40):
-    for a, b in loader:
-        optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
-        optimizer.step()
-"""
+EPOCHS = 40
 
 
 def test_manifests_are_those_of_the_schema() -> None:
@@ -50,7 +37,7 @@ def test_commands_of_the_manifests_train_together(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "train.py").write_text(SCRIPT)
+    (tmp_path / "app" / "train.py").write_text(script(epochs=EPOCHS))
     config = RunConfig(tmp_path / "app" / "train.py", workers=2, recipe="local_sgd(every=2)", out=tmp_path / "run")
     made = commands(config, address, address, str(tmp_path))
     for name, text in ((SECRET, made.secret), ("join.key", made.key)):
@@ -71,6 +58,4 @@ def test_commands_of_the_manifests_train_together(tmp_path: Path) -> None:
         assert [one.wait(90) for one in (head, *pods)] == [0, 0, 0]
     finally:
         head.kill()
-    epochs = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "epoch"]
-    assert len(epochs) == 40
-    assert all((one["sample_counts"]["once"], one["sample_counts"]["twice"]) == (320, 0) for one in epochs)
+    assert_each_sample_counts_once([tmp_path / "run"], EPOCHS)

@@ -13,29 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-
-from stretto.events import read_events
+from engine_runs import assert_each_sample_counts_once, events, script
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "stretto[ray]"')
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-SAMPLES, EPOCHS = 320, 3
-SCRIPT = f"""
-import pathlib, sys, time, torch, stretto
-torch.manual_seed(0)
-x = torch.randn({SAMPLES}, 8); y = x.sum(1, keepdim=True)
-net = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
-loader = stretto.distribute(net, optimizer, loader)
-enough = pathlib.Path(sys.argv[1])
-for epoch in range({EPOCHS}):
-    for a, b in loader:
-        optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
-        optimizer.step()
-        if not enough.exists():
-            time.sleep(0.3)
-"""
+SCRIPT = script("""\
+if not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.3)""")
 LIMIT_S = 120.0
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
 NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
@@ -79,8 +63,7 @@ class Run:
             time.sleep(0.05)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        log = self.folder / "events.jsonl"
-        return [event for event in read_events(log) if event["event"] == kind] if log.exists() else []
+        return events(self.folder, kind)
 
     def generations(self) -> list[list[int]]:
         return [event["members"] for event in self.events("membership") if event["what"] == "formed"]
@@ -98,9 +81,7 @@ class Run:
         self.enough.touch()
         output = self.process.communicate(timeout=LIMIT_S)[0]
         assert self.process.returncode == 0, output
-        counts = {event["epoch"]: event["sample_counts"] for event in self.events("epoch")}
-        assert sorted(counts) == list(range(1, EPOCHS + 1)), output
-        assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in counts.values())
+        assert_each_sample_counts_once([self.folder], output=output)
         return output
 
 

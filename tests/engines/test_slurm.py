@@ -12,29 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_runs import assert_each_sample_counts_once, events, script
 from slurm_cluster import slurm
 
-from stretto.events import read_events
-
 pytestmark = pytest.mark.engine
-SAMPLES, EPOCHS = 320, 3
-SCRIPT = f"""
-import os, pathlib, time, torch, stretto
-torch.manual_seed(0)
-x = torch.randn({SAMPLES}, 8); y = x.sum(1, keepdim=True)
-net = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
-loader = stretto.distribute(net, optimizer, loader)
-for epoch in range({EPOCHS}):
-    for a, b in loader:
-        optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
-        optimizer.step()
-        pathlib.Path("trained-" + os.environ["SLURM_PROCID"]).touch()
-        if not pathlib.Path("enough").exists():
-            time.sleep(0.2)
-"""
+SCRIPT = script("""\
+pathlib.Path("trained-" + os.environ["SLURM_PROCID"]).touch()
+if not pathlib.Path("enough").exists():
+    time.sleep(0.2)""")
 LIMIT_S = 90.0
 
 
@@ -71,11 +56,6 @@ def until(is_so: Callable[[], Any], *processes: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    log = run / "events.jsonl"
-    return [event for event in read_events(log) if event["event"] == kind] if log.exists() else []
-
-
 def trains(run: Path) -> bool:
     """Return True once all three workers have trained together."""
     is_formed = any(event.get("members") == [0, 1, 2] for event in events(run, "membership"))
@@ -84,12 +64,6 @@ def trains(run: Path) -> bool:
 
 def checkpoints(run: Path) -> list[Path]:
     return list((run / "checkpoints").glob("round-*"))
-
-
-def assert_each_sample_counts_once(run: Path, first: int = 1) -> None:
-    counts = {event["epoch"]: event["sample_counts"] for event in events(run, "epoch")}
-    assert sorted(counts) == list(range(first, EPOCHS + 1))
-    assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in counts.values())
 
 
 def run_of(place: Path) -> Path:
@@ -117,7 +91,7 @@ def test_killed_task_leaves_the_others_training(place: Path, environment: dict[s
     (place / "enough").touch()
     output = step.communicate(timeout=LIMIT_S)[0]
     run = run_of(place)
-    assert_each_sample_counts_once(run)
+    assert_each_sample_counts_once([run])
     assert any(event["what"] == "failed" and event["worker"] == 2 for event in events(run, "membership")), output
     assert output.count("epoch 3 ended") == 1  # one display
 
@@ -149,9 +123,7 @@ def test_requeued_job_continues_from_the_checkpoint_of_its_end(place: Path, envi
     until(lambda: (second / "final.safetensors").exists() or events(second, "end"))
     output = (place / f"out-{job}").read_text()
     assert "continues from the checkpoint" in output
-    ended = {event["epoch"]: event["sample_counts"] for one in (run, second) for event in events(one, "epoch")}
-    assert sorted(ended) == list(range(1, EPOCHS + 1)), output
-    assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in ended.values())
+    assert_each_sample_counts_once([run, second], output=output)
 
 
 def test_plain_script_under_srun_is_distributed(place: Path, environment: dict[str, str]) -> None:
@@ -161,4 +133,4 @@ def test_plain_script_under_srun_is_distributed(place: Path, environment: dict[s
     done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     (run,) = (place / "runs").iterdir()
-    assert_each_sample_counts_once(run)
+    assert_each_sample_counts_once([run])
