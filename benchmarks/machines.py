@@ -169,7 +169,7 @@ def to_target(mbit: float, side: str) -> dict[str, float]:
     return {"ms_a_step": ms, "seconds_to_target": moment - began - evaluating}
 
 
-def _kill_worker(_lab: Laboratory) -> None:
+def _kill_worker() -> None:
     (worker,) = pids(3, "worker_main")
     os.kill(worker, signal.SIGKILL)
 
@@ -179,21 +179,21 @@ def _cut(*hosts: int) -> None:
         subprocess.run(["ip", "-n", f"{PREFIX}hub", "link", "set", f"port{host}", "down"], check=True, timeout=10)
 
 
-FAULTS: dict[str, Callable[[Laboratory], None]] = {
+FAULTS: dict[str, Callable[[], None]] = {
     "worker killed": _kill_worker,
-    "host vanished": lambda _: _cut(3),
-    "network cut": lambda _: _cut(2, 3),
+    "host vanished": lambda: _cut(3),
+    "network cut": lambda: _cut(2, 3),
 }
 
 
 def pause(fault: str, side: str, mbit: float = 1000.0) -> float:
     """Return the seconds for which a fault stops host 0, less a step."""
-    with started(mbit, side) as (lab, run):
+    with started(mbit, side) as (_, run):
         run.go()
         run.wait_until_steady()
         usual = median(after - before for before, after in pairwise(run.trace(0).steps[-20:]))
         moment = time.monotonic()
-        FAULTS[fault](lab)
+        FAULTS[fault]()
         run.wait("the others", lambda: sum(step > moment + usual for step in run.trace(0).steps) > 5)
         steps = run.trace(0).steps
         run.stop()

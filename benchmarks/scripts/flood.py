@@ -55,7 +55,7 @@ def flood(kind: str, host: str, ports: Sequence[int], seconds: float) -> int:
 
 
 def _flood_port(kind: str, host: str, port: int, seconds: float, per_s: float) -> int:
-    """Hold OPEN connections to a port, with new ones in place of those that the host closes; return their number."""
+    """Hold OPEN connections to a port, and replace each that the host closes; return the number of all."""
     held: set[socket.socket] = set()
     began, made = time.monotonic(), 0
     with selectors.DefaultSelector() as watched:
