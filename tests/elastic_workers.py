@@ -306,7 +306,7 @@ class InMemoryRendezvous:
         table = self._coordinator.table(form.generation, len(form.members))
         return AbortableInMemory(rank, table, self._coordinator.plans.get(form.generation))
 
-    def abort(self) -> None:
+    def abort(self, generation: int) -> None:
         pass
 
     def close(self) -> None:

@@ -107,8 +107,8 @@ class Rendezvous(Protocol):
         """Connect the members of a generation. Raise BrokenTransportError if one of them does not connect."""
         ...
 
-    def abort(self) -> None:
-        """Abort the connecting in progress, if any. Callable from any thread."""
+    def abort(self, generation: int) -> None:
+        """Abort a generation: its connecting, now or later, or its transport. Callable from any thread."""
         ...
 
     def close(self) -> None:
@@ -422,10 +422,13 @@ class ElasticTransport(Transport):
 
     def generation_aborted(self, generation: int, why: str) -> None:
         """Abort the generation, called from the membership client's thread."""
-        if generation == self._form.generation:
-            (self._inner or self._rendezvous).abort()
-            if self._ranks is not None:
-                self._ranks.on_abort(self.mend)
+        self._rendezvous.abort(generation)
+        if generation != self._form.generation:
+            return
+        if (inner := self._inner) is not None:
+            inner.abort()
+        if self._ranks is not None:
+            self._ranks.on_abort(self.mend)
 
     def _report(self, between_steps: bool = False) -> ReadyReport:
         global_step, rounds = self._loop.counts()

@@ -54,8 +54,10 @@ class EncryptedRendezvous:
         self._keys = KeyPair(*zmq.curve_keypair())
         self._port: ReservedPort | None = None
         self._forming: EncryptedTransport | None = None
-        self._is_aborted = False
-        """True if the connecting in progress was aborted, perhaps before there was a transport."""
+        self._generation = 0
+        """Generation of the transport that is connecting, or that was returned last."""
+        self._aborted = 0
+        """Newest generation that was aborted, perhaps before its members connect."""
         self._lock = threading.Lock()
 
     @property
@@ -71,12 +73,11 @@ class EncryptedRendezvous:
         if len(members.members) == 1:
             return LastWorkerTransport()
         ends = [(one.worker, Endpoint.parse(one.report.address)) for one in members.members]
-        with self._lock:
-            self._is_aborted = False
         port = self._taken(ends[rank][1])
         transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s, self._relay)
         with self._lock:
-            self._forming, is_aborted = transport, self._is_aborted
+            self._forming, self._generation = transport, members.generation
+            is_aborted = self._aborted >= members.generation
         if is_aborted:
             transport.abort()
         try:
@@ -89,10 +90,11 @@ class EncryptedRendezvous:
         trim_freed_memory()
         return over_shared_memory(transport, None, self._patience_s)
 
-    def abort(self) -> None:
-        """Abort the connecting in progress, or the transport that it has returned."""
+    def abort(self, generation: int) -> None:
+        """Abort a generation: its connecting, now or later, or its transport."""
         with self._lock:
-            self._is_aborted, forming = True, self._forming
+            self._aborted = max(self._aborted, generation)
+            forming = self._forming if self._generation <= generation else None
         if forming is not None:
             forming.abort()
 

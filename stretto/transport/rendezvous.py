@@ -59,7 +59,6 @@ class GroupRendezvous:
         self, failure_timeout_s: float, timeout_s: float, device: torch.device | None, name: str = "stretto"
     ) -> None:
         self._patience_s, self._timeout_s, self._device, self._name = failure_timeout_s, timeout_s, device, name
-        self._prefix: str | None = None
 
     @property
     def address(self) -> str:
@@ -71,15 +70,16 @@ class GroupRendezvous:
         if len(members.members) == 1:
             return LastWorkerTransport()
         store, size = members.members[members.first].report.address, len(members.members)
-        self._prefix = f"{self._name}/{members.generation}"
-        keeps = rank == members.first
-        group = form(store, keeps, self._prefix, rank, size, self._patience_s, self._timeout_s)
+        keeps, prefix = rank == members.first, self._prefix(members.generation)
+        group = form(store, keeps, prefix, rank, size, self._patience_s, self._timeout_s)
         return over_shared_memory(group, self._device, self._patience_s)
 
-    def abort(self) -> None:
-        """Abort the connecting in progress, or the group that it has returned."""
-        if self._prefix is not None:
-            abort_forming(self._prefix)
+    def abort(self, generation: int) -> None:
+        """Abort a generation: its connecting, now or later, or its group."""
+        abort_forming(self._prefix(generation))
+
+    def _prefix(self, generation: int) -> str:
+        return f"{self._name}/{generation}"
 
     def close(self) -> None:
         """Do nothing: no connection outlasts a generation."""
@@ -135,7 +135,7 @@ class ServerRendezvous:
         self._client.regroup(members.generation, members.numbers, members.numbers[rank])
         return _OfGeneration(self._client)
 
-    def abort(self) -> None:
+    def abort(self, generation: int) -> None:
         """Do nothing: connecting does not wait."""
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class Meeting:
             self._run.connections[self._place].transport_of_generation = self._table
         return Agreeing(rank, self._table, self._before_agreement)
 
-    def abort(self) -> None:
+    def abort(self, generation: int) -> None:
         self._table.abort_all()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -31,10 +31,12 @@ from stretto.errors import BrokenTransportError
 from stretto.transport import encrypted_sockets
 from stretto.transport.conformance import check_transport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
+from stretto.transport.encrypted_sockets import ReservedPort
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.process_group import ProcessGroupTransport, drop_parked
 from stretto.transport.relay_tunnels import RelayAccess
-from tests.encrypted_ends import view
+from stretto.transport.rendezvous import GroupRendezvous
+from tests.encrypted_ends import new_keys, view
 from tests.relays import SECRET, shared_relay
 
 LIMIT_S = 20.0
@@ -70,24 +72,30 @@ class EncryptedGenerations:
 
     def __init__(self) -> None:
         self.rendezvous = EncryptedRendezvous("127.0.0.1", PATIENCE_S, TIMEOUT_S)
-        self.aborted = set[str]()
-        self.formed: Any = self.rendezvous
+        self.aborted = set[int]()
+        self.formed: Any = None
 
     @property
     def address(self) -> str:
         return self.rendezvous.address
 
     def form(self, told: dict[str, Any], number: int) -> Any:
-        generation = int(told["prefix"].rpartition("/")[2])
-        self.formed = self.rendezvous
+        generation = self.number_of(told["prefix"])
+        self.formed = None
         self.formed = self.rendezvous.form(view(told["addresses"], generation), told["members"].index(number))
-        if told["prefix"] in self.aborted:
+        if generation in self.aborted:
             self.formed.abort()
         return self.formed
 
     def abort(self, prefix: str) -> None:
-        self.aborted.add(prefix)
-        self.formed.abort()
+        self.aborted.add(self.number_of(prefix))
+        self.rendezvous.abort(self.number_of(prefix))
+        if (formed := self.formed) is not None:
+            formed.abort()
+
+    @staticmethod
+    def number_of(prefix: str) -> int:
+        return int(prefix.rpartition("/")[2])
 
 
 class RelayedGenerations(EncryptedGenerations):
@@ -470,6 +478,23 @@ def test_a_stopped_worker_blocks_no_other_after_the_abort(crew: Crew) -> None:
     assert set(crew.wait("out", {2}, first)) == {2}
     crew.abort()
     crew.form([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: GroupRendezvous(10 * LIMIT_S, TIMEOUT_S, None), "a member failed"),
+        (lambda: EncryptedRendezvous("127.0.0.1", 10 * LIMIT_S, TIMEOUT_S), "the generation was aborted"),
+    ],
+)
+def test_a_generation_aborted_before_its_members_connect_ends_immediately(make: Callable[[], Any], why: str) -> None:
+    rendezvous, silent, began = make(), ReservedPort("127.0.0.1", new_keys()), time.monotonic()
+    rendezvous.abort(7)
+    with pytest.raises(BrokenTransportError, match=why):
+        rendezvous.form(view([rendezvous.address, str(silent.endpoint)], 7), 0)
+    assert time.monotonic() - began < 5 * LIMIT_S
+    silent.close()
+    rendezvous.close()
 
 
 def test_a_rendezvous_ends_at_its_limit_and_immediately_on_an_abort(crew: Crew) -> None:

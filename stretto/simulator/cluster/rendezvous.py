@@ -53,19 +53,20 @@ class SimRendezvous:
     def __init__(self, generations: Generations, worker: Worker, limit_s: float) -> None:
         self._generations, self._worker, self._limit_s = generations, worker, limit_s
         self._group: SimGroup | None = None
+        self._generation = 0
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:
         """Return a transport between the members of a generation. Raises BrokenTransportError if a member fails."""
         if len(form.members) == 1:
             return LastWorkerTransport()
-        self._group = self._generations.group(form)
+        self._group, self._generation = self._generations.group(form), form.generation
         transport = self._group.transport(self._worker, self._limit_s)
         transport.rendezvous(self._generations.rendezvous_s(form))
         return transport
 
-    def abort(self) -> None:
+    def abort(self, generation: int) -> None:
         """Abort the rendezvous in progress."""
-        if self._group is not None:
+        if self._group is not None and self._generation <= generation:
             self._group.abort()
 
     def close(self) -> None:
