@@ -18,7 +18,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -108,7 +108,7 @@ def _prepared(side: str, case: str, workers: int) -> tuple[torch.device, nn.Modu
     model, _, task = build(name)
     model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = samples(task, workers)
+    data = samples(replace(task, repetitions=Scale().repetitions, segment=Scale().segment), workers)
     if side == "torch DDP":
         _init_torch(device, place)
         ids = [device] if device.type == "cuda" else None

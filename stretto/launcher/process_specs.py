@@ -119,7 +119,7 @@ class ProcessPlan:
         command += [MODULE if config.module else FILE, str(config.script), *config.args]
         workers = max(config.initial_workers, *(joined + 1 for joined in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
-        environment = environment_of(number, config)
+        environment = environment_of(number * config.ranks + rank, config)
         process = self._worker_config(number, incarnation, rank, listener)
         return ProcessSpec(number, workers, command, environment, process, fds, rank)
 
@@ -204,13 +204,16 @@ def _snapshot_interval_s(config: RunConfig) -> float:
     return min(SNAPSHOT_INTERVAL_S, checkpoint_interval_s or SNAPSHOT_INTERVAL_S)
 
 
-def environment_of(number: int, config: RunConfig) -> dict[str, str]:
-    """Return the environment of a worker: the launcher's without torchrun's variables, and its share of the cores."""
+def environment_of(place: int, config: RunConfig) -> dict[str, str]:
+    """Return the environment of a process of a worker, the `place`-th of all workers' processes.
+
+    It is the launcher's without torchrun's variables, with one of the GPUs and the process's share of the cores.
+    """
     environment = _common(config)
     if config.host is not None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(config.host))
     if devices := gpus(environment):
-        environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
+        environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
     if config.threads or "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(config.threads_each())
     return environment | _path(environment)

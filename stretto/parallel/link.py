@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Exchange
+from stretto.transport.device_memory import device_copy, host_copy
 from stretto.transport.interface import Collectives, Handle, Message, as_bytes
 
 FORWARD, BACKWARD, OUTPUT = range(3)
 """Channels of activations, of their gradients, and of what the model returns."""
+CPU = torch.device("cpu")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Waiting = Callable[[], AbstractContextManager[object]]
@@ -32,23 +34,24 @@ class Incoming:
         with self.link.waiting():
             received: Any = self.handle.wait()
         tensor: Tensor = received
-        return tensor.view(dtype).view(shape)
+        return device_copy(tensor.view(dtype).view(shape), self.link.device)
 
 
 class Link:
     """One rank's end. `waiting` is entered around each wait for another rank.
 
-    A tensor travels as bytes, so that its receiver need not know its dtype when it begins to wait for it.
+    A tensor travels as bytes, so that its receiver need not know its dtype when it begins to wait for it. Tensors of a
+    `device` travel through the memory of the hosts.
     """
 
-    def __init__(self, siblings: Collectives, waiting: Waiting = nullcontext) -> None:
-        self._siblings, self.waiting = siblings, waiting
+    def __init__(self, siblings: Collectives, waiting: Waiting = nullcontext, device: torch.device = CPU) -> None:
+        self._siblings, self.waiting, self.device = siblings, waiting, device
         self.rank, self.ranks = siblings.worker, siblings.workers
         self._sends: list[Handle] = []
 
     def send(self, tensor: Tensor, rank: int, channel: int) -> None:
         """Send a tensor, which must not change before `flush`."""
-        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        octets = host_copy(tensor).contiguous().reshape(-1).view(torch.uint8)
         self._sends.append(self._siblings.submit(Exchange(rank, octets, channel)))
 
     def receive(self, rank: int, channel: int) -> Incoming:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from stretto.parallel.calls import Calls, Forward, opened, replaced
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.split import Costs
+from stretto.runtime.device_random import kept_random_states
 from stretto.strategies.model_sync import plain_name
+from stretto.transport.device_memory import free_memory, wait_for
 
 TIMES = 5
 """Number of measurements of each time, of which the shortest counts."""
@@ -23,13 +25,16 @@ COPIES = 4
 """Copies of a trained parameter in memory: itself, its gradient, and the state of Adam."""
 
 
-def measured_costs(model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> Costs:
-    """Return the costs of a forward pass with these arguments; sending a byte takes `byte_s`.
+def measured_costs(
+    model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float, device: torch.device
+) -> Costs:
+    """Return the costs of a forward pass with these arguments on a device; sending a byte takes `byte_s`.
 
     Random states and buffers are as before afterwards.
     """
     seconds = [0.0] * len(calls.names)
     sending_s: dict[int, float] = {}
+    wait = functools.partial(wait_for, device)
     at = [-1, 0]  # the last call, and the number of closed modules around the present place
 
     def make(name: str, forward: Forward) -> Forward:
@@ -47,7 +52,7 @@ def measured_costs(model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: 
                 return forward(*args, **kwargs)
             at[1] += 1
             try:
-                seconds[now] = min(_time(forward, args, kwargs) for _ in range(TIMES))
+                seconds[now] = min(_time(forward, args, kwargs, wait) for _ in range(TIMES))
                 return forward(*args, **kwargs)
             finally:
                 at[1] -= 1
@@ -56,18 +61,18 @@ def measured_costs(model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: 
 
     modules = opened(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    state = torch.get_rng_state()
-    with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
+    timed = replaced({name: model.get_submodule(name) for name in modules}, make)
+    with kept_random_states(device), timed, torch.no_grad():
         model.forward(*args, **kwargs)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    torch.set_rng_state(state)
-    return Costs(seconds, sending_s, _held(model, calls), psutil.virtual_memory().available)
+    return Costs(seconds, sending_s, _held(model, calls), free_memory(device))
 
 
-def _time(forward: Forward, args: Any, kwargs: Any) -> float:
+def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) -> float:
     """Return the seconds of a forward and a backward pass."""
+    wait()
     given = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), (args, kwargs))
     with torch.enable_grad():
         began = time.perf_counter()
@@ -75,6 +80,7 @@ def _time(forward: Forward, args: Any, kwargs: Any) -> float:
         heads = [one for one in found if one.requires_grad]
         if heads:
             torch.autograd.grad(heads, _leaves(heads), [torch.ones_like(one) for one in heads], allow_unused=True)
+        wait()
         return time.perf_counter() - began
 
 
@@ -105,7 +111,7 @@ def time_per_byte(link: Link) -> float:
     """Return the seconds for a byte from rank 0 to rank 1, at rank 0; all ranks call it."""
     if link.rank > 1:
         return 0.0
-    probe, times = torch.zeros(PROBE_BYTES, dtype=torch.uint8), []
+    probe, times = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=link.device), []
     for _ in range(TIMES):
         began = time.perf_counter()
         if link.rank == 0:
@@ -113,5 +119,6 @@ def time_per_byte(link: Link) -> float:
             link.flush()
         else:
             link.receive(0, OUTPUT).wait(probe.shape, probe.dtype)
+        wait_for(link.device)
         times.append(time.perf_counter() - began)
     return min(times) / PROBE_BYTES

@@ -40,12 +40,12 @@ class GradientNorm:
         self._is_queued = False
         gradients = [one.grad for one in self._parameters if one.grad is not None]
         norms = [torch.linalg.vector_norm(one, dtype=_wide(one)).double() for one in gradients]
-        own = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-        total = self._link.sum(own.reshape(1).cpu().clone())
+        own = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        total = self._link.sum(own.reshape(1).clone())
         if self._placeholder is not None:
             others = (total - own).clamp_min(0).sqrt() if bool(total.isfinite()) else total * float("nan")
-            gradient = torch.zeros(self._placeholder.shape, dtype=self._placeholder.dtype)
-            gradient.view(-1)[0] = others[0]
+            gradient = torch.zeros(self._placeholder.shape, dtype=self._placeholder.dtype, device=self._link.device)
+            gradient.view(-1)[0] = float(others[0])
             self._placeholder.grad = gradient
 
     def _remove(self, *_: Any) -> None:

@@ -38,6 +38,7 @@ from stretto.parallel.norm import GradientNorm
 from stretto.parallel.remote import RemoteTensor, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
+from stretto.runtime.device_random import kept_random_states
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import hold_elsewhere, is_held
@@ -212,7 +213,7 @@ class Pipeline:
         self._passes += 1
         for number, turn in enumerate(turns):
             turn.seed = self._seed(number)
-        whole = _Pass(turns, shape, torch.is_grad_enabled(), autocast=torch.is_autocast_enabled("cpu"))
+        whole = _Pass(turns, shape, torch.is_grad_enabled(), autocast=torch.is_autocast_enabled(self._link.device.type))
         outputs = _WholeModel.apply(self, whole, self._anchor, *self._parameters)  # type: ignore[no-untyped-call]
         flat = list(whole.rest)
         tensors = iter(outputs)
@@ -243,13 +244,10 @@ class Pipeline:
         if not self._is_first:
             for turn in whole.turns:
                 turn.coming = self._link.receive(self._link.rank - 1, FORWARD)
-        state = torch.get_rng_state()
         keeps = whole.with_gradients and not self._layout.recompute
-        try:
+        with kept_random_states(self._link.device):
             for turn in whole.turns:
                 self._run_turn(turn, whole, keeps)
-        finally:
-            torch.set_rng_state(state)
         self._link.flush()
         return self._outputs(whole)
 
@@ -333,15 +331,11 @@ class Pipeline:
 
     def _repeat(self, turn: _Turn, whole: _Pass) -> None:
         """Compute the activations of a turn again, with their history."""
-        state = torch.get_rng_state()
         turn.sends = False
         if turn.input is not None:
             turn.input.requires_grad_(turn.input.is_floating_point())
-        try:
-            with torch.autocast("cpu", enabled=whole.autocast):
-                self._run_turn(turn, whole, keeps=True)
-        finally:
-            torch.set_rng_state(state)
+        with kept_random_states(self._link.device), torch.autocast(self._link.device.type, enabled=whole.autocast):
+            self._run_turn(turn, whole, keeps=True)
 
     def _turn_back(
         self, turn: _Turn, outputs: Sequence[Tensor], given: Sequence[Tensor], trained: Sequence[Tensor]

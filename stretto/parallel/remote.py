@@ -34,11 +34,15 @@ class RemoteTensor(Tensor):
     operations: Operations | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
+    def __new__(
+        cls, meta: Tensor, device: torch.device, label: int = 0, operations: Operations | None = None
+    ) -> RemoteTensor:
         make: Callable[..., RemoteTensor] = Tensor._make_wrapper_subclass
-        return make(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device="cpu", requires_grad=False)
+        return make(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=False)
 
-    def __init__(self, meta: Tensor, label: int = 0, operations: Operations | None = None) -> None:
+    def __init__(
+        self, meta: Tensor, device: torch.device, label: int = 0, operations: Operations | None = None
+    ) -> None:
         self.meta, self.label, self.operations = meta, label, operations
 
     @classmethod
@@ -58,13 +62,15 @@ class RemoteTensor(Tensor):
             return tensor.to("meta")
 
         options = dict(kwargs or {})
+        device: torch.device | None = options.get("device")
         if "device" in options:
             options["device"] = torch.device("meta")
         args, options = tree_map_only(Tensor, shape_of, (args, options))
         found = operation(*args, **options)
         record = next((one.operations for one in sources if one.operations is not None), None)
         label = record.note(sources) if record is not None else 0
-        return tree_map_only(Tensor, lambda tensor: RemoteTensor(tensor, label, record), found)
+        place = device or next(one.device for one in sources)
+        return tree_map_only(Tensor, lambda tensor: RemoteTensor(tensor, place, label, record), found)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype})"
@@ -73,7 +79,7 @@ class RemoteTensor(Tensor):
 def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
     """Return a remote tensor of the shape and dtype of a tensor."""
     meta = tensor.meta if isinstance(tensor, RemoteTensor) else torch.empty_like(tensor, device="meta")
-    return RemoteTensor(meta.detach(), label, operations)
+    return RemoteTensor(meta.detach(), tensor.device, label, operations)
 
 
 def _reads(operation: str) -> str:

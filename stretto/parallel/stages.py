@@ -134,7 +134,7 @@ class PipelineStages:
             split = named_split(calls, names)
             self._notice(f"pipeline: {described(calls, split)}")
         else:
-            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s)
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s, self._link.device)
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")

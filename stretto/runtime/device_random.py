@@ -6,8 +6,10 @@ Only a device that the process has used has a state: asking an unused GPU for on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stretto.transport.device_memory import accelerator
@@ -39,6 +41,13 @@ def seed_devices(seed: int) -> None:
     module = _module(used=False)
     if module is not None:
         getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+def kept_random_states(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context after which the random states of the CPU and of a device are as before."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _module(used: bool = True) -> Any:

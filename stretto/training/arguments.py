@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from stretto.loader.epoch_batches import Assignment
 from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
+from stretto.strategies.model_sync import trainable
 from stretto.strategies.optimizers import Optimizers
 from stretto.training.evaluation import Evaluate
 from stretto.training.schedule import Mode
@@ -28,3 +30,9 @@ class Arguments:
     schedule: Mode
     assignment: Assignment | None
     layout: Layout
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the trained parameters; the accelerator if some are on the CPU."""
+        devices = [one.device for _, one in trainable(self.model, self.optimizers)]
+        return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))

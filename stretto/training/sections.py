@@ -29,7 +29,6 @@ from stretto.membership.epoch_numbers import section_of
 from stretto.membership.worker_status import status
 from stretto.run_dir import section_folder
 from stretto.runtime.event_writer import open_folder
-from stretto.strategies.model_sync import trainable
 from stretto.training.arguments import Arguments
 from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
@@ -174,10 +173,8 @@ class Sections:
             )
         self._context.runtime.on_distribute(arguments.model, arguments.loader)  # before the others are waited for
         if self._transport is None:
-            devices = [one.device for _, one in trainable(arguments.model, arguments.optimizers)]
-            accelerator = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
             self._kind = kind
-            self._transport = self._context.transport_for(recipe, accelerator)
+            self._transport = self._context.transport_for(recipe, arguments.device)
             if self._context.opens_folder:
                 self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
             self._entered = self._where(self._transport)

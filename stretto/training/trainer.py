@@ -57,7 +57,8 @@ class Trainer:
             part_random_states(transport, section.number)
         self.stages: Stages = OneStage()
         if isinstance(arguments.layout, pipeline) and transport.siblings is not None:
-            self.stages = self._begin_stages(arguments.layout, Link(transport.siblings, transport.waiting))
+            link = Link(transport.siblings, transport.waiting, arguments.device)
+            self.stages = self._begin_stages(arguments.layout, link)
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source

@@ -26,11 +26,12 @@ GROUPS = {"cuda": "ProcessGroupNCCL"}
 
 
 def _place_of_gpu(device: torch.device) -> str:
-    """Return the host and the bus address of a GPU, which instances of one GPU share."""
+    """Return the host, as NCCL names it, and the bus address of a GPU, which instances of one GPU share."""
     properties: Any = torch.cuda.get_device_properties
     found = properties(device)
     address = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    return f"{socket.gethostname()} {found.uuid if None in address else address}"
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {found.uuid if None in address else address}"
 
 
 def _place_of_process(device: torch.device) -> str:  # noqa: ARG001

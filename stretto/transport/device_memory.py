@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -67,6 +68,19 @@ def use_device(device: torch.device) -> None:
     module = streams_of(device)
     if module is not None and device.index is not None:
         module.set_device(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed all that was submitted to it."""
+    if (module := streams_of(device)) is not None:
+        module.synchronize(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of a device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 class Arriving:

@@ -145,7 +145,7 @@ def set_variables(environment: MutableMapping[str, str], connecting_s: float) ->
     }
     fatal = [f"{name}={environment[name]} {why}" for name, why in _fatal(environment)]
     for name, value in wanted.items():
-        if OLD_NAMES.get(name) not in environment:
+        if OLD_NAMES.get(name, name) not in environment:
             environment.setdefault(name, value)
     if not fatal:
         return None

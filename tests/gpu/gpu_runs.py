@@ -33,8 +33,9 @@ class Finished:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the evaluations."""
-        return [event["metrics"]["loss"] for event in self.events if event["event"] == "evaluation"]
+        """Losses of the evaluations, at rank 0 of a worker in stages."""
+        evaluations = (one for one in self.events if one["event"] == "evaluation" and not one.get("rank"))
+        return [one["metrics"]["loss"] for one in evaluations]
 
     @property
     def devices(self) -> set[str]:
@@ -49,7 +50,7 @@ class Finished:
     def check(self, device: str, is_synchronous: bool = True) -> None:
         """Raise AssertionError unless the run has trained on the device, with each sample once."""
         assert self.code == 0, self.output[-3000:]
-        assert self.devices == {device}
+        assert self.devices == {"cuda" if device == "nccl" else device}
         assert self.losses[-1] < 0.9 * self.losses[0], self.losses
         assert len(set(self.states.values())) == 1 or not is_synchronous, self.states
         counts = [event["sample_counts"] for event in self.events if event["event"] == "epoch"]

@@ -1,6 +1,7 @@
 """Training on GPUs: `make test-gpu` runs these tests on them. Elsewhere their bodies run on the CPU.
 
-Two workers on a machine with one GPU share it, through gloo and the memory of the host; with two GPUs they use NCCL.
+Workers of a machine with one GPU share it, through gloo and the memory of the host, or, with the device `nccl`,
+through NCCL; with a GPU each they use NCCL.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ RECIPES = [
     "async_sgd",
 ]
 SHORT = "allreduce(how=error_feedback(top_k(0.1)))"
+NCCL = pytest.param("nccl", marks=pytest.mark.gpu)
 
 
 def recipes() -> list[object]:
     """Return each recipe on a GPU, and on the CPU: one in the ordinary suite, and all in the long one."""
     on_cpu = [pytest.param(one, "cpu", marks=() if one == SHORT else pytest.mark.long) for one in RECIPES]
-    return [*on_cpu, *(pytest.param(one, "cuda", marks=pytest.mark.gpu) for one in RECIPES)]
+    return on_cpu + [pytest.param(one, device, marks=pytest.mark.gpu) for one in RECIPES for device in ("cuda", "nccl")]
 
 
 @pytest.mark.parametrize(("recipe", "device"), recipes())
@@ -50,7 +52,7 @@ def test_a_run_is_resumed_from_a_checkpoint_on_the_device(device: str, tmp_path:
     assert again.states == whole.states
 
 
-@pytest.mark.parametrize("device", [FAR, CPU_LONG, CUDAS])
+@pytest.mark.parametrize("device", [FAR, CPU_LONG, NCCL, CUDAS])
 def test_a_killed_worker_leaves_its_group_and_joins_the_next(device: str, tmp_path: Path) -> None:
     """With a group of the devices in each generation: NCCL on GPUs, and on the device of the tests its own."""
     workers = min(torch.cuda.device_count(), 3) if device == "cuda" else 3
@@ -61,6 +63,24 @@ def test_a_killed_worker_leaves_its_group_and_joins_the_next(device: str, tmp_pa
     assert "pass through the memory" not in run.output
 
 
+@pytest.mark.parametrize(
+    ("layout", "device"),
+    [
+        ("pipeline(stages=2, micro_batches=3, recompute=True)", "far"),
+        pytest.param("pipeline(stages=2)", "far", marks=pytest.mark.long),
+        pytest.param("pipeline(stages=2, micro_batches=3, recompute=True)", "cuda", marks=pytest.mark.gpu),
+        pytest.param("pipeline(stages=2)", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_stages_on_the_device_equal_a_single_process(layout: str, device: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", device, "allreduce", workers=1)
+    staged = train(tmp_path / "staged", device, "allreduce", "--layout", layout, workers=2)
+    staged.check(device)
+    assert staged.losses == pytest.approx(whole.losses, rel=1e-5)
+    replicas = train(tmp_path / "replicas", device, "local_sgd(every=4)", "--layout", layout, workers=4)
+    replicas.check(device)
+
+
 @pytest.mark.gpu
 def test_workers_that_share_a_gpu_use_the_memory_of_the_host_and_say_so(tmp_path: Path) -> None:
     run = train(tmp_path / "run", "cuda", "allreduce", CUDA_VISIBLE_DEVICES="0")
@@ -68,8 +88,9 @@ def test_workers_that_share_a_gpu_use_the_memory_of_the_host_and_say_so(tmp_path
     assert "share a device" in run.output
 
 
-@pytest.mark.gpu(count=2)
-def test_nccl_and_gloo_compute_the_same_mean(tmp_path: Path) -> None:
-    nccl = train(tmp_path / "nccl", "cuda", "allreduce")
+@pytest.mark.parametrize("device", [NCCL, CUDAS])
+def test_nccl_and_gloo_compute_the_same_mean(device: str, tmp_path: Path) -> None:
+    nccl = train(tmp_path / "nccl", device, "allreduce")
+    assert "pass through the memory" not in nccl.output
     gloo = train(tmp_path / "gloo", "cuda", "allreduce", CUDA_VISIBLE_DEVICES="0")
     assert nccl.losses == pytest.approx(gloo.losses, rel=1e-4)

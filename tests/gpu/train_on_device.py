@@ -2,7 +2,8 @@
 
 Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 in its
 second epoch, while the others wait for it; a restarted worker does not get it again. The device `far` is the second
-device of the tests, with a group of its own.
+device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as a host
+of its own, so that NCCL accepts several of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ SAMPLES, BATCH = 256, 8
 
 def device_of(name: str) -> torch.device:
     """Return the device, and register that of the tests."""
+    if name == "nccl":
+        os.environ["NCCL_HOSTID"] = f"worker {(worker_config() or WorkerConfig()).worker}"
+        return torch.device("cuda", 0)
     if name == "far":
         import device_group
         import second_device  # noqa: F401
@@ -57,6 +61,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             nn.functional.mse_loss(net(inputs.to(device)), targets.to(device)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 10.0)
             optimizer.step()
     state = b"".join(one.detach().cpu().numpy().tobytes() for one in net.parameters())
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -12,7 +12,7 @@ from staged_net import make_net, words
 from torch import Tensor, nn
 
 from stretto.parallel.calls import record_calls
-from stretto.parallel.link import Link
+from stretto.parallel.link import CPU, Link
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.split import Costs, best_split, measured_split, next_best
 
@@ -70,7 +70,7 @@ def test_slow_layers_get_a_stage_of_their_own() -> None:
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)), Slow(width, width), nn.Linear(width, width))
     x = torch.ones(256, width)
     calls = record_calls(net, [x], {})
-    split = measured_split(calls, measured_costs(net, calls, [x], {}, 0.0), 3)
+    split = measured_split(calls, measured_costs(net, calls, [x], {}, 0.0, CPU), 3)
     assert [calls.names[first] for first in split.begins[1:]] == ["3", "4"]
 
 
@@ -78,7 +78,7 @@ def test_measuring_changes_neither_the_model_nor_the_random_state() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
     before, state = {name: one.clone() for name, one in net.state_dict().items()}, torch.get_rng_state()
     calls = record_calls(net, [torch.ones(3, 4)], {})
-    measured_costs(net, calls, [torch.ones(3, 4)], {}, 0.0)
+    measured_costs(net, calls, [torch.ones(3, 4)], {}, 0.0, CPU)
     assert all(torch.equal(before[name], one) for name, one in net.state_dict().items())
     assert all(one.grad is None for one in net.parameters())
     assert torch.equal(torch.get_rng_state(), state)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 
 from stretto.transport.nccl_communicator import set_variables, weakness
 
 
 def test_the_variables_are_set_before_the_first_communicator() -> None:
-    environment: dict[str, str] = {}
-    assert set_variables(environment, 60.0) is None
-    assert environment == {
+    before = {name: value for name, value in os.environ.items() if "NCCL" not in name}
+    with mock.patch.dict(os.environ, before, clear=True):
+        assert set_variables(os.environ, 60.0) is None
+        environment = dict(os.environ)
+    assert {name: value for name, value in environment.items() if name not in before} == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
