@@ -43,7 +43,7 @@ test-gpu: $(READY)  ## the tests that need a GPU, or several
 	@if $(GPU); then $(BIN)/python -m pytest -m gpu tests/gpu; else echo "skipped: no GPU"; fi
 
 test-engines: $(READY) ## the tests that need a cluster engine (Slurm: apt-get install slurmctld slurmd slurm-client munge)
-	$(PIP) kubernetes-validate "ray>=2.40"
+	$(PIP) kubernetes-validate "ray>=2.40" "pyspark>=4.0" "pandas<3"
 	$(BIN)/python -m pytest -m engine tests/engines
 
 check: $(READY)     ## style, types and import contracts

@@ -168,7 +168,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on: Annotated[
         str | None,
         Option(
-            "Cluster engine that starts the workers: ray, at RAY_ADDRESS or on this machine; or ray://HEAD:PORT.",
+            "Cluster engine that starts the workers: ray, at RAY_ADDRESS or on this machine; or ray://HEAD:PORT; "
+            "spark, as spark-submit or its settings say; or spark://HEAD:PORT.",
             HOSTS,
             "ENGINE",
             "this machine",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from stretto.host_list import from_file
 from stretto.host_list import parse as parse_hosts
 from stretto.interval import every
 from stretto.launcher import entry
+from stretto.launcher.engines.clusters import kind_of
 from stretto.launcher.engines.resources import DEFAULT
 from stretto.launcher.engines.resources import parse as parse_resources
 from stretto.launcher.listeners import is_address, own_addresses
@@ -29,7 +29,6 @@ from stretto.units import spelled
 
 LARGEST_SEED = 2**32 - 1
 MIN_FAILURE_TIMEOUT_S = 0.1
-ENGINE = re.compile(r"ray|ray://[^\s/]+:\d{1,5}", re.ASCII)
 
 
 def described(config: RunConfig) -> str:
@@ -40,7 +39,7 @@ def described(config: RunConfig) -> str:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
         workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
     elif config.on:
-        workers += f" (actors of {config.on}, each with {config.resources or DEFAULT})"
+        workers += f" ({kind_of(config.on).place}s of {config.on}, each with {config.resources or DEFAULT})"
     elif config.announced:
         workers += f" (1 here, {config.announced} in other tasks)"
     elif not config.workers:
@@ -72,8 +71,7 @@ def on_engine(config: RunConfig) -> RunConfig:
             to_type = f'--on ray --resources "{config.resources}"'
             raise LaunchError(explain(problem, got=got, expected="an engine", to_type=to_type))
         return config
-    if ENGINE.fullmatch(config.on) is None:
-        _refuse("the engine", f"--on {config.on}", "ray, or ray://HEAD:PORT", "--on ray")
+    kind_of(config.on)
     _at_least_one("the number of workers", config.workers, f"-n 4 --on {config.on}")
     refused = {"--hosts": config.hosts, "--layout": config.layout, "--no-recovery": not config.recovery}
     if (option := next((name for name, value in refused.items() if value), None)) is not None:

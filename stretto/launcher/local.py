@@ -16,11 +16,10 @@ from stretto.errors import LaunchError, LogError, WorkersLostError
 from stretto.events import read_events
 from stretto.launcher.config import check, described, on_engine, planned, server_notice, settled, with_hosts
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.engines import resources
 from stretto.launcher.engines.agents import StartAgent
+from stretto.launcher.engines.clusters import Cluster, connected
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
-from stretto.launcher.engines.ray import RayAgents, cluster
 from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, given_secret, invited, plan_of_join, route, write_join_key
@@ -56,21 +55,15 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     check(config)
     if config.copy_to is not None:
         check_place(config.copy_to)
-    with _connected(config) as config:
-        return _run(settled(config), server_notice(config), display, make_engine)
+    with connected(config) as cluster:
+        if cluster is not None:
+            config = structs.replace(config, host=config.host or cluster.address)
+        return _run(settled(config), server_notice(config), display, make_engine, cluster)
 
 
-@contextlib.contextmanager
-def _connected(config: RunConfig) -> Iterator[RunConfig]:
-    """Yield the configuration with an address to listen on, while this process is connected to the engine's cluster."""
-    if config.on is None:
-        yield config
-        return
-    with cluster(config.on) as address:
-        yield structs.replace(config, host=config.host or address)
-
-
-def _run(config: RunConfig, note: str | None, display: ProgressDisplay, make_engine: MakeEngine) -> Path:
+def _run(
+    config: RunConfig, note: str | None, display: ProgressDisplay, make_engine: MakeEngine, cluster: Cluster | None
+) -> Path:
     secret = given_secret(config.secret_file) if config.secret_file is not None else None
     inbox: Inbox = SimpleQueue()
     with (
@@ -95,7 +88,7 @@ def _run(config: RunConfig, note: str | None, display: ProgressDisplay, make_eng
         try:
             with copying(folder, config.copy_to, display.note):
                 plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
-                _supervise(plan, inbox, display, make_engine)
+                _supervise(plan, inbox, display, make_engine, cluster)
         except Stopped as stop:
             stop.add(left_in(folder, config.retyped))
             raise
@@ -119,10 +112,14 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
 
 def _supervise(
-    plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine
+    plan: ProcessPlan,
+    inbox: Inbox,
+    display: ProgressDisplay,
+    make_engine: MakeEngine = LocalEngine,
+    cluster: Cluster | None = None,
 ) -> None:
     with _forwarding(plan) as forward:
-        _supervise_with(plan, inbox, display, make_engine(inbox), forward)
+        _supervise_with(plan, inbox, display, make_engine(inbox), cluster, forward)
 
 
 @contextlib.contextmanager
@@ -143,12 +140,17 @@ def _forwarding(plan: ProcessPlan) -> Iterator[Forward | None]:
 
 
 def _supervise_with(
-    plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay, engine: Engine, forward: Forward | None
+    plan: ProcessPlan,
+    inbox: Inbox,
+    display: ProgressDisplay,
+    engine: Engine,
+    cluster: Cluster | None,
+    forward: Forward | None,
 ) -> None:
     config, folder = plan.config, plan.folder
     elsewhere = LogsElsewhere(folder, plan.numbers_shown) if config.host is not None and not plan.joining else None
     relay = LogRelay(folder, config.output, display, forward, elsewhere)
-    remote = RemoteWorkers(plan, _start_agent(config, inbox, relay), relay.note)
+    remote = RemoteWorkers(plan, _start_agent(config, cluster, inbox, relay), relay.note)
     supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
     try:
         supervisor.start()
@@ -170,10 +172,10 @@ def _supervise_with(
         raise (WorkersLostError if is_lost else LaunchError)(_text(cause, relay, folder))
 
 
-def _start_agent(config: RunConfig, inbox: Inbox, relay: LogRelay) -> StartAgent:
-    """Return what starts agents: an engine's actors, or else ssh."""
-    if config.on is not None:
-        return RayAgents(resources.parse(config.resources), inbox.put, relay).start
+def _start_agent(config: RunConfig, cluster: Cluster | None, inbox: Inbox, relay: LogRelay) -> StartAgent:
+    """Return what starts agents: a cluster, or else ssh."""
+    if cluster is not None:
+        return cluster.agents(inbox.put, relay)
     return SshAgents(config.remote_stretto, config.failure_timeout_s, inbox.put, relay).start
 
 

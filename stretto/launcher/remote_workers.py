@@ -18,6 +18,7 @@ from stretto.errors import LaunchError
 from stretto.host_list import Host
 from stretto.host_list import parse as parse_hosts
 from stretto.launcher.engines.agents import Agent, AgentExited, AgentSpec, StartAgent
+from stretto.launcher.engines.clusters import kind_of
 from stretto.launcher.join import JoinKey
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.membership.messages import MembersView
@@ -76,10 +77,11 @@ def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
 
 
 def hosts_of(config: RunConfig) -> tuple[Host, ...]:
-    """Return the hosts of a run; on an engine's cluster an actor for each worker."""
+    """Return the hosts of a run; on a cluster an actor or a task for each worker."""
     if config.on is None:
         return parse_hosts(config.hosts or "")
-    return tuple(Host(f"actor {number}", 1) for number in range(config.announced))
+    place = kind_of(config.on).place
+    return tuple(Host(f"{place} {number}", 1) for number in range(config.announced))
 
 
 class RemoteWorkers:

@@ -16,7 +16,8 @@ from stretto.launcher.config import check, described, on_engine, settled
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines import resources
 from stretto.launcher.engines.agents import AgentExited, AgentSpec
-from stretto.launcher.engines.ray import cluster, own_address
+from stretto.launcher.engines.clusters import connected
+from stretto.launcher.engines.ray import own_address
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.remote_workers import RemoteWorkers, agent_specs
 from stretto.membership.coordinator_records import rules_of
@@ -71,7 +72,7 @@ def test_other_resources_are_refused(text: str) -> None:
 
 def test_missing_ray_is_one_error(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LaunchError, match="it is not installed here") as caught, cluster("ray"):
+    with pytest.raises(LaunchError, match="it is not installed here") as caught, connected(config(place)):
         pass
     assert str(caught.value).endswith('  try: pip install "stretto[ray]"')
 

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.errors import LaunchError, explain
-from stretto.launcher.engines.agents import AgentExited, AgentOutput, AgentSpec
+from stretto.launcher.engines.agents import AgentExited, AgentOutput, AgentSpec, StartAgent
 from stretto.launcher.engines.ray_actor import AgentActor, News
 from stretto.launcher.engines.resources import described
 from stretto.launcher.engines.ssh import AgentLines
@@ -46,8 +47,8 @@ def imported() -> Any:
 
 
 @contextlib.contextmanager
-def cluster(on: str) -> Iterator[str]:
-    """Connect to the cluster at `on`; yield the address of this machine that its nodes reach. Raises LaunchError."""
+def connected(on: str, _workers: int, resources: Mapping[str, float]) -> Iterator[RayCluster]:
+    """Connect to the cluster at `on`; yield the connection, for actors with these resources. Raises LaunchError."""
     ray = imported()
     address = on if on.startswith(CLIENT) else os.environ.get(ADDRESS)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -61,7 +62,7 @@ def cluster(on: str) -> Iterator[str]:
         got, to_type = f"{address or 'a local cluster'}: {error}", "ray status, or --on ray://HEAD:10001"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
     try:
-        yield own_address(address, ray.util.get_node_ip_address)
+        yield RayCluster(own_address(address, ray.util.get_node_ip_address), resources)
     finally:
         ray.shutdown()
 
@@ -75,6 +76,18 @@ def own_address(cluster_address: str | None, of_node: Callable[[], str]) -> str:
     from stretto.security import address_toward  # imports zmq
 
     return address_toward(cluster_address.removeprefix(CLIENT).rpartition(":")[0].strip("[]"))
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Connection with a cluster: the address of this machine that its nodes reach, and the resources of each actor."""
+
+    address: str
+    resources: Mapping[str, float]
+
+    def agents(self, report: Callable[[AgentExited], None], output: AgentOutput) -> StartAgent:
+        """Return what starts agents in actors."""
+        return RayAgents(self.resources, report, output).start
 
 
 class RayAgents:
