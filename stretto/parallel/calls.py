@@ -12,7 +12,7 @@ between the two. A parameter excludes the cuts between its first and its last us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -202,22 +202,26 @@ def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
         recorder.end(functional_call(model, values, tuple(args), kwargs))
     named = {plain_name(name) for name in parameters}
-    shared = [(first + 1, last) for name, (first, last) in recorder.used.items() if name in named]
-    excluded = recorder.excluded + shared
-    cuts = {
-        call: place
-        for call, place in recorder.inputs.items()
-        if call and not any(first <= call <= last for first, last in excluded)
-    }
+    shared = {name: (first + 1, last) for name, (first, last) in recorder.used.items() if name in named}
+    places = {call: place for call, place in recorder.inputs.items() if call and not _is_in(call, recorder.excluded)}
+    cuts = {call: place for call, place in places.items() if not _is_in(call, shared.values())}
     if not cuts:
-        raise ModelError(_cannot_be_cut(recorder.names))
+        tied = [name for name, calls in shared.items() if any(_is_in(call, [calls]) for call in places)]
+        raise ModelError(_cannot_be_cut(recorder, tied))
     return Calls(recorder.names, cuts, recorder.used)
 
 
-def _cannot_be_cut(names: Sequence[str]) -> str:
-    return explain(
-        "the model cannot be cut into stages of a pipeline",
-        got=f"a forward pass that calls {', '.join(names[1:5]) or 'no module'}; each cut would need several tensors",
-        expected="modules that are called one after another, each with the result of the one before",
-        to_type='--layout "whole()"',
-    )
+def _is_in(call: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    return any(first <= call <= last for first, last in ranges)
+
+
+def _cannot_be_cut(recorder: _Recorder, tied: Sequence[str]) -> str:
+    names = [name or "the model" for name in recorder.names]
+    got = f"a forward pass that calls {', '.join(names[1:5]) or 'no module'}; each cut would need several tensors"
+    expected = "modules that are called one after another, each with the result of the one before"
+    if tied:
+        first, last = (names[call] for call in recorder.used[tied[0]])
+        got = f"{tied[0]}, which {first} and {last} use, at either side of each cut"
+        expected = "parameters that are used at one place, or close together"
+    problem = "the model cannot be cut into stages of a pipeline"
+    return explain(problem, got=got, expected=expected, to_type='--layout "whole()"')

@@ -140,8 +140,8 @@ def trained_by_guests(run: Path, count: int) -> bool:
     "recipe",
     [
         "async_sgd(shards=2)",
-        "stale_synchronous(bound=1)",
-        "elastic_averaging(every=2)",
+        pytest.param("stale_synchronous(bound=1)", marks=pytest.mark.long),
+        pytest.param("elastic_averaging(every=2)", marks=pytest.mark.long),
         "local_sgd(every=2) over a server",
     ],
 )

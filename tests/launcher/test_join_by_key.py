@@ -44,7 +44,7 @@ from stretto.security import run_keys
 __all__ = ["hosts"]
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd(shards=2)"])
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", pytest.param("async_sgd(shards=2)", marks=pytest.mark.long)])
 def test_hosts_without_a_shared_disk_train_each_sample_once(
     place: Place, hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

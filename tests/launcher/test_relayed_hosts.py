@@ -42,7 +42,7 @@ def started(run: Path, *numbers: int) -> bool:
     return set(numbers) <= starts(run).keys()
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+@pytest.mark.parametrize("recipe", ["allreduce", pytest.param("local_sgd(every=2)", marks=pytest.mark.long)])
 def test_hosts_that_cannot_reach_each_other_train_each_sample_once(
     place: Place, apart_hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

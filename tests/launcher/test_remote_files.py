@@ -124,7 +124,7 @@ def process_of(place: Place, kind: str) -> list[int]:
     return [one.pid for one in place.left() if config_of(one).get("type") == kind]
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", pytest.param("async_sgd", marks=pytest.mark.long)])
 def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(remote_place: Place, recipe: str) -> None:
     options = ["--recipe", recipe, "--checkpoint-every", "4 rounds", "--keep", "2"]
     check_ended(start(remote_place, 3, *options))
