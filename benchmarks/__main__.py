@@ -29,6 +29,7 @@ from benchmarks import (
     simulated,
     simulator,
     soak,
+    spark,
     survival,
     unequal,
     updates,
@@ -56,6 +57,7 @@ LONG: dict[str, Callable[[int | None], Any]] = {
     "simulated": simulated.run,
     "survival": survival.run,
     "recovery": recovery.run,
+    "spark": spark.run,
     "upkeep": upkeep.run,
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}

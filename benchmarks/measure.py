@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +38,17 @@ class Spread:
     def record(self) -> dict[str, float]:
         """Return the spread for the JSON file."""
         return {"median": self.median, "quartile_1": self.low, "quartile_3": self.high}
+
+
+def outcomes(seconds: Mapping[str, Sequence[float]], wanted_s: Mapping[str, float]) -> dict[str, Any]:
+    """Print a line for each name and return their records: spread, worst, how many, and the goal."""
+    found: dict[str, Any] = {}
+    for name, all_s in seconds.items():
+        rounded, spread, wanted = [round(one, 4) for one in all_s], Spread.of(all_s).record(), wanted_s.get(name)
+        asked = f", wanted at most {wanted:g} s" if wanted else ""
+        print(f"  {name}: {spread['median']:.3f} s (worst {max(rounded):.3f}), of {len(rounded)}{asked}", flush=True)
+        found[name] = {"s": spread, "worst": max(rounded), "deaths": len(rounded), "wanted_s": wanted, "all_s": rounded}
+    return found
 
 
 @dataclass(frozen=True)

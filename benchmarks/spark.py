@@ -1,42 +1,49 @@
-"""Runs on Spark: the start of workers, a killed task, and ways of Spark's own beside them.
+"""Runs on a warm Spark of this machine: what the loss of a task, the start of a run, and a round take.
 
-    python -m benchmarks.spark [--starts 3] [--values 1000000]
-
-Spark is a cluster of two executors with two slots on this machine, started before anything is measured. The sides take
-turns:
+Spark has two executors of two slots, all in use once before anything is measured. The sides take turns:
 
 - seconds from the command to the first round of 4 workers: `stretto run --on spark`, `stretto run`, TorchDistributor
 - from the SIGKILL of a task's Python to the next round, and the longest pause between two rounds after it
-- seconds of a round of parameter averaging by Spark's reduce, as Deeplearning4j does it, and by `local_sgd`
+- seconds of a round of parameter averaging by Spark's reduce, as Deeplearning4j does it, and by `allreduce`
+
+It needs PySpark and Java: pip install "stretto[spark]".
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 
+from benchmarks.measure import outcomes, save
+from benchmarks.pace import ROOT
 from stretto.events import read_events
-from stretto.launcher.local import run
+from stretto.launcher import local
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.run_config import RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+QUESTION = "seconds that a run on Spark takes for the loss of a task, for its start, and for a round"
+KILLED, MORE = "task killed", "start on Spark more than on this machine"
+WANTED_S = {KILLED: 1.5, MORE: 2.0}
+STARTS, KILLS, VALUES = 5, 5, 1_000_000
 SCRIPT = ROOT / "benchmarks/scripts/clocked_rounds.py"
 WORKERS = 4
-LIMIT_S = 300.0
+Found = TypeVar("Found")
+ROUNDS = 20
+LIMIT_S = 120.0
+POLL_S = 0.01
+STEADY, PAUSES_S = 100, 2.0
+"""Rounds before a kill, and the time after it within which the longest pause is looked for."""
 SETTINGS = {
     "spark.driver.host": "127.0.0.1",
     "spark.executor.memory": "512m",
@@ -60,8 +67,10 @@ def spark() -> Iterator[Any]:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     session.sparkContext.parallelize(range(64), 64).map(lambda _: time.sleep(0.1)).collect()
-    yield session.sparkContext
-    session.stop()
+    try:
+        yield session.sparkContext
+    finally:
+        session.stop()
 
 
 class Rounds:
@@ -73,7 +82,7 @@ class Rounds:
         words = (str(self._file), str(seconds), str(pause), str(values))
         config = RunConfig(SCRIPT, words, workers=workers, recipe="allreduce", threads=1, out=self.folder, **fields)
         self.began = time.perf_counter()
-        self._thread = threading.Thread(target=run, args=(config, ProgressDisplay(quiet=True)))
+        self._thread = threading.Thread(target=local.run, args=(config, ProgressDisplay(quiet=True)))
         self._thread.start()
 
     def times(self) -> list[float]:
@@ -82,10 +91,16 @@ class Rounds:
 
     def first_s(self) -> float:
         """Return the seconds from the start to the first round."""
-        while not (times := self.times()):
-            assert self._thread.is_alive()
-            time.sleep(0.01)
-        return times[0] - self.began
+        return self.wait(self.times)[0] - self.began
+
+    def wait(self, poll: Callable[[], list[Found]]) -> list[Found]:
+        """Wait until a function returns something during the run, and return it."""
+        limit = time.monotonic() + LIMIT_S
+        while not (found := poll()):
+            if not self._thread.is_alive() or time.monotonic() > limit:
+                raise SystemExit("spark: the run has ended, or is too slow")
+            time.sleep(POLL_S)
+        return found
 
     def formed(self) -> list[tuple[float, list[int]]]:
         """Return the time and the members of each generation."""
@@ -134,68 +149,62 @@ def first_step() -> float:
 def killed_task_s() -> tuple[float, float, float]:
     """Return seconds after the SIGKILL of a task: to the next generation, to its first round, and the longest pause."""
     rounds = Rounds(30.0, 0.01, workers=3, on="spark")
-    rounds.first_s()
-    while len(rounds.times()) < 100:
-        time.sleep(0.01)
+    rounds.wait(lambda: rounds.times()[STEADY:])
+    task = rounds.task_of(1)
     killed = time.perf_counter()
-    rounds.task_of(1).kill()
-    while not (formed := [at for at, members in rounds.formed() if members == [0, 2]]):
-        time.sleep(0.01)
-    while not (after := [at for at in rounds.times() if at > formed[0]]):
-        time.sleep(0.01)
-    time.sleep(1.0)
-    times = [at for at in rounds.times() if killed - 0.1 < at < killed + 2.0]
+    task.kill()
+    formed = rounds.wait(lambda: [at for at, members in rounds.formed() if members == [0, 2]])
+    after = rounds.wait(lambda: [at for at in rounds.times() if at > formed[0]])
+    rounds.wait(lambda: [at for at in rounds.times() if at > killed + PAUSES_S])
+    times = [at for at in rounds.times() if killed - 0.1 < at < killed + PAUSES_S]
     longest = max(late - early for early, late in pairwise(times))
     rounds.end()
     return formed[0] - killed, after[0] - killed, longest
 
 
-def reduce_round_s(context: Any, values: int, rounds: int = 5) -> float:
-    """Return the seconds of a round of averaging by Spark: broadcast, a task for each worker, a tree reduce."""
-    parameters, durations = np.zeros(values, np.float32), []
-    for _ in range(rounds):
+def reduce_round_s(context: Any) -> list[float]:
+    """Return the seconds of rounds of averaging by Spark: broadcast, a task for each worker, a tree reduce."""
+    parameters, durations = np.zeros(VALUES, np.float32), []
+    for _ in range(ROUNDS):
         began = time.perf_counter()
         sent = context.broadcast(parameters)
         trained = context.parallelize(range(WORKERS), WORKERS).map(lambda one, sent=sent: sent.value + np.float32(one))
         parameters = trained.treeReduce(np.add) / np.float32(WORKERS)
         sent.destroy()
         durations.append(time.perf_counter() - began)
-    return statistics.median(durations)
+    return durations
 
 
-def exchange_round_s(values: int) -> float:
-    """Return the seconds of a round of `allreduce` on Spark, with a training step on four samples."""
-    rounds = Rounds(5.0, 0.0, values, on="spark")
+def exchange_round_s() -> list[float]:
+    """Return the seconds of rounds of `allreduce` on Spark, each with a training step on four samples."""
+    rounds = Rounds(5.0, 0.0, VALUES, on="spark")
     rounds.end()
-    times = rounds.times()
-    return statistics.median(late - early for early, late in pairwise(times))
+    return [late - early for early, late in pairwise(rounds.times())][-ROUNDS:]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spark")
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--values", type=int, default=1_000_000)
-    asked = parser.parse_args(arguments)
+def run(starts: int | None = None) -> dict[str, Any]:
+    """Measure all, print the figures and write them to the results."""
+    print(f"spark: {QUESTION}", flush=True)
+    sides: list[Callable[[], float]] = [start_s, lambda: start_s(on="spark"), distributor_s]
     with spark() as context:
-        sides: dict[str, Callable[[], float]] = {
-            "stretto run": start_s,
-            "stretto run --on spark": lambda: start_s(on="spark"),
-            "TorchDistributor": distributor_s,
-        }
-        print(f"seconds to the first round of {WORKERS} workers")
-        found: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(asked.starts):
-            for name, side in sides.items():
-                found[name].append(side())
-        for name, seconds in found.items():
-            print(f"{name:24} {statistics.median(seconds):6.2f}   ({', '.join(f'{one:.2f}' for one in seconds)})")
-        print("seconds after the SIGKILL of a task: next generation, its first round, longest pause of the rounds")
-        for _ in range(asked.starts):
-            print("   ".join(f"{one:.3f}" for one in killed_task_s()))
-        print(f"seconds of a round that averages {asked.values} values: Spark's reduce, allreduce on Spark")
-        print(f"{reduce_round_s(context, asked.values):.3f}   {exchange_round_s(asked.values):.3f}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        for side in sides:
+            side()
+        turns = [[side() for side in sides] for _ in range(starts or STARTS)]
+        kills = [killed_task_s() for _ in range(starts or KILLS)]
+        reduced, exchanged = reduce_round_s(context), exchange_round_s()
+    here, there, theirs = map(list, zip(*turns, strict=True))
+    formed, after, pauses = map(list, zip(*kills, strict=True))
+    found = {
+        KILLED: after,
+        f"{KILLED}: next generation": formed,
+        f"{KILLED}: longest pause of the rounds": pauses,
+        "start on this machine": here,
+        "start on Spark": there,
+        MORE: [one - other for one, other in zip(there, here, strict=True)],
+        "start of TorchDistributor": theirs,
+        f"round of {VALUES:,} values, Spark's reduce": reduced,
+        f"round of {VALUES:,} values, allreduce on Spark": exchanged,
+    }
+    record = {"question": QUESTION, "workers": WORKERS, "figures": outcomes(found, WANTED_S)}
+    print(f"  kept in {save('spark', record, trial=starts is not None)}")
+    return record

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.tables_of_hosts import encryption, floods, head, hosts, machines, ratio, shared_memory
+from benchmarks.tables_of_hosts import costs, encryption, floods, head, hosts, machines, on_spark, ratio, shared_memory
 
 Record = Mapping[str, Any]
 
@@ -228,24 +228,18 @@ def recovery(record: Record) -> Iterator[str]:
         for victim, sides in case["victims"].items():
             for name, one in sides.items():
                 asked = f"at most {record['wanted_s']:g}" if name == "stretto" else ""
-                yield f"| {model} | {victim} killed | {name} | {_costs(one)} | {case['step_ms'][name]:.1f} | {asked} |"
+                yield f"| {model} | {victim} killed | {name} | {costs(one)} | {case['step_ms'][name]:.1f} | {asked} |"
     paused = record["vanished"]
     timeout = f"{paused['failure_timeout_s']:g}"
     yield (
         f"| {paused['model']} | {paused['victim']} paused | stretto, `--failure-timeout {timeout}s` | "
-        f"{_costs(paused)} | | at most {timeout} |"
+        f"{costs(paused)} | | at most {timeout} |"
     )
     yield ""
     yield (
         "torchrun restarts all processes from the beginning: its script writes and reads no checkpoint. "
         f"{record['workers']} workers share {record['machine']['cores']} cores."
     )
-
-
-def _costs(one: Record) -> str:
-    spread = one["s"]
-    quartiles = f"{spread['quartile_1']:.3f} to {spread['quartile_3']:.3f}"
-    return f"{spread['median']:.3f} | {quartiles} | {one['worst']:.3f} | {one['deaths']}"
 
 
 def upkeep(record: Record) -> Iterator[str]:
@@ -352,6 +346,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "simulated": simulated,
     "simulator": simulator,
     "recovery": recovery,
+    "spark": on_spark,
     "upkeep": upkeep,
     "soak": soak,
 }

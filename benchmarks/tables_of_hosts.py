@@ -23,6 +23,24 @@ def ratio(one: Record) -> str:
     return f"{one['median']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
+def costs(one: Record) -> str:
+    """Return the columns of a spread of seconds: median, quartiles, worst, and how many there are."""
+    spread = one["s"]
+    quartiles = f"{spread['quartile_1']:.3f} to {spread['quartile_3']:.3f}"
+    return f"{spread['median']:.3f} | {quartiles} | {one['worst']:.3f} | {one['deaths']}"
+
+
+def outcomes(record: Record, command: str) -> Iterator[str]:
+    """Yield a row for each figure in seconds, with its goal."""
+    yield from head(record["question"][0].upper() + record["question"][1:], command)
+    yield "| event | median s | quartiles | worst | times | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for name, one in record["figures"].items():
+        wanted = f"at most {one['wanted_s']:g}" if one["wanted_s"] else ""
+        yield f"| {name} | {costs(one)} | {wanted} |"
+    yield ""
+
+
 def shared_memory(record: Record) -> Iterator[str]:
     """Yield the time of a mean in shared memory beside that over gloo."""
     yield from head("Means of workers on one host: shared memory against gloo over the loopback", "shared_memory")
@@ -94,3 +112,14 @@ def floods(record: Record) -> Iterator[str]:
         memory = ", ".join(f"{value:.0f}" for value in one["memory_mb"].values())
         wanted = f"at least {record['wanted']:g}"
         yield f"| {one['recipe']} | {one['flood']} | {rates} | {one['ratio']:.2f} | {wanted} | {memory} |"
+
+
+def on_spark(record: Record) -> Iterator[str]:
+    """Yield what a run on Spark takes for a lost task, its start and a round."""
+    yield from outcomes(record, "spark")
+    workers, cores = record["workers"], record["machine"]["cores"]
+    yield (
+        f"{workers} workers share {cores} cores with Spark, so the imports of its processes, of the agents and of the "
+        "workers take turns. A killed task leaves 2 of 3 workers. A round has a training step, except with Spark's "
+        "reduce."
+    )

@@ -85,8 +85,8 @@ class ProcessPlan:
 
     @property
     def numbers_shown(self) -> range:
-        """Workers whose output reaches this launcher by another way than their log files."""
-        return range(self.config.awaited)
+        """Workers whose output reaches this launcher by another way than their log files: a pipe, or ssh."""
+        return range(self.config.awaited if self.config.on is None else 0)
 
     def all(self) -> Iterator[ProcessSpec]:
         """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take

@@ -67,11 +67,13 @@ def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
     """
     config, servers, first = plan.config, plan.servers, plan.config.workers
     address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
-    quiet = ["--quiet"] if config.on is not None else []  # a line for each of many actors would hide the run's own
+    shown = ["--output", config.output]
+    if config.on is not None:  # the run's log files have the output; a line for each of many workers would hide it
+        shown = ["--output", "none", "--quiet"]
     for host in hosts_of(config):
-        words = ("join", address, "--key", "-", "-n", str(host.workers), "--output", config.output)
+        words = ("join", address, "--key", "-", "-n", str(host.workers), *shown)
         key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first, replaces)) + b"\n"
-        specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on, *quiet), key))
+        specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
         first += host.workers
     return specs
 

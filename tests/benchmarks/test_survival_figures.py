@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import recovery, soak, tables, upkeep
+from benchmarks.measure import outcomes
 from benchmarks.pace import Seconds
 from benchmarks.soak import Case, Sample
 from benchmarks.upkeep import Segment
@@ -75,6 +76,15 @@ def test_table_of_recovery_shows_both_sides():
     assert "| 5 M | worker 0 killed | stretto | 0.100 | 0.100 to 0.100 | 0.100 | 1 | 10.0 | at most 0.3 |" in page
     assert "| 5 M | worker 2 killed | torchrun | 8.000 | 8.000 to 8.000 | 8.000 | 1 | 11.0 |  |" in page
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+
+
+def test_table_of_spark_has_a_row_for_each_figure_with_its_goal():
+    figures = outcomes({"task killed": [0.1, 0.3], "start": [9.0]}, {"task killed": 1.5})
+    record = {"question": "seconds of a run", "workers": 4, "machine": {"cores": 2}, "figures": figures}
+    page = "\n".join(tables.TABLES["spark"](record))
+    assert "## Seconds of a run\n\n`python -m benchmarks spark`" in page
+    assert "| task killed | 0.200 | 0.150 to 0.250 | 0.300 | 2 | at most 1.5 |" in page
+    assert "| start | 9.000 | 9.000 to 9.000 | 9.000 | 1 |  |" in page
 
 
 # --- upkeep -----------------------------------------------------------------------------------------------------------

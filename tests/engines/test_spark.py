@@ -24,9 +24,12 @@ pyspark = pytest.importorskip("pyspark", reason='Spark is not installed: pip ins
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 if shutil.which("java") is None:
     pytest.skip("Spark needs Java: apt-get install openjdk-17-jre-headless", allow_module_level=True)
-SCRIPT = script("""\
+SCRIPT = (
+    script("""\
 if not pathlib.Path(sys.argv[1]).exists():
     time.sleep(2)""")
+    + 'print("trained", flush=True)\n'
+)
 LIMIT_S = 120.0
 SETTINGS = {
     "spark.driver.host": "127.0.0.1",
@@ -172,6 +175,11 @@ def test_more_workers_than_slots_are_refused(start: Callable[..., Run], monkeypa
 def test_resources_of_another_context_are_refused(start: Callable[..., Run]) -> None:
     with pytest.raises(LaunchError, match=r"got: spark.task.cpus=1(.|\n)*try: spark-submit --conf spark.task.cpus=2"):
         start(1, resources="2 CPU").end()
+
+
+def test_output_of_the_first_worker_is_shown(start: Callable[..., Run], capfd: pytest.CaptureFixture[str]) -> None:
+    start(2).end()
+    assert capfd.readouterr().out.splitlines().count("trained") == 1
 
 
 def test_error_of_a_script_ends_the_run(start: Callable[..., Run], tmp_path: Path) -> None:

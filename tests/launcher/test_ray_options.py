@@ -109,6 +109,7 @@ def scene(place: Place) -> Any:
         plan = ProcessPlan(on_engine(config(place, restarts=2)), place.folder, None, servers)
         remote = RemoteWorkers(plan, agents.start, pytest.fail)
         assert [spec.numbers for spec in agent_specs(plan)] == [range(0, 1), range(1, 2), range(2, 3)]
+        assert not plan.numbers_shown, "the launcher shows the output of their log files"
         remote.start()
         yield remote, agents
 

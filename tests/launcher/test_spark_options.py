@@ -153,7 +153,7 @@ class Output:
         self.exits: SimpleQueue[AgentExited] = SimpleQueue()
 
     def show(self, data: bytes) -> None:
-        """Agents in tasks show no output of workers: it reaches the run folder through the coordinator."""
+        """Agents in tasks show no output of workers: the launcher shows their log files."""
         raise AssertionError(data)
 
     def note(self, text: str) -> None:
@@ -173,6 +173,12 @@ def begun(context: Context) -> tuple[spark.SparkAgent, Output]:
         ((1, b"warning\nstretto: it failed\n  got: x\n"), 1, "task 1: it failed\n  got: x", False),
         ((-15, b""), -15, "task 1: its agent was ended by SIGTERM", True),
         (ValueError(LOST), -9, "its task was lost: org.apache.spark.SparkException: Python worker exited", True),
+        (
+            ValueError("An error occurred while calling z.\n: a.b: stopped\n\tat"),
+            -9,
+            "its task was lost: a.b: stopped",
+            True,
+        ),
         (ValueError("\nno line of Spark"), -9, "its task was lost: no line of Spark", True),
     ],
 )

@@ -91,7 +91,7 @@ class RayCluster:
 
 
 class RayAgents:
-    """Starts agents in actors with these resources; the exit of each is given to `report`, its output to `output`."""
+    """Starts agents in actors with these resources; the exit of each is given to `report`, its lines to `output`."""
 
     def __init__(
         self, resources: Mapping[str, float], report: Callable[[AgentExited], None], output: AgentOutput
@@ -219,8 +219,6 @@ class RayAgent:
                 self._note_started(self._spec.host.name)
                 if self._is_ending.is_set():
                     self._actor.end.remote()
-            case "output", bytes(data):
-                self._output.show(data)
             case "lines", bytes(data):
                 os.write(self._writing, data)
             case "exited", int(code):

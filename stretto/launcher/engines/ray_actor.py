@@ -3,8 +3,8 @@
     launcher                                    actor                          agent
       | -- start(command, key) ------------------> | -- starts it, key on its -----> |
       |                                            |    standard input               |
-      | -- read() -------------------------------> | <- output, lines -------------- |
-      | <- output, lines, at last the exit code -- | <- exit code ------------------ |
+      | -- read() -------------------------------> | <- lines ---------------------- |
+      | <- lines, at last the exit code ---------- | <- exit code ------------------ |
       | -- end() --------------------------------> | -- end of standard input -----> | ends its workers
       x  the actor fails, or the launcher          x -- SIGKILL by the kernel -----> x  its workers are killed
 
@@ -25,12 +25,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Literal
 
-Kind = Literal["started", "output", "lines", "exited"]
+Kind = Literal["started", "lines", "exited"]
 News = tuple[Kind, bytes | int]
-"""Output of workers, lines of the agent itself, its process, or its exit code."""
+"""Process of the agent, lines that it prints, or its exit code."""
 CHUNK_BYTES = 1 << 16
 LAST_S = 1.0
-"""Limit of the wait for the last output of an agent that has exited."""
+"""Limit of the wait for the last lines of an agent that has exited."""
 PR_SET_PDEATHSIG = 1
 NO_COMMAND = 127
 
@@ -69,7 +69,7 @@ class AgentActor:
             process = subprocess.Popen(
                 command,
                 stdin=pipe,
-                stdout=pipe,
+                stdout=subprocess.DEVNULL,
                 stderr=pipe,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(PR_SET_PDEATHSIG, signal.SIGKILL),
@@ -83,17 +83,12 @@ class AgentActor:
         with contextlib.suppress(OSError):  # it has exited: the reason is in what it printed
             os.write(process.stdin.fileno(), key)
         self._news.put(("started", process.pid))
-        readers = [
-            threading.Thread(target=self._pass_on, args=("output", process.stdout), daemon=True),
-            threading.Thread(target=self._pass_on, args=("lines", process.stderr), daemon=True),
-        ]
-        for reader in readers:
-            reader.start()
+        reader = threading.Thread(target=self._pass_on, args=(process.stderr,), daemon=True)
+        reader.start()
         code = process.wait()
-        for reader in readers:
-            reader.join(LAST_S)
+        reader.join(LAST_S)
         self._news.put(("exited", code))
 
-    def _pass_on(self, kind: Literal["output", "lines"], pipe: IO[bytes]) -> None:
+    def _pass_on(self, pipe: IO[bytes]) -> None:
         while data := os.read(pipe.fileno(), CHUNK_BYTES):
-            self._news.put((kind, data))
+            self._news.put(("lines", data))

@@ -195,6 +195,8 @@ def _lost(name: str, error: str) -> AgentExited:
         problem, expected = f"{name}: the executor has no Stretto", "Stretto in the Python of the executors"
         got, to_type = "No module named 'stretto'", 'pip install "stretto[spark]" there, and PYSPARK_PYTHON=PYTHON'
         return AgentExited(name, FAILED, explain(problem, got=got, expected=expected, to_type=to_type))
-    causes = [one.strip() for one in error.splitlines() if one.strip()]
-    cause = next((one for one in causes if "Lost task" in one), causes[0] if causes else "no reason")
-    return AgentExited(name, LOST, f"its task was lost: {CAUSE.sub('', cause)}", is_replaceable=True)
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no reason"]
+    lost = [line for line in lines if "Lost task" in line]
+    of_java = [line.removeprefix(": ") for line in lines if line.startswith(": ")]
+    cause = CAUSE.sub("", [*lost, *of_java, *lines][0])
+    return AgentExited(name, LOST, f"its task was lost: {cause}", is_replaceable=True)
