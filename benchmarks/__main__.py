@@ -20,6 +20,7 @@ from benchmarks import (
     lab,
     line,
     machines,
+    on_ray,
     overlap,
     pipeline,
     recovery,
@@ -58,6 +59,7 @@ LONG: dict[str, Callable[[int | None], Any]] = {
     "survival": survival.run,
     "recovery": recovery.run,
     "spark": spark.run,
+    "ray": on_ray.run,
     "upkeep": upkeep.run,
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}

@@ -63,7 +63,7 @@ class Group:
     """A launcher and its workers, and the times at which their steps ended."""
 
     def __init__(self, side: Side, width: int, folder: Path) -> None:
-        self.folder = folder
+        self.side, self.folder = side, folder
         self.steps = folder / "steps"
         self.steps.mkdir()
         self._tail, self._members = Tail(folder / "run" / "events.jsonl"), list[Event]()

@@ -6,7 +6,18 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.tables_of_hosts import costs, encryption, floods, head, hosts, machines, on_spark, ratio, shared_memory
+from benchmarks.tables_of_hosts import (
+    costs,
+    encryption,
+    floods,
+    head,
+    hosts,
+    machines,
+    on_ray,
+    on_spark,
+    ratio,
+    shared_memory,
+)
 
 Record = Mapping[str, Any]
 
@@ -347,6 +358,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "simulator": simulator,
     "recovery": recovery,
     "spark": on_spark,
+    "ray": on_ray,
     "upkeep": upkeep,
     "soak": soak,
 }

@@ -123,3 +123,14 @@ def on_spark(record: Record) -> Iterator[str]:
         "workers take turns. A killed task leaves 2 of 3 workers. A round has a training step, except with Spark's "
         "reduce."
     )
+
+
+def on_ray(record: Record) -> Iterator[str]:
+    """Yield what a run on Ray takes for a lost actor, a new node and its start."""
+    yield from outcomes(record, "ray")
+    workers, cores = record["workers"], record["machine"]["cores"]
+    yield (
+        f"{workers} workers share {cores} cores with Ray, so the imports of its processes, of the agents and of the "
+        "workers take turns. TorchTrainer restarts all workers from the beginning: its script writes and reads no "
+        "checkpoint."
+    )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
+    from stretto.launcher.program import ray, run, spark
     from stretto.recipe import layout as layouts
     from stretto.recipe import named as recipes
     from stretto.recipe import then, what, when, whom
@@ -42,6 +43,9 @@ _FROM = {
     "Recipe": "recipe.recipe",
     "parse": "recipe.parser",
     "StrettoError": "errors",
+    "ray": "launcher.program",
+    "run": "launcher.program",
+    "spark": "launcher.program",
     "check_codec": "codecs.conformance",
     "check_topology": "recipe.whom",
     "check_transport": "transport.conformance",
@@ -74,8 +78,11 @@ __all__ = [
     "parse",
     "print",
     "rank",
+    "ray",
     "recipes",
+    "run",
     "save",
+    "spark",
     "then",
     "what",
     "when",

@@ -252,6 +252,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.workers + self.announced + sum(host.workers for host in parse_hosts(self.hosts or ""))
 
     @property
+    def most_workers(self) -> int:
+        """Number of workers that a cluster starts as soon as it has room; the run begins with the initial ones."""
+        return max(self.max_workers or 0, self.announced)
+
+    @property
     def elastic(self) -> bool:
         """True if the run survives failed workers; it has a coordinator then."""
         several = self.workers * self.ranks > 1 or self.host is not None or self.on is not None

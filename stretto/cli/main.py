@@ -208,10 +208,11 @@ def join(
     threads: int | None = None,
     output: Output = "none",
     restarts: int = 3,
+    out: Path | None = None,
     quiet: Quiet = False,
 ) -> None:
     """Join a run that was started with --listen: add workers of this machine to it."""
-    joining = JoinRequest(run, workers, key, script, threads, output, restarts)
+    joining = JoinRequest(run, workers, key, script, threads, output, restarts, out=out)
     join_run(joining, ProgressDisplay(quiet=quiet))
 
 

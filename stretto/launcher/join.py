@@ -70,6 +70,8 @@ class JoinRequest:
     restarts: int = 3
     first: int | None = None
     """First of the numbers reserved for these workers, if there are any."""
+    out: Path | None = None
+    """Run folder of these workers on a machine that does not see that of the run."""
 
 
 def write_join_key(folder: Path, servers: Servers) -> Path:
@@ -180,7 +182,7 @@ def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tupl
     if request.key is None:
         return Path(request.run), script
     code = client.code() if request.script is None and not options.module else None
-    folder = make_folder(f"joined-{options.name}", None, datetime.now())
+    folder = make_folder(f"joined-{options.name}", request.out, datetime.now())
     if code is not None:
         unpack(code, folder / CODE)
         script = folder.resolve() / CODE / script.name

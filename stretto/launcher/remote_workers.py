@@ -2,13 +2,14 @@
 
 The run ends with an error if the agent of a host ends before its workers take part, or if a script fails there. A host
 that is lost later is reported, and the others continue. On an engine's cluster a host is an actor with one worker: a
-lost actor is replaced, as often as a failed process is restarted, and the worker keeps its number.
+lost actor is replaced, and the worker keeps its number. Losses of actors whose workers took part are not counted: they
+are those of nodes. With --max-workers, more actors are requested once the run has begun; each joins as it has room.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,15 @@ class _RemoteHost:
     failed_at: float | None = None
     """Time since which all its workers have failed, as far as is known."""
     replacements: int = 0
+    """Number of replaced agents since a worker has taken part."""
+
+    def is_in(self, view: MembersView) -> bool:
+        """Return True if a worker of its newest agent has been seen, and has not failed."""
+        return not (view.running | view.left).isdisjoint(self.spec.numbers)
+
+    def has_not_joined(self, view: MembersView) -> bool:
+        """Return True if none of its workers has been seen."""
+        return view.seen.isdisjoint(self.spec.numbers)
 
     def takes_part(self, view: MembersView) -> bool:
         """Return True if the run has begun, and all workers of the host have been seen."""
@@ -83,7 +93,7 @@ def hosts_of(config: RunConfig) -> tuple[Host, ...]:
     if config.on is None:
         return parse_hosts(config.hosts or "")
     place = kind_of(config.on).place
-    return tuple(Host(f"{place} {number}", 1) for number in range(config.announced))
+    return tuple(Host(f"{place} {number}", 1) for number in range(config.most_workers))
 
 
 class RemoteWorkers:
@@ -92,7 +102,8 @@ class RemoteWorkers:
     def __init__(self, plan: ProcessPlan, start_agent: StartAgent, note: Callable[[str], None]) -> None:
         self._specs, self._start_agent, self._note = agent_specs(plan), start_agent, note
         self._replacements = {spec.host.name: spec for spec in agent_specs(plan, replaces=True)}
-        self._restarts = plan.config.restarts
+        self._restarts, self._on_cluster = plan.config.restarts, plan.config.on is not None
+        self._initial = plan.config.announced if self._on_cluster else len(self._specs)
         self._hosts: dict[str, _RemoteHost] = {}
         self._by_hand = not plan.config.workers and not self._specs
         """True if all workers are joined by hand."""
@@ -100,8 +111,16 @@ class RemoteWorkers:
         """Text about the host that was lost last."""
 
     def start(self) -> None:
-        """Start the agents. Raises LaunchError if nothing can carry them."""
-        for spec in self._specs:
+        """Start the agents that the run begins with. Raises LaunchError if nothing can carry them."""
+        self._start(self._specs[: self._initial])
+
+    def grow(self, view: MembersView) -> None:
+        """Start the other agents once the run has begun, so that none takes the room of one that it begins with."""
+        if view.generation and len(self._hosts) < len(self._specs) and not view.stopped and not self.is_ending(view):
+            self._start(self._specs[self._initial :])
+
+    def _start(self, specs: Sequence[AgentSpec]) -> None:
+        for spec in specs:
             self._hosts[spec.host.name] = _RemoteHost(spec, self._start_agent(spec))
 
     def watch(self, ask: Callable[[], None]) -> None:
@@ -116,6 +135,8 @@ class RemoteWorkers:
         if not exited.code:
             return
         if exited.is_replaceable:
+            is_asked = view.left.issuperset(host.spec.numbers)
+            host.replacements = 0 if is_asked or (exited.code < 0 and host.is_in(view)) else host.replacements
             returns = host.replacements < self._restarts and not self.is_ending(view)
             for number in host.spec.numbers:
                 report(number, exited.text.splitlines()[0], returns)
@@ -149,7 +170,13 @@ class RemoteWorkers:
         if self._by_hand:
             return view.is_over or bool(view.stopped)
         running = [host for host in self._hosts.values() if host.state == "running"]
-        return all(is_ending and host.has_failed(view) for host in running)
+        if self._on_cluster and view.stopped:
+            return all(host.has_not_joined(view) or host.has_failed(view) for host in running)
+        return all(is_ending and self._is_unneeded(host, view) for host in running)
+
+    def _is_unneeded(self, host: _RemoteHost, view: MembersView) -> bool:
+        """Return True for a host that has failed; on a cluster, for one that waits for room or has not joined."""
+        return not host.is_in(view) if self._on_cluster else host.has_failed(view)
 
     def raise_loss(self, view: MembersView) -> None:
         """Raise LaunchError for a run that has no workers any more, if those elsewhere are the cause."""

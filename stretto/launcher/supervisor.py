@@ -278,6 +278,7 @@ class Supervisor:
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
             self._remote.watch(self._exit_notifier.watch_members)
+            self._remote.grow(self._view())
             if self._stop is not None and not self._plan.joining:
                 self._exit_notifier.end_run()
                 self._exit_notifier.watch_members()

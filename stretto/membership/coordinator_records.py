@@ -39,17 +39,29 @@ class Started(Record, frozen=True):
         """Seconds for which a worker that is being restarted is awaited."""
         return self.failure_timeout_s if self.return_s is None else self.return_s
 
+    @property
+    def reserved(self) -> int:
+        """Number of workers that the run's launcher may start; those that others add have numbers from there on."""
+        return self.expected
+
+
+class StartedOnCluster(Started, frozen=True):
+    """Log record of the start of a run on a cluster, which may start as many workers as are `reserved_numbers`."""
+
+    reserved_numbers: int = 0
+
+    @property
+    def reserved(self) -> int:
+        return self.reserved_numbers
+
 
 def rules_of(config: RunConfig, asynchronous: bool) -> Started:
-    """Return the rules of a run."""
-    return Started(
-        config.awaited,
-        config.failure_timeout_s,
-        config.min_workers,
-        config.max_workers,
-        asynchronous=asynchronous,
-        saves=config.checkpoint_every is not None,
-    )
+    """Return the rules of a run. On a cluster, a lost worker waits for room, and the run waits for its last one."""
+    saves = config.checkpoint_every is not None
+    rules = config.awaited, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous
+    if config.on is None:
+        return Started(*rules, saves=saves)
+    return StartedOnCluster(*rules, config.timeout_s, saves, reserved_numbers=config.most_workers)
 
 
 class Formed(Record, frozen=True):
@@ -150,7 +162,9 @@ class Stopped(Record, frozen=True):
     uneven: bool = False
 
 
-AnyRecord: TypeAlias = Started | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | NumbersGiven | Stopped
+AnyRecord: TypeAlias = (
+    Started | StartedOnCluster | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | NumbersGiven | Stopped
+)
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -79,14 +79,14 @@ class WorkerTable:
     def next_numbers(self, launcher: str, count: int, first: int | None = None, replaces: bool = False) -> NumbersGiven:
         """Return the record of the next free numbers, for a launcher that has none.
 
-        They are those from `first` on if the run begins with these workers, and if their numbers are free, or belong
-        to a launcher that this launcher `replaces`.
+        They are those from `first` on if these are reserved, and if they are free, or belong to a launcher that this
+        launcher `replaces`.
         """
         given = {number for record in self.given.values() for number in record.numbers}
         wanted = range(first, first + count) if first is not None else ()
-        if wanted and wanted[-1] < self._rules.expected and (replaces or given.isdisjoint(wanted)):
+        if wanted and wanted[-1] < self._rules.reserved and (replaces or given.isdisjoint(wanted)):
             return NumbersGiven(launcher, wanted[0], count)
-        return NumbersGiven(launcher, max(self._rules.expected, *(number + 1 for number in given), 0), count)
+        return NumbersGiven(launcher, max(self._rules.reserved, *(number + 1 for number in given), 0), count)
 
     def launcher_of(self, worker: int) -> int | None:
         """Return the first worker of the launcher that joined with this worker; None for the launcher of the run."""
@@ -95,9 +95,9 @@ class WorkerTable:
     def may_report(self, first: int | None, worker: int) -> bool:
         """Return True if the launcher that joined with worker `first`, None for the run's own, may report this exit.
 
-        The launcher of the run reports workers that the run begins with also where others have started them.
+        The launcher of the run reports workers of reserved numbers also where others have started them.
         """
-        return first == self.launcher_of(worker) or (first is None and worker < self._rules.expected)
+        return first == self.launcher_of(worker) or (first is None and worker < self._rules.reserved)
 
     def is_member(self, member: Member) -> bool:
         """Return True if this incarnation takes part in the generation."""

@@ -31,6 +31,32 @@ for epoch in range({epochs}):
 """
 
 
+NOTEBOOK_PRINTS = "trained ['bias', 'weight'] True True"
+
+
+def notebook(begin: str, on: str, cluster_is_there: str) -> str:
+    """Return a program that runs a function of its own on a cluster, and prints NOTEBOOK_PRINTS at the end."""
+    return f"""
+import torch, stretto
+{begin}
+data = torch.randn({SAMPLES}, 8)
+
+def train(rate):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    dataset = torch.utils.data.TensorDataset(data, data.sum(1, keepdim=True))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
+    for a, b in stretto.distribute(net, optimizer, loader):
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+
+result = stretto.run(train, 0.01, workers=2, on={on}, elastic=(1, 6), recipe="local_sgd(every=2)", out="run")
+print("trained", sorted(result.state), result.report.exists(), {cluster_is_there})
+"""
+
+
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind in the log of a run, as far as it is written."""
     log = run / "events.jsonl"

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_runs import assert_each_sample_counts_once, events, script
+from engine_runs import NOTEBOOK_PRINTS, assert_each_sample_counts_once, events, notebook, script
 
 from stretto.errors import LaunchError
 from stretto.launcher.local import run
@@ -164,6 +164,21 @@ def test_killed_executor_leaves_the_others_training_and_is_replaced(start: Calla
     run.until(lambda: remaining in run.generations() or not remaining)
     run.until(lambda: run.generations()[-1] == [0, 1, 2])
     run.end()
+
+
+def test_function_of_a_notebook_runs_on_the_session_of_the_notebook(
+    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pyspark.sql import SparkSession
+
+    monkeypatch.chdir(tmp_path)
+    program = notebook("", "stretto.spark(spark)", "spark.range(3).count() == 3")
+    names = {"__name__": "__main__", "spark": SparkSession(context)}
+    running = threading.Thread(target=exec, args=(program, names), daemon=True)
+    running.start()
+    running.join(LIMIT_S)
+    assert NOTEBOOK_PRINTS in capsys.readouterr().out
+    assert_each_sample_counts_once([tmp_path / "run"], epochs=1)
 
 
 def test_more_workers_than_slots_are_refused(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

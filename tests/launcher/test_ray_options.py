@@ -17,7 +17,7 @@ from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines import resources
 from stretto.launcher.engines.agents import AgentExited, AgentSpec
 from stretto.launcher.engines.clusters import connected
-from stretto.launcher.engines.ray import own_address
+from stretto.launcher.engines.ray import check_nodes, own_address
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.remote_workers import RemoteWorkers, agent_specs
 from stretto.membership.coordinator_records import rules_of
@@ -83,6 +83,17 @@ def test_address_to_listen_on_is_that_which_the_cluster_reaches() -> None:
     assert own_address("ray://127.0.0.1:10001", str) == "127.0.0.1"
 
 
+def test_what_no_node_can_hold_is_refused_with_what_one_can() -> None:
+    nodes = [{"CPU": 2.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 1.0}]
+    check_nodes({"CPU": 8, "GPU": 1}, nodes)
+    with pytest.raises(
+        LaunchError, match="no node of the cluster can hold a worker with 9 CPU, 1 GPU, 1 disk"
+    ) as caught:
+        check_nodes({"CPU": 9, "GPU": 1, "disk": 1}, nodes)
+    assert "got: 2 nodes, at most 8 CPU, 1 GPU, 0 disk" in str(caught.value)
+    assert 'try: --resources "8 CPU, 1 GPU"' in str(caught.value)
+
+
 @dataclass
 class FakeAgents:
     """Agents that are started and do nothing."""
@@ -120,7 +131,7 @@ LOST = AgentExited("actor 1", -9, "its actor was lost: ActorDiedError: x\nmore",
 @pytest.mark.parametrize("generation", [0, 3])
 def test_lost_agent_is_reported_and_replaced_within_the_restarts(scene: Any, generation: int) -> None:
     remote, agents = scene
-    view = MembersView(generation, frozenset({0, 1, 2}) if generation else frozenset())
+    view = MembersView(generation, frozenset({0, 2}) if generation else frozenset())
     reports: list[tuple[int, str, bool]] = []
     for restart in (1, 2):
         remote.handle(LOST, view, lambda *report: reports.append(report))
@@ -138,9 +149,66 @@ def test_agent_that_was_replaced_too_often_is_lost(scene: Any) -> None:
     notes: list[str] = []
     reports: list[bool] = []
     for _ in range(3):
-        remote.handle(LOST, MembersView(1, frozenset({0, 1, 2})), lambda *report: reports.append(report[2]))
+        remote.handle(
+            LOST, MembersView(1, frozenset({0, 2}), frozenset({1})), lambda *report: reports.append(report[2])
+        )
     assert reports == [True, True, False]
     assert (len(agents.specs), remote.count(), len(notes)) == (5, 2, 1)
+
+
+def test_loss_of_a_worker_that_took_part_is_not_counted(scene: Any) -> None:
+    remote, _ = scene
+    drained = AgentExited("actor 1", 3, "actor 1: all workers left", is_replaceable=True)
+    reports: list[bool] = []
+    for _ in range(4):
+        remote.handle(LOST, MembersView(1, frozenset({0, 1, 2})), lambda *report: reports.append(report[2]))
+        view = MembersView(1, frozenset({0, 2}), left=frozenset({1}))
+        remote.handle(drained, view, lambda *report: reports.append(report[2]))
+    assert reports == [True] * 8
+
+
+def test_run_ends_without_actors_that_wait_and_not_before_those_that_have_joined(scene: Any) -> None:
+    remote, _ = scene
+    remote.handle(AgentExited("actor 0", 0), MembersView(1, frozenset({1, 2}), left=frozenset({0})), pytest.fail)
+    finishing = MembersView(1, frozenset({2}), frozenset({1}), frozenset({0}), 1)
+    assert remote.is_ending(finishing)
+    assert not remote.is_over(finishing, is_ending=True)
+    remote.handle(AgentExited("actor 2", 0), finishing, pytest.fail)
+    assert remote.is_over(finishing, is_ending=True)  # actor 1 waits
+    assert not remote.is_over(finishing, is_ending=False)
+    assert remote.is_over(MembersView(1, stopped="too few"), is_ending=False)
+
+
+def test_run_that_cannot_continue_ends_after_the_agents_of_failed_workers(scene: Any) -> None:
+    remote, _ = scene
+    stopped = MembersView(0, failed=frozenset({0, 1}), stopped="too few")  # actor 2 waits
+    assert not remote.is_over(stopped, is_ending=False)
+    for number in (0, 1):
+        with pytest.raises(LaunchError, match="ValueError"):
+            remote.handle(AgentExited(f"actor {number}", 1, "ValueError: boom"), stopped, pytest.fail)
+    assert remote.is_over(stopped, is_ending=False)
+
+
+def test_workers_that_join_later_take_no_room_from_those_that_the_run_begins_with(place: Place) -> None:
+    agents = FakeAgents()
+    with servers_for(0, plain=False, coordinated=True) as servers:
+        plan = ProcessPlan(on_engine(config(place, max_workers=5)), place.folder, None, servers)
+        remote = RemoteWorkers(plan, agents.start, pytest.fail)
+    remote.start()
+    remote.grow(MembersView(0, frozenset({0, 1})))
+    assert [spec.numbers.start for spec in agents.specs] == [0, 1, 2]
+    for _ in range(2):
+        remote.grow(MembersView(1, frozenset({0, 1, 2})))
+        assert [spec.numbers.start for spec in agents.specs] == [0, 1, 2, 3, 4]
+
+
+def test_cluster_starts_more_workers_than_the_run_begins_with(place: Place) -> None:
+    found = on_engine(config(place, max_workers=5))
+    rules = rules_of(found, asynchronous=False)
+    assert (rules.expected, rules.reserved, rules.return_limit_s) == (3, 5, found.timeout_s)
+    with servers_for(0, plain=False, coordinated=True) as servers:
+        specs = agent_specs(ProcessPlan(found, place.folder, None, servers))
+    assert [spec.numbers.start for spec in specs] == [0, 1, 2, 3, 4]
 
 
 def test_lost_agent_is_not_replaced_once_the_run_ends(scene: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.membership.coordinator import MembershipCoordinator
-from stretto.membership.coordinator_records import Started
+from stretto.membership.coordinator_records import Started, StartedOnCluster
 from stretto.membership.invitations import PART_BYTES, AskToJoin, CodePart, GetCode, Invitation, Inviter
 from stretto.membership.messages import ReadyReport, Register
 
@@ -134,3 +134,27 @@ def test_no_reply_waits_for_the_code_to_be_packed() -> None:
     assert reply(inviter, AskToJoin(1)) == msgspec.structs.replace(INVITATION, numbers=(4,))
     may_end.set()
     assert (reply(inviter, GetCode(0)), packed) == (CodePart(0, b"code"), ["once"])
+
+
+def test_numbers_that_a_cluster_reserves_are_given_to_its_agents_only() -> None:
+    coordinator = MembershipCoordinator(StartedOnCluster(2, 1.0, reserved_numbers=4))
+    assert coordinator.give_numbers("by hand", 1) == (4,)
+    assert [coordinator.give_numbers(f"agent {first}", 1, first) for first in (3, 0)] == [(3,), (0,)]
+    assert coordinator.give_numbers("again", 1, 3) == (5,)
+    assert coordinator.give_numbers("its replacement", 1, 3, True) == (3,)
+    assert coordinator.workers.may_report(None, 3) and not coordinator.workers.may_report(None, 4)
+    coordinator = MembershipCoordinator.restored([*coordinator.records()], 0.0)
+    assert coordinator.give_numbers("by hand later", 1) == (6,)
+
+
+def test_run_on_a_cluster_waits_longer_for_its_last_worker_than_a_failure_lasts() -> None:
+    coordinator = MembershipCoordinator(StartedOnCluster(1, 1.0, return_s=60.0, reserved_numbers=1))
+    coordinator.receive(0, 0, Register("host", 1), 1.0)
+    coordinator.receive(0, 0, ReadyReport(0), 1.0)
+    assert coordinator.members == {0: 0}
+    coordinator.process_exited(0, 0, 2.0, True, "its node has vanished")
+    coordinator.tick(50.0)
+    assert not coordinator.view(0).stopped
+    coordinator.receive(0, 1, Register("host", 1), 51.0)
+    coordinator.receive(0, 1, ReadyReport(0), 51.0)
+    assert coordinator.members == {0: 1}

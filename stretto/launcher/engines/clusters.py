@@ -19,18 +19,20 @@ from stretto.run_config import RunConfig
 class Kind:
     """Kind of a cluster: its name, the module of its engine, what carries an agent there, and another value of `--on`.
 
-    The module has `connected(on, workers, resources)`, a context that yields a `Cluster`.
+    The module has `connected(on, workers, resources)`, a context that yields a `Cluster`. The module `packer`, of the
+    cluster's own package, packs functions, also those of a notebook, and unpacks them.
     """
 
     name: str
     module: str
     place: str
     address: str
+    packer: str
 
 
 KINDS = {
-    "ray": Kind("Ray", "stretto.launcher.engines.ray", "actor", "ray://HEAD:PORT"),
-    "spark": Kind("Spark", "stretto.launcher.engines.spark", "task", "spark://HEAD:PORT"),
+    "ray": Kind("Ray", "stretto.launcher.engines.ray", "actor", "ray://HEAD:PORT", "ray.cloudpickle"),
+    "spark": Kind("Spark", "stretto.launcher.engines.spark", "task", "spark://HEAD:PORT", "pyspark.cloudpickle"),
 }
 ADDRESS = re.compile(r"([a-z]+)(?:://[^\s/]+:\d{1,5})?", re.ASCII)
 

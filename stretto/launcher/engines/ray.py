@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stretto.errors import LaunchError, explain
 from stretto.launcher.engines.agents import AgentExited, AgentOutput, AgentSpec, StartAgent
-from stretto.launcher.engines.ray_actor import AgentActor, News
+from stretto.launcher.engines.ray_actor import CONCURRENCY, AgentActor, News
 from stretto.launcher.engines.resources import described
 from stretto.launcher.engines.ssh import AgentLines
 from stretto.launcher.engines.ssh_errors import printed_error
@@ -29,6 +30,10 @@ LOCAL_STORE_BYTES = 100_000_000
 """Size of the object store of a cluster on this machine, in which Stretto stores nothing."""
 WAIT_S = 10.0
 """Time after which a line says that actors wait for room."""
+WATCH_S = 1.0
+"""Interval at which nodes are looked for that will be taken away."""
+WORKERS_LEFT = 3
+"""Exit code of an agent whose workers have left as they were asked to, or were lost."""
 UNSTARTED = 5
 """Number of actors in a row that may fail before they start their agent, such as on a node that has just vanished."""
 PAUSE_S = 1.0
@@ -50,6 +55,9 @@ def imported() -> Any:
 def connected(on: str, _workers: int, resources: Mapping[str, float]) -> Iterator[RayCluster]:
     """Connect to the cluster at `on`; yield the connection, for actors with these resources. Raises LaunchError."""
     ray = imported()
+    if ray.is_initialized():  # by the program that calls `stretto.run`
+        yield RayCluster(own_address(on if on.startswith(CLIENT) else "", ray.util.get_node_ip_address), resources)
+        return
     address = on if on.startswith(CLIENT) else os.environ.get(ADDRESS)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -100,9 +108,17 @@ class RayAgents:
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
         self._is_noted = False
+        self._running: dict[str, RayAgent] = {}
+        """Newest agent of each name."""
+        self._watcher = threading.Thread(target=self._watch_nodes, daemon=True)
 
     def start(self, spec: AgentSpec) -> RayAgent:
-        """Request an actor, which starts the agent as soon as the cluster has room for it."""
+        """Request an actor, which starts the agent as soon as the cluster has room for it.
+
+        Raises LaunchError for the first one if no node is large enough for it.
+        """
+        if not self._running:
+            check_nodes(self._resources, [node["Resources"] for node in imported().nodes() if node["Alive"]])
         agent = RayAgent(spec, self._actor, self._report, self._output, self._note_started)
         with self._lock:
             self._waiting.add(spec.host.name)
@@ -110,13 +126,29 @@ class RayAgents:
         timer.daemon = True
         timer.start()
         agent.start()
+        self._running[spec.host.name] = agent
+        if not self._watcher.is_alive():
+            self._watcher.start()
         return agent
+
+    def _watch_nodes(self) -> None:
+        """Ask workers to leave nodes that will be taken away, until the process ends."""
+        while imported().is_initialized():
+            if nodes := draining_nodes():
+                for agent in [*self._running.values()]:
+                    agent.leave(nodes)
+            time.sleep(WATCH_S)
 
     def _actor(self) -> Any:
         """Return a new actor, which may be pending."""
         ray, custom = imported(), dict(self._resources)
         options: dict[str, Any] = {"num_cpus": custom.pop("CPU", 0), "num_gpus": custom.pop("GPU", 0)}
-        options |= {"resources": custom, "max_restarts": 0, "max_concurrency": 2, "scheduling_strategy": "SPREAD"}
+        options |= {
+            "resources": custom,
+            "max_restarts": 0,
+            "max_concurrency": CONCURRENCY,
+            "scheduling_strategy": "SPREAD",
+        }
         return ray.remote(AgentActor).options(**options).remote()
 
     def _note_started(self, name: str) -> None:
@@ -153,7 +185,7 @@ class RayAgent:
         self._reader = threading.Thread(target=self._lines.read, args=(self._errors,), daemon=True)
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._actor: Any = None
-        self._is_started = False
+        self._is_started = self._is_leaving = False
         self._is_ending = threading.Event()
 
     def start(self) -> None:
@@ -171,6 +203,12 @@ class RayAgent:
                 self._actor.end.remote()
         else:
             self._kill()
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """Ask the workers to leave if their node is one of these: another agent starts elsewhere then."""
+        if self._is_started and not self._is_leaving and _node_of(self._actor) in nodes:
+            self._is_leaving = True
+            self._actor.leave.remote()
 
     def close(self, limit_s: float) -> None:
         """Wait for the exit, at most this long, and kill the actor."""
@@ -235,7 +273,39 @@ class RayAgent:
         if code == 0:
             self._lines.flush()
             return AgentExited(name, 0)
-        return AgentExited(name, code, printed_error(name, code, self._lines.tail.decode(errors="replace")))
+        text = printed_error(name, code, self._lines.tail.decode(errors="replace"))
+        return AgentExited(name, code, text, is_replaceable=code == WORKERS_LEFT)
+
+
+def check_nodes(wanted: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raise LaunchError if none of the nodes, given by their resources, could ever hold a worker."""
+    if any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
+        return
+    largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in wanted}
+    problem = f"no node of the cluster can hold a worker with {described(dict(wanted))}"
+    got = f"{len(nodes)} node{'s' * (len(nodes) != 1)}, at most {described(largest)}"
+    fitting = {name: min(amount, largest[name]) for name, amount in wanted.items() if largest[name]} or {"CPU": 1.0}
+    to_type = f'--resources "{described(fitting)}", or start such a node first'
+    raise LaunchError(explain(problem, got=got, expected="a node with these resources", to_type=to_type))
+
+
+def draining_nodes() -> set[str]:
+    """Return the nodes that will be taken away, as the cluster was told; none where Ray does not say so."""
+    try:
+        from ray._private.state import state
+
+        return set(state.get_draining_nodes())
+    except Exception:  # no public function tells it, and a client of a cluster is not told
+        return set()
+
+
+def _node_of(actor: Any) -> str:
+    from ray._private.state import state
+
+    try:
+        return str(state.actor_table(actor._actor_id.hex())["Address"]["NodeID"])
+    except Exception:
+        return ""
 
 
 def _first_line(error: Exception) -> str:

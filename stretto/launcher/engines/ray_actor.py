@@ -8,7 +8,7 @@
       | -- end() --------------------------------> | -- end of standard input -----> | ends its workers
       x  the actor fails, or the launcher          x -- SIGKILL by the kernel -----> x  its workers are killed
 
-A call of `read` waits until there is something, so `end` needs a thread of its own: max_concurrency=2.
+A call of `read` waits until there is something, so `end` and `leave` need a thread of their own: CONCURRENCY.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +30,13 @@ from typing import IO, Literal
 Kind = Literal["started", "lines", "exited"]
 News = tuple[Kind, bytes | int]
 """Process of the agent, lines that it prints, or its exit code."""
+CONCURRENCY = 2
 CHUNK_BYTES = 1 << 16
 LAST_S = 1.0
 """Limit of the wait for the last lines of an agent that has exited."""
 PR_SET_PDEATHSIG = 1
+WORKER = "stretto.launcher.worker_main"
+"""Module that a worker process runs."""
 NO_COMMAND = 127
 
 
@@ -61,8 +66,22 @@ class AgentActor:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
+    def leave(self) -> None:
+        """Ask the workers of the agent to leave gracefully, as a machine does that is taken away."""
+        import psutil  # only on a node that is taken away
+
+        if self._process is not None:
+            for child in psutil.Process(self._process.pid).children():
+                if WORKER in child.cmdline():
+                    child.terminate()
+
     def _run(self, command: Sequence[str], key: bytes) -> None:
-        """Run the agent. It is the child of this thread, with whose end the kernel would kill it."""
+        """Run the agent. It is the child of this thread, with whose end the kernel would kill it.
+
+        Its run folder, with the code that it receives, is removed at the end.
+        """
+        folder = tempfile.mkdtemp(prefix="stretto-")
+        command = [*command, "--out", folder]
         die_with_parent = ctypes.CDLL(None).prctl
         pipe = subprocess.PIPE
         try:
@@ -87,6 +106,7 @@ class AgentActor:
         reader.start()
         code = process.wait()
         reader.join(LAST_S)
+        shutil.rmtree(folder, ignore_errors=True)
         self._news.put(("exited", code))
 
     def _pass_on(self, pipe: IO[bytes]) -> None:
