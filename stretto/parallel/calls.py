@@ -3,11 +3,12 @@
 A *call* is the entry into a module's `forward`, numbered from 0, the model itself. Modules that consist of others, such
 as the model or an `nn.Sequential`, are *open*: the calls within them are numbered too. All others are run by one stage.
 A stage begins at a call: it receives one tensor, the input of that call, and all else that it needs it computes, or
-finds in the batch. So the model can be cut at a call if no later operation uses a tensor from before it.
+finds in the batch. So the model can be cut at a call if no later operation uses another tensor from before it.
 
 The calls are found by running the forward pass on shapes. The result of a module is labelled with its call, and a
 result of several tensors with the first of their labels; a use of a tensor with label a after call b excludes all cuts
-between the two. A parameter excludes the cuts between its first and its last use.
+between the two. The input of a call has its label from then on, as `h` in `h = h + block(h)`. A parameter excludes the
+cuts between its first and its last use.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ class _Recorder:
                 self._use(self._label(flat[place]), now - 1)
             if len(dependent) == 1:
                 self.inputs[now] = dependent[0]
+                flat[dependent[0]].label = now
             else:
                 for place in dependent:
                     self._use(self._label(flat[place]), now)

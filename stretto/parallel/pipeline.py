@@ -35,7 +35,7 @@ from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
-from stretto.parallel.remote import RemoteTensor, remote
+from stretto.parallel.remote import RemoteTensor, received, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states
@@ -151,6 +151,7 @@ class Pipeline:
             if turn.closed:
                 return inner(*args, **kwargs)
             now = self._enter(turn, name)
+            args, kwargs = tree_map_only(RemoteTensor, received, (args, kwargs))
             if now in self._begins:
                 args, kwargs = self._cross(turn, now, args, kwargs)
             if is_open:
@@ -183,7 +184,8 @@ class Pipeline:
             if turn.coming is not None:
                 incoming, turn.coming = turn.coming.wait(tensor.shape, tensor.dtype), None
                 turn.input = incoming.requires_grad_(incoming.is_floating_point() and torch.is_grad_enabled())
-            flat[place] = turn.input
+            assert turn.input is not None
+            tensor.value = flat[place] = turn.input.view_as(turn.input)
         elif stage == self._link.rank + 1:
             turn.sent = tensor
             if turn.sends:
@@ -262,7 +264,7 @@ class Pipeline:
             self._turn = None
         if turn.now + 1 < len(self._calls.names):
             raise ModelError(refusals.other_calls("nothing more", self._calls.names[turn.now + 1]))
-        turn.outputs, whole.returned = tree_flatten(found)
+        turn.outputs, whole.returned = tree_flatten(tree_map_only(RemoteTensor, received, found))
         if not keeps:
             turn.sent = turn.sent.detach() if turn.sent is not None else None
 

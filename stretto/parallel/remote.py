@@ -26,10 +26,12 @@ class Operations(Protocol):
 class RemoteTensor(Tensor):
     """Tensor without values. An operation on it returns another one; reading its values raises ModelError.
 
-    `label` is a number that a record of `operations` has given it; 0 without one.
+    `label` is a number that a record of `operations` has given it; 0 without one. `value` is the tensor itself once
+    this rank has received it; functions use it from then on.
     """
 
     meta: Tensor
+    value: Tensor | None
     label: int
     operations: Operations | None
 
@@ -44,6 +46,16 @@ class RemoteTensor(Tensor):
         self, meta: Tensor, device: torch.device, label: int = 0, operations: Operations | None = None
     ) -> None:
         self.meta, self.label, self.operations = meta, label, operations
+        self.value = None
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function with the values of the tensors that are here."""
+        with torch._C.DisableTorchFunctionSubclass():
+            given, options = tree_map_only(RemoteTensor, received, (args, kwargs or {}))
+            return function(*given, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -53,6 +65,8 @@ class RemoteTensor(Tensor):
         name = operation.__name__.partition(".")[0]
         if name in READS:
             raise ModelError(_reads(name))
+        if name.endswith("_") and not isinstance(args[0], RemoteTensor) and args[0].requires_grad:
+            raise ModelError(_changes(name))
         sources: list[RemoteTensor] = []
 
         def shape_of(tensor: Tensor) -> Tensor:
@@ -76,10 +90,24 @@ class RemoteTensor(Tensor):
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype})"
 
 
+def received(tensor: RemoteTensor) -> Tensor:
+    """Return the tensor itself if it is here."""
+    return tensor if tensor.value is None else tensor.value
+
+
 def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
     """Return a remote tensor of the shape and dtype of a tensor."""
     meta = tensor.meta if isinstance(tensor, RemoteTensor) else torch.empty_like(tensor, device="meta")
     return RemoteTensor(meta.detach(), tensor.device, label, operations)
+
+
+def _changes(operation: str) -> str:
+    return explain(
+        "the model's forward pass changes a tensor in place between its modules, by the result of another stage",
+        got=f"the operation {operation}, as of `h += block(h)`",
+        expected="operations that return a new tensor",
+        to_type="h = h + block(h)",
+    )
 
 
 def _reads(operation: str) -> str:

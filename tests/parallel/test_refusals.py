@@ -56,8 +56,10 @@ class Reading(Skipping):
 
 def test_a_model_is_not_cut_under_a_skip_connection() -> None:
     calls = record_calls(Skipping(), [torch.ones(2, 4)], {})
-    assert [calls.names[cut] for cut in calls.cuts] == ["d"]
-    with pytest.raises(ModelError, match=r"begin with the module c: .* skip connection\n(.*\n)*  expected: one of d"):
+    assert [calls.names[cut] for cut in calls.cuts] == ["b", "d"]
+    with pytest.raises(
+        ModelError, match=r"begin with the module c: .* skip connection\n(.*\n)*  expected: one of b, d"
+    ):
         named_split(calls, ["c"])
 
 
@@ -112,6 +114,19 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
+class InPlace(nn.Module):
+    """A model with a residual connection that changes its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h += self.second(h)
+        return h
+
+
 class Loss(nn.Module):
     """A model that returns its loss."""
 
@@ -136,6 +151,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], pipe
         lambda net: net(torch.ones(4, 4)),
         pipeline(2),
         "batch normalisation 1 .*(\n.*)*micro_batches=1",
+    ),
+    "in place": (
+        InPlace,
+        lambda net: net(torch.ones(4, 4)),
+        pipeline(2),
+        r"operation add_(.*\n)*.*h = h \+ block\(h\)",
     ),
     "loss": (Loss, lambda net: net(torch.ones(4, 4)), pipeline(2), r"shape \(\) for .* samples"),
     "second backward": (layers, twice, pipeline(2), "a second time"),
