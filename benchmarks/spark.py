@@ -6,7 +6,7 @@ Spark has two executors of two slots, all in use once before anything is measure
 - from the SIGKILL of a task's Python to the next round, and the longest pause between two rounds after it
 - seconds of a round of parameter averaging by Spark's reduce, as Deeplearning4j does it, and by `allreduce`
 
-It needs PySpark and Java: pip install "stretto[spark]".
+It needs Java and PySpark, and pyarrow for TorchDistributor: pip install "stretto[spark]" pyarrow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stretto.run_config import RunConfig
 QUESTION = "seconds that a run on Spark takes for the loss of a task, for its start, and for a round"
 KILLED, MORE = "task killed", "start on Spark more than on this machine"
 WANTED_S = {KILLED: 1.5, MORE: 2.0}
-STARTS, KILLS, VALUES = 5, 5, 1_000_000
+STARTS, KILLS, VALUES = 3, 5, 1_000_000
 SCRIPT = ROOT / "benchmarks/scripts/clocked_rounds.py"
 WORKERS = 4
 Found = TypeVar("Found")
@@ -76,11 +76,13 @@ def spark() -> Iterator[Any]:
 class Rounds:
     """A run in a thread, and the times of its rounds."""
 
-    def __init__(self, seconds: float, pause: float, values: int = 0, workers: int = WORKERS, **fields: Any) -> None:
+    def __init__(self, rounds: int, pause: float, values: int = 0, workers: int = WORKERS, **fields: Any) -> None:
         folder = Path(tempfile.mkdtemp(prefix="spark-"))
         self._file, self.folder = folder / "rounds", folder / "run"
-        words = (str(self._file), str(seconds), str(pause), str(values))
-        config = RunConfig(SCRIPT, words, workers=workers, recipe="allreduce", threads=1, out=self.folder, **fields)
+        words = (str(self._file), str(4 * workers * rounds), str(pause), str(values))
+        config = RunConfig(
+            SCRIPT, words, workers=workers, recipe="allreduce", threads=1, output="none", out=self.folder, **fields
+        )
         self.began = time.perf_counter()
         self._thread = threading.Thread(target=local.run, args=(config, ProgressDisplay(quiet=True)))
         self._thread.start()
@@ -119,7 +121,7 @@ class Rounds:
 
 def start_s(**fields: Any) -> float:
     """Return the seconds to the first round of a run."""
-    rounds = Rounds(0.2, 0.01, **fields)
+    rounds = Rounds(ROUNDS, 0.01, **fields)
     first = rounds.first_s()
     rounds.end()
     return first
@@ -148,7 +150,7 @@ def first_step() -> float:
 
 def killed_task_s() -> tuple[float, float, float]:
     """Return seconds after the SIGKILL of a task: to the next generation, to its first round, and the longest pause."""
-    rounds = Rounds(30.0, 0.01, workers=3, on="spark")
+    rounds = Rounds(10 * STEADY, 0.01, workers=3, on="spark")
     rounds.wait(lambda: rounds.times()[STEADY:])
     task = rounds.task_of(1)
     killed = time.perf_counter()
@@ -177,7 +179,7 @@ def reduce_round_s(context: Any) -> list[float]:
 
 def exchange_round_s() -> list[float]:
     """Return the seconds of rounds of `allreduce` on Spark, each with a training step on four samples."""
-    rounds = Rounds(5.0, 0.0, VALUES, on="spark")
+    rounds = Rounds(2 * ROUNDS, 0.0, VALUES, on="spark")
     rounds.end()
     return [late - early for early, late in pairwise(rounds.times())][-ROUNDS:]
 

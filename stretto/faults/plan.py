@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from stretto.call_syntax import Words
 from stretto.errors import LaunchError, explain
 from stretto.units import TIMES, spelled
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Kind = Literal["worker", "server", "coordinator"]
 Verb = Literal["kill", "back", "pause", "resume", "cut", "heal", "slow", "restore"]
@@ -310,10 +310,10 @@ def schedule(
     >>> [(time, event.verb, event.numbers) for time, event in plan]
     [(10.0, 'kill', (1,)), (15.0, 'back', (1,))]
     """
+    import numpy as np  # only here: launchers without faults start sooner
+
     processes = _ProcessStates({"worker": workers, "server": shards, "coordinator": 1})
-    rngs = [
-        np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, index))) for index in range(len(faults))
-    ]
+    rngs = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, one))) for one in range(len(faults))]
     queue: list[_Turn] = []
     for number, (fault, rng) in enumerate(zip(faults, rngs, strict=True)):
         heapq.heappush(queue, _Turn(_after(0.0, fault.when, rng), True, number, 0))
@@ -368,7 +368,7 @@ class _ProcessStates:
         numbers = victims or tuple(rng.permutation(self._sizes[kind]).tolist())
         if not victims or isinstance(fault, Kill | Pause):
             excluded = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()
-            numbers = tuple(islice((number for number in numbers if (kind, number) not in excluded), 1))
+            numbers = next(((one,) for one in numbers if (kind, one) not in excluded), ())
         factor = fault.factor if isinstance(fault, Slow) else 1.0
         back_after_s = fault.back_after_s if isinstance(fault, Kill) else None
         return FaultEvent(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
