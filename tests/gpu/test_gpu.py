@@ -13,7 +13,7 @@ import torch
 from gpu.gpu_runs import train
 
 CPU, FAR = pytest.param("cpu"), pytest.param("far")
-CPU_LONG = pytest.param("cpu", marks=pytest.mark.long)
+CPU_LONG, FAR_LONG = (pytest.param(one, marks=pytest.mark.long) for one in ("cpu", "far"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 CUDAS = pytest.param("cuda", marks=pytest.mark.gpu(count=2))
 RECIPES = [
@@ -77,8 +77,12 @@ def test_stages_on_the_device_equal_a_single_process(layout: str, device: str, t
     staged = train(tmp_path / "staged", device, "allreduce", "--layout", layout, workers=2)
     staged.check(device)
     assert staged.losses == pytest.approx(whole.losses, rel=1e-5)
-    replicas = train(tmp_path / "replicas", device, "local_sgd(every=4)", "--layout", layout, workers=4)
-    replicas.check(device)
+
+
+@pytest.mark.parametrize("device", [FAR_LONG, CUDA])
+def test_workers_in_stages_on_the_device_train_together(device: str, tmp_path: Path) -> None:
+    layout = ("--layout", "pipeline(stages=2)")
+    train(tmp_path / "run", device, "local_sgd(every=4)", *layout, workers=4).check(device)
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ def main() -> None:
             nn.functional.mse_loss(net(inputs.to(device)), targets.to(device)).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 10.0)
             optimizer.step()
-    state = b"".join(one.detach().cpu().numpy().tobytes() for one in net.parameters())
+    state = b"".join(one.detach().cpu().numpy().tobytes() for one in net.state_dict().values())
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     print(f"worker {config.worker} on {place}: state {hashlib.blake2b(state, digest_size=8).hexdigest()}", flush=True)
 
