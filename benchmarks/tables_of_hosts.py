@@ -117,20 +117,18 @@ def floods(record: Record) -> Iterator[str]:
 def on_spark(record: Record) -> Iterator[str]:
     """Yield what a run on Spark takes for a lost task, its start and a round."""
     yield from outcomes(record, "spark")
-    workers, cores = record["workers"], record["machine"]["cores"]
-    yield (
-        f"{workers} workers share {cores} cores with Spark, so the imports of its processes, of the agents and of the "
-        "workers take turns. A killed task leaves 2 of 3 workers. A round has a training step, except with Spark's "
-        "reduce."
-    )
+    yield f"{_cores_shared_with('Spark', record)} A killed task leaves 2 of 3 workers. A round has a training step,"
+    yield "except with Spark's reduce."
 
 
 def on_ray(record: Record) -> Iterator[str]:
     """Yield what a run on Ray takes for a lost actor, a new node and its start."""
     yield from outcomes(record, "ray")
+    yield f"{_cores_shared_with('Ray', record)} TorchTrainer restarts all workers from the beginning: its script"
+    yield "writes and reads no checkpoint."
+
+
+def _cores_shared_with(cluster: str, record: Record) -> str:
     workers, cores = record["workers"], record["machine"]["cores"]
-    yield (
-        f"{workers} workers share {cores} cores with Ray, so the imports of its processes, of the agents and of the "
-        "workers take turns. TorchTrainer restarts all workers from the beginning: its script writes and reads no "
-        "checkpoint."
-    )
+    processes = "the imports of its processes, of the agents and of the workers take turns."
+    return f"{workers} workers share {cores} cores with {cluster}, so {processes}"

@@ -115,7 +115,7 @@ class RemoteWorkers:
         self._start(self._specs[: self._initial])
 
     def grow(self, view: MembersView) -> None:
-        """Start the other agents once the run has begun, so that none takes the room of one that it begins with."""
+        """Start the other agents once the run has begun, so that none takes the room of the first ones."""
         if view.generation and len(self._hosts) < len(self._specs) and not view.stopped and not self.is_ending(view):
             self._start(self._specs[self._initial :])
 
@@ -175,7 +175,7 @@ class RemoteWorkers:
         return all(is_ending and self._is_unneeded(host, view) for host in running)
 
     def _is_unneeded(self, host: _RemoteHost, view: MembersView) -> bool:
-        """Return True for a host that has failed; on a cluster, for one that waits for room or has not joined."""
+        """Return True for a host that has failed; on a cluster, for a host that waits for room or has not joined."""
         return not host.is_in(view) if self._on_cluster else host.has_failed(view)
 
     def raise_loss(self, view: MembersView) -> None:

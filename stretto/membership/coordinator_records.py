@@ -41,7 +41,7 @@ class Started(Record, frozen=True):
 
     @property
     def reserved(self) -> int:
-        """Number of workers that the run's launcher may start; those that others add have numbers from there on."""
+        """Number of workers that the run's launcher may start; workers that others add have numbers from there on."""
         return self.expected
 
 

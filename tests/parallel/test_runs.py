@@ -120,4 +120,4 @@ def test_a_script_that_calls_a_part_of_the_model_gets_one_error(tmp_path: Path) 
     layout = ("-n", "2", "--layout", 'pipeline(stages=2, split="blocks.9")')
     error = run(tmp_path, "run", *layout, fails=True)
     assert "no stage can begin with the module blocks.9" in error
-    assert "expected: one of blocks.0, " in error
+    assert "expected: one of blocks.0, blocks.0.norm, blocks.0.mlp, blocks.1" in error

@@ -161,7 +161,7 @@ class SparkAgent:
                 self._context.cancelJobGroup(self._group)
 
     def close(self, limit_s: float) -> None:
-        """Wait for the end of the job, at most this long, and cancel it, also one that is just being submitted."""
+        """Wait for the end of the job, at most this long, and cancel it, even while it is submitted."""
         if threading.current_thread() is self._follower:
             return
         self._follower.join(limit_s)
