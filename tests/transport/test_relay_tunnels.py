@@ -9,16 +9,20 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from stretto.collective_ops import Exchange
+from stretto.errors import BrokenTransportError
 from stretto.relay import JOINED, NONCE_BYTES, REQUEST_BYTES
-from stretto.transport import encrypted_sockets
+from stretto.transport import encrypted_rendezvous, encrypted_sockets
+from stretto.transport.encrypted import EncryptedTransport
+from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
-from tests.encrypted_ends import joined, new_keys
+from tests.encrypted_ends import joined, new_keys, view
 from tests.relays import SECRET, RelayThread, received
 
 LIMIT_S = 20.0
@@ -116,6 +120,22 @@ def test_ends_that_wait_for_another_worker_do_not_delay_the_end() -> None:
         with tunnels(relay, own, limit_ms=60_000) as made, sending(made), accepted(relay, b"s"):
             pass
         assert time.monotonic() - began < 30
+
+
+def test_an_abort_while_a_transport_is_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = EncryptedRendezvous("127.0.0.1", 3 * LIMIT_S, LIMIT_S)
+
+    class Aborted(EncryptedTransport):
+        def __init__(self, *arguments: Any) -> None:
+            rendezvous.abort(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(encrypted_rendezvous, "EncryptedTransport", Aborted)
+    silent, began = ReservedPort("127.0.0.1", new_keys()), time.monotonic()
+    with pytest.raises(BrokenTransportError, match="the generation was aborted"):
+        rendezvous.form(view([str(silent.endpoint), rendezvous.address]), 1)
+    assert time.monotonic() - began < 2 * LIMIT_S
+    silent.close()
 
 
 def test_workers_try_again_while_the_relay_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
