@@ -50,7 +50,7 @@ from stretto.transport.shared_memory import HostsTransport, SharedMemoryTranspor
 
 pytestmark = pytest.mark.skipif(not is_native(), reason="means go through shared memory with the native kernels only")
 
-OUT_S = 1.0
+OUT_S = TIMEOUT_S / 2
 """Maximum of seconds after which a worker leaves an exchange that another worker can't complete."""
 
 
