@@ -2,9 +2,10 @@
 
 A plain start imports torch for more than a second of CPU time; a fork takes some milliseconds. `ForkingPopen` takes the
 place of `subprocess.Popen` in the tests, and in the commands that they start, for `python -m NAME`, `python -c CODE`
-and `python FILE`, also in a network namespace (`ip netns exec`). A forked process is a child of the process that asked
-for it, so signals, waits and exit codes are those of a plain start; only /proc shows the environment and the command of
-the server, so `environment_of` reads the environment from a file.
+and `python FILE`, also in a network namespace (`ip netns exec`) and in a folder that is a disk of its own (`OWN_DISK`).
+A forked process is a child of the process that asked for it, so signals, waits and exit codes are those of a plain
+start; only /proc shows the environment and the command of the server, so `environment_of` reads the environment from a
+file. When a forked process ends, modules that the server had imported are not destroyed, nor what libraries hold.
 
     test or launcher         fork server            go-between        process
           | -- request, fds --> |                       |                |
@@ -17,6 +18,7 @@ the server, so `environment_of` reads the environment from a file.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -65,6 +67,12 @@ SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 NEW_NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2) and unshare(2)."""
+NEW_MOUNTS = 0x00020000
+"""CLONE_NEWNS of unshare(2)."""
+PRIVATE = 0x4000 | 0x40000
+"""MS_REC and MS_PRIVATE of mount(2)."""
+OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
+"""Runs a command, which follows a size and a folder, in the folder, which is an empty disk for the command."""
 FLAGS = {"-P": "safe", "-u": "unbuffered"}
 """Options of Python that a request may have, and the names of their fields in it."""
 HIGH_FD = 400
@@ -149,8 +157,10 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
         return None
     words = [os.fspath(word) for word in values["args"]]
     network, words = (words[3], words[4:]) if words[:3] == ["ip", "netns", "exec"] else ("", words)
+    end = len(OWN_DISK)
+    disk, words = (words[end : end + 2], words[end + 2 :]) if words[:end] == OWN_DISK else ([], words)
     environment = dict(os.environ if values["env"] is None else values["env"])
-    cwd = os.fspath(values["cwd"] or os.getcwd())
+    cwd = disk[1] if disk else os.fspath(values["cwd"] or os.getcwd())
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     flags = list(takewhile(FLAGS.__contains__, words[1:]))
     rest = words[1 + len(flags) :]
@@ -166,6 +176,7 @@ def _request(values: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "words": rest,
         "network": network,
+        "disk": disk,
         **{name: flag in flags for flag, name in FLAGS.items()},
         "paths": paths,
         "environment": environment,
@@ -188,13 +199,14 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 def main() -> None:
     """Import what test processes use and serve; in each forked process, run its request."""
+    preloaded: dict[str, ModuleType] = {}
+    atexit.register(_keep, preloaded)  # the first one is called last
     for name in PRELOADED:
         importlib.import_module(name)
+    preloaded.update(sys.modules)
     gc.freeze()  # the collections of forked processes leave these objects, and their pages, alone
     request, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if request["network"]:
-        with Path("/run/netns", request["network"]).open() as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), NEW_NETWORK) == 0
+    _enter_namespaces(request["network"], request["disk"])
     if request["words"][:1] != ["-m"] or request["words"][1] not in WORKERS:
         server = ForkServer(request["folder"])
         if os.fork():
@@ -208,6 +220,29 @@ def main() -> None:
             request, descriptors = _serve(server.theirs)
     _take_place(request, descriptors)
     _run(request["words"], request)
+
+
+def _keep(modules: dict[str, ModuleType]) -> None:
+    """Let a forked process end without destroying modules and what libraries hold: it would first copy their pages."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    for name in modules.keys() - {"__main__", "builtins", "sys"}:
+        sys.modules.pop(name, None)
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    libc.on_exit(libc._exit, None)  # called once Python has ended, before destructors of libraries
+
+
+def _enter_namespaces(network: str, disk: list[str]) -> None:
+    """Use a network namespace, and a disk of a size at a folder, if they are given."""
+    libc = ctypes.CDLL(None)
+    if network:
+        with Path("/run/netns", network).open() as file:
+            assert libc.setns(file.fileno(), NEW_NETWORK) == 0
+    if disk:
+        size, folder = map(str.encode, disk)
+        assert libc.unshare(NEW_MOUNTS) == 0
+        assert libc.mount(b"none", b"/", None, PRIVATE, None) == 0
+        assert libc.mount(b"none", folder, b"tmpfs", 0, b"size=" + size) == 0
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

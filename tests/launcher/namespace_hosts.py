@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import OWN_DISK
 
 from stretto.events import read_events
 
@@ -21,7 +22,7 @@ SCRIPT = """
 import pathlib, sys, time, torch, stretto, nets
 assert sys.argv[1:] == ["--lr", "0.01"]
 torch.manual_seed(0)
-x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
+x = torch.randn(160, 8); y = x.sum(1, keepdim=True)
 net = nets.net()
 optimizer = torch.optim.SGD(net.parameters(), lr=float(sys.argv[2]))
 data = torch.utils.data.TensorDataset(x, y)
@@ -34,13 +35,7 @@ for epoch in range(60):
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
         if not pathlib.Path(ENOUGH).exists():
-            time.sleep(0.06)
-"""
-WITHOUT_DISK = """
-mount -t tmpfs none "$1"
-cd "$1"
-shift
-exec "$@"
+            time.sleep(0.12)
 """
 
 
@@ -94,7 +89,7 @@ def on(host: str, *words: str) -> subprocess.Popen[str]:
 def joining(host: str, folder: Path, key: bytes, *words: str) -> Any:
     """Start `stretto join` on a host, where `folder` is empty; the key comes from standard input."""
     command = [sys.executable, "-m", "stretto.cli", "join", *words, "--key", "-"]
-    hidden = ["unshare", "-m", "sh", "-ec", WITHOUT_DISK, "sh", str(folder), *command]
+    hidden = [*OWN_DISK, "50%", str(folder), *command]
     process = subprocess.Popen(
         ["ip", "netns", "exec", host, *hidden],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -120,7 +115,7 @@ def write_script(folder: Path, outside: pytest.TempPathFactory) -> Path:
 def assert_each_sample_counts_once(run: Path) -> None:
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert len(audits) == 60
-    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
 
 
 def events(run: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ __all__ = ["hosts"]
 SCRIPT = """
 import pathlib, time, torch, stretto
 torch.manual_seed(0)
-x = torch.randn(320, 8); y = x.sum(1, keepdim=True)
+x = torch.randn(160, 8); y = x.sum(1, keepdim=True)
 net = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(x, y)
@@ -46,7 +46,7 @@ for epoch in range(60):
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
         if not pathlib.Path("enough").exists():
-            time.sleep(0.06)
+            time.sleep(0.12)
 """
 PATIENCE_S = 1.0
 
@@ -78,7 +78,7 @@ def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place
         assert one.returncode == 0, said
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert len(audits) == 60
-    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
     joined = [(event["worker"], event["incarnation"]) for event in events(run) if event.get("what") == "joined"]
     assert sorted(joined) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
 
@@ -169,7 +169,7 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
     assert here.returncode == 0, said
     audits = [epoch["sample_counts"] for epoch in epochs(run)]
     assert len(audits) == 60
-    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
     assert over_server or epochs(run)[-1]["trained"].keys() <= {"0", "1"}
 
 
@@ -196,7 +196,7 @@ def test_script_error_of_a_guest_is_reported_immediately(place: Place) -> None:
     assert here.returncode == 0, said
     audits = [epoch["sample_counts"] for epoch in epochs(run)]
     assert len(audits) == 60 and members
-    assert all((seen["once"], seen["twice"], seen["never"]) == (320, 0, 0) for seen in audits)
+    assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
 
 
 test_script_error_of_a_guest_is_reported_immediately.limit_s = 200  # type: ignore[attr-defined]

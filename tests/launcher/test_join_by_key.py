@@ -179,7 +179,7 @@ def test_run_without_workers_of_its_own_ends_with_those_that_joined(
     assert "code in" in said[0] and "code in" in (run / "worker-1.log").read_text(), "the output of worker 0 is shown"
     assert generations(run)[0] == [0, 1]
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
-    assert [(seen["once"], seen["twice"], seen["never"]) for seen in audits] == [(320, 0, 0)] * 6
+    assert [(seen["once"], seen["twice"], seen["never"]) for seen in audits] == [(160, 0, 0)] * 6
     assert {event["worker"] for event in events(run) if event["event"] == "end"} == {0, 1}
 
 
