@@ -102,8 +102,8 @@ def distribute(
     if context is None:
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
-    chosen, sections = chosen_recipe(context, scripted), _sections_of(context)
-    workers = chosen_layout(context, scripted_layout)
+    workers, sections = chosen_layout(context, scripted_layout), _sections_of(context)
+    chosen = chosen_recipe(context, scripted, workers)
     arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, workers)
     trainer = sections.begin(arguments)
     if trainer is None:

@@ -103,7 +103,7 @@ def ranks_of(config: RunConfig) -> int:
         return 1
     from stretto.recipe.parser import parse_layout
 
-    return parse_layout(config.layout).ranks
+    return parse_layout(config.layout).ranks_in(config.workers)
 
 
 def _in_workers(config: RunConfig) -> RunConfig:
@@ -237,10 +237,28 @@ def _check_layout(config: RunConfig) -> None:
     if (option := next((name for name, value in refused.items() if value), None)) is not None:
         problem = f"workers of several processes cannot run with {option} yet"
         raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
+    from stretto.recipe.parser import parse_layout
+
+    if not parse_layout(config.layout or "").takes_recipe:
+        _refuse_for_blocks(config, layout)
     if settled(config).servers:
         problem = "workers of several processes cannot exchange through a parameter server yet"
         got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
+
+
+def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
+    """Raise LaunchError for options that mean nothing to ranks which exchange blocks, or that they can't follow."""
+    if config.recipe is not None:
+        problem, got = "the processes exchange column blocks, and no recipe says what else", f"--recipe {config.recipe}"
+        raise LaunchError(explain(problem, got=got, expected="no recipe", to_type=layout))
+    if config.checkpoint_every is not None and every(config.checkpoint_every).rounds is None:
+        problem, got = (
+            "the processes save when column blocks have rotated, not by the clock",
+            f"--checkpoint-every {config.checkpoint_every}",
+        )
+        expected, to_type = "a number of rotations", f'--checkpoint-every "4 rounds" {layout}'
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 def _check_survival(config: RunConfig) -> None:

@@ -19,8 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import BatchAssignment, Range
 from stretto.errors import LoaderError, explain
+from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
-    Batch,
     EpochOrder,
     ShardedBatchSampler,
     cut_stream,
@@ -230,7 +230,7 @@ class AssignedEpoch:
             return GlobalStep(
                 None, None, 0, self.assigned_samples, rank_batch.total, rank_batch.incomplete, parts=parts
             )
-        batch = next(self._batches)
+        batch = next(self._batches) if self._sampler.enter(rank_batch.ranges) else None
         return GlobalStep(
             batch,
             rank_batch.ranges,
@@ -330,9 +330,10 @@ class BatchSource:
         loop: EpochLoop,
         division: Division,
         runtime: Runtime,
+        arrangement: Arrangement,
     ) -> None:
         assignment, self.splits = division.assignment, division.split
-        self._loader, self._transport, self._loop = loader, transport, loop
+        self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
         self._division, self._global_batch_of = division, division.global_batch_of
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
@@ -366,7 +367,7 @@ class BatchSource:
             return BatchAssignment((), self._loop.members(), rule, initial_workers, drawn.bounds)
 
         if not isinstance(when, on_arrival):
-            return ShardedBatchSampler(order, assign, self._transport.number)
+            return ShardedBatchSampler(order, assign, self._transport.number, self._arrangement)
         if self._transport.server is None:
             raise TypeError("a recipe without barriers leases batches through a server")
         in_turn = when.bound == 0 or self.assignment == "contiguous"
@@ -376,8 +377,10 @@ class BatchSource:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
         workers = len(self._loop.members())
         if self.assignment == "contiguous":
-            return interleaved(batches, workers * self._global_batch_of)
-        return in_parts(batches, workers) if self.splits and self._asynchronous else batches
+            batches = interleaved(batches, workers * self._global_batch_of)
+        elif self.splits and self._asynchronous:
+            batches = in_parts(batches, workers)
+        return self._arrangement.arranged(batches)
 
     @property
     def is_counted(self) -> bool:
@@ -415,7 +418,7 @@ class BatchSource:
         """Return the number of global steps of an epoch."""
         if self.assignment == "own" or self.splits:
             return len(self._loader)
-        return -(-len(self._loader) // (self._transport.workers * self._global_batch_of))
+        return -(-self._arrangement.length(self._loader) // (self._transport.workers * self._global_batch_of))
 
 
 def _refuse_assignment(got: str, expected: str) -> None:

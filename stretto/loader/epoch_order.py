@@ -17,12 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_co
 
 from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
 from stretto.errors import LoaderError, explain
+from stretto.loader.arrangement import Arrangement, Batch
 from stretto.transport import Transport
 from stretto.transport.device_memory import accelerator
-
-Batch = list[Any]
-"""The indices of one batch, as a batch sampler gives them."""
-
 
 ENDLESS = 50_000_000
 """Number of batches above which a sampler is refused as endless."""
@@ -251,9 +248,13 @@ class ShardedBatchSampler(BatchSampler):
     """
 
     def __init__(
-        self, draw: Callable[[], EpochOrder], assign: Callable[[EpochOrder], BatchAssignment], worker: int
+        self,
+        draw: Callable[[], EpochOrder],
+        assign: Callable[[EpochOrder], BatchAssignment],
+        worker: int,
+        arrangement: Arrangement,
     ) -> None:
-        self._draw, self._deals, self._worker = draw, assign, worker
+        self._draw, self._deals, self._worker, self._arrangement = draw, assign, worker, arrangement
         self._assigned: tuple[EpochOrder, BatchAssignment] | None = None
         self._upcoming: Iterator[Ranges] | None = None
 
@@ -272,6 +273,10 @@ class ShardedBatchSampler(BatchSampler):
     def order(self) -> EpochOrder:
         """Order of this epoch."""
         return self._drawn()[0]
+
+    def enter(self, ranges: Ranges) -> bool:
+        """Prepare for the batch of these ranges. Return False if this process loads none of its samples."""
+        return self._arrangement.enter(self.order.flat, ranges)
 
     def append(self, indices: Batch) -> EpochOrder:
         """Append samples to the order of this epoch, and return the new order."""
@@ -299,7 +304,8 @@ class ShardedBatchSampler(BatchSampler):
         for pieces in ahead or self._upcoming or ():
             if pieces:
                 first, *others = (flat[start:stop] for start, stop in pieces)
-                yield list(chain(first, *others)) if others else first
+                if loaded := self._arrangement.loaded(list(chain(first, *others)) if others else first):
+                    yield loaded
 
     def __len__(self) -> int:
         return sum(1 for pieces in self.batch_assignment.upcoming(self._worker) if pieces)

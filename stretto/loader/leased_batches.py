@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from stretto.data.assignment import BatchAssignment
 from stretto.data.leases import Lease
-from stretto.loader.epoch_order import Batch, EpochOrder, pack, parted, unpack
+from stretto.loader.arrangement import Batch
+from stretto.loader.epoch_order import EpochOrder, pack, parted, unpack
 from stretto.loader.global_step import GlobalStep, refuse_too_few
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RollbackRequiredError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_map_only
 
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, record_calls
-from stretto.parallel.link import Link
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.pipeline import Pipeline
+from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers
-from stretto.transport.interface import Message
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -30,74 +29,24 @@ class Chosen(msgspec.Struct, frozen=True):
     begins: list[int]
 
 
-class Stages(Protocol):
-    """The stages of a worker's model, as its trainer sees them."""
+class PipelineStages(RankParts):
+    """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model."""
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process in its worker."""
-        ...
-
-    def facts(self) -> Any:
-        """Return the stages, for workers that join; None before they are chosen."""
-        ...
-
-    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
-        """Return, at rank 0, the messages of the other ranks of this worker."""
-        ...
-
-    def close(self) -> None:
-        """Choose no stages after the end of the section."""
-        ...
-
-
-class OneStage:
-    """The stages of a worker of one process."""
-
-    rank = 0
-
-    def facts(self) -> Any:
-        """Return None: there is nothing to choose."""
-
-    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
-        """Return nothing: there are no other ranks."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PipelineStages:
-    """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model.
-
-    `broadcast` returns the message of the first worker at all workers. `notice` shows a line, and `on_split` is called
-    once the model is split.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        layout: pipeline,
-        link: Link,
-        broadcast: Callable[[Message], bytes],
-        notice: Callable[[str], None],
-        on_split: Callable[[], None],
-    ) -> None:
-        self._model, self._optimizers, self._layout, self._link = model, optimizers, layout, link
-        self._broadcast, self._notice, self._on_split = broadcast, notice, on_split
+    def __init__(self, layout: pipeline, context: RankContext) -> None:
+        self._layout, self._context, self._link = layout, context, context.link
+        self._model, self._optimizers = context.model, context.optimizers
+        self._broadcast, self._notice, self._on_split = context.broadcast, context.notice, context.on_split
         self._chosen: Chosen | None = None
-        _refuse(model, optimizers)
-        if link.ranks != layout.stages:
-            raise ModelError(_other_ranks(layout, link.ranks))
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process in its worker."""
-        return self._link.rank
+        self.rank = self._link.rank
+        _refuse(self._model, self._optimizers)
+        if self._link.ranks != layout.stages:
+            raise ModelError(_other_ranks(layout, self._link.ranks))
 
     def begin(self, facts: Any) -> None:
         """Split the model as other workers have (`facts`), or else at its first forward pass."""
+        codec = self._context.recipe.how if self._context.recipe is not None else None
+        if codec is not None and not codec.elementwise and self._context.workers > 1:
+            self._notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
         if facts is not None:
             self._apply(msgspec.convert(facts, Chosen))
             return

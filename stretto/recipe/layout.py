@@ -20,10 +20,13 @@ class Layout(Answer):
 
     axis = "layout"
     example: ClassVar[str] = "whole()"
+    carried_out_by: ClassVar[str] = "stretto.parallel.rank_parts.RankParts"
+    """Import path of the class that divides a worker among its ranks."""
+    takes_recipe: ClassVar[bool] = True
+    """True if a recipe says what the workers exchange; False if there is only one worker, whatever its processes."""
 
-    @property
-    def ranks(self) -> int:
-        """Number of processes of a worker."""
+    def ranks_in(self, processes: int) -> int:
+        """Return the number of processes of a worker in a run of so many processes."""
         return 1
 
 
@@ -50,6 +53,7 @@ class pipeline(Layout):
     recompute: bool = False
 
     papers = ("Huang et al. 2018 (GPipe, 1811.06965)",)
+    carried_out_by = "stretto.parallel.stages.PipelineStages"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +69,7 @@ class pipeline(Layout):
                 )
             )
 
-    @property
-    def ranks(self) -> int:
+    def ranks_in(self, processes: int) -> int:
         return self.stages
 
     @property
@@ -75,7 +78,53 @@ class pipeline(Layout):
         return None if self.split == MEASURED else [name.strip() for name in self.split.split(",")]
 
 
-LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole, pipeline)}
+@dataclass(frozen=True, repr=False)
+class blocks(Layout):
+    """All processes factorise one matrix: each trains rows of its own, and column blocks rotate among them.
+
+    `rows` names the tables (embeddings, parameters) that have an entry for each row of the matrix, `columns` those that
+    have one for each column, with commas between them: blocks("users, user_bias", "items, item_bias"). A sample of the
+    loader begins with the number of its row and that of its column. Each process trains the samples of its rows and of
+    the column block that it has, then sends this block to the next process.
+
+    Cost: an epoch sends each column table once around the ring. No process waits for gradients.
+    """
+
+    rows: str
+    columns: str
+
+    papers = ("Gemulla et al. 2011 (DSGD, 10.1145/2020408.2020426)",)
+    carried_out_by = "stretto.parallel.blocks.BlockRing"
+    takes_recipe = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [*self.row_tables, *self.column_tables]
+        if not all(names) or len(set(names)) < len(names):
+            raise RecipeError(
+                explain(
+                    "blocks needs the names of the tables of rows, and those of columns, each once",
+                    got=str(self),
+                    expected="names of embeddings or parameters, with commas between them",
+                    to_type='blocks("users, user_bias", "items, item_bias")',
+                )
+            )
+
+    def ranks_in(self, processes: int) -> int:
+        return processes
+
+    @property
+    def row_tables(self) -> Sequence[str]:
+        """Names of the tables with an entry for each row."""
+        return [name.strip() for name in self.rows.split(",")]
+
+    @property
+    def column_tables(self) -> Sequence[str]:
+        """Names of the tables with an entry for each column."""
+        return [name.strip() for name in self.columns.split(",")]
+
+
+LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole, pipeline, blocks)}
 
 
 def catalogue() -> list[dict[str, Any]]:

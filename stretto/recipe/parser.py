@@ -71,7 +71,7 @@ def parse_layout(text: str) -> Layout:
 
     >>> parse_layout("pipeline(2, micro_batches=8)")
     pipeline(2, micro_batches=8)
-    >>> parse_layout("whole").ranks
+    >>> parse_layout("whole").ranks_in(4)
     1
     """
     words, term = _read(text, "--layout", LAYOUT_EXAMPLE, LAYOUT_EXPECTED)

@@ -161,8 +161,8 @@ class Strategy:
 
     @property
     def is_carried(self) -> bool:
-        """True if exchanges have carried all samples."""
-        return all(parameter_set.weights.is_carried for parameter_set in self.sets)
+        """True if exchanges have carried all samples, or if nothing is exchanged."""
+        return self.recipe is None or all(parameter_set.weights.is_carried for parameter_set in self.sets)
 
     def on_generation(self, change: Change, behind: bool) -> None:
         """Adapt weights and codec states to a changed membership.

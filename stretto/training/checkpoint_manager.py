@@ -83,6 +83,10 @@ class CheckpointManager:
 
         Asynchronous workers wait until it has read the server's parameters and the sample counts.
         """
+        with self._trainer.rank_parts.whole():
+            self._save()
+
+    def _save(self) -> None:
         trainer = self._trainer
         trainer.global_steps.refuse_not_finite()
         self.saved_at = trainer.progress.rounds
@@ -102,8 +106,8 @@ class CheckpointManager:
             own_state = self.state({worker: state_transfer.unpack_own(one) for worker, one in states.items()})
         except RollbackRequiredError:
             return b"lost"
-        others = trainer.stages.collect(functools.partial(state_transfer.pack, own_state))
-        if trainer.stages.rank:
+        others = trainer.rank_parts.collect(functools.partial(state_transfer.pack, own_state))
+        if trainer.rank_parts.rank:
             return b"collected"
         state = joined([own_state, *map(state_transfer.unpack, others)])
         if self._writer is None and others and (lacking := own_state.tensors.keys() - state.tensors.keys()):
@@ -162,7 +166,7 @@ class CheckpointManager:
             "assignment": assignment.state() if assignment is not None else None,
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
-            "stages": trainer.stages.facts(),
+            "stages": trainer.rank_parts.facts(),
             "strategy": strategy,
             "own_optimizer": trainer.strategy.keeps_own_optimizer,
             "saved": self.saved_at,

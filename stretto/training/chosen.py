@@ -37,9 +37,9 @@ def _given(
     raise RecipeError(explain(problem, got=got, expected=expected, to_type=f"{argument}={example}"))
 
 
-def chosen_recipe(context: WorkerContext, scripted: Recipe | None) -> Recipe | None:
-    """Return the recipe of this run; None for a run without any exchange."""
-    if context.single_process:
+def chosen_recipe(context: WorkerContext, scripted: Recipe | None, layout: Layout) -> Recipe | None:
+    """Return the recipe of this run; None for a run whose workers exchange nothing."""
+    if context.single_process or not layout.takes_recipe:
         return None
     return parser.parse(context.recipe) if context.recipe else scripted or parser.parse("allreduce")
 
@@ -48,13 +48,14 @@ def chosen_layout(context: WorkerContext, scripted: Layout | None) -> Layout:
     """Return the layout of this run's workers. Raise RecipeError if the script's needs more processes."""
     if context.layout is not None:
         return parser.parse_layout(context.layout)
-    if scripted is None or scripted.ranks == 1 or context.workers == 1:
+    ranks = scripted.ranks_in(context.workers) if scripted is not None else 1
+    if scripted is None or ranks == 1 or context.workers == 1:
         return whole()
     raise RecipeError(
         explain(
-            f"the script asks for workers of {scripted.ranks} processes, and they were started with one each",
+            f"the script asks for workers of {ranks} processes, and they were started with one each",
             got=f"layout={scripted}, and {context.workers} workers without --layout",
             expected="the same layout on the command line, with the number of all processes",
-            to_type=f'stretto run -n {scripted.ranks * context.workers} --layout "{scripted}"',
+            to_type=f'stretto run -n {scripted.ranks_in(1) * context.workers} --layout "{scripted}"',
         )
     )

@@ -13,6 +13,7 @@ from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, E
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.membership.loop_positions import CLOSED, LOOP
 from stretto.membership.worker_status import status
+from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
@@ -42,6 +43,7 @@ class LoopingTrainer(Protocol):
     events: EventWriter
     progress: LoopProgress
     schedules: Schedules
+    rank_parts: RankParts
     evaluator: Evaluator
     global_steps: GlobalSteps
     strategy: Strategy
@@ -65,7 +67,9 @@ class Epochs:
             arguments.assignment,
             context.split,
         )
-        self.source = BatchSource(trainer.loader, trainer.transport, self, division, context.runtime)
+        self.source = BatchSource(
+            trainer.loader, trainer.transport, self, division, context.runtime, trainer.rank_parts
+        )
         self.current: EpochBatches | None = None
         """The epoch under way."""
         self.closing: EpochBatches | None = None

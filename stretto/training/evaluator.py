@@ -27,7 +27,7 @@ from stretto.errors import EvaluateError, LogError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
-from stretto.parallel.stages import Stages
+from stretto.parallel.rank_parts import RankParts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.strategy import Strategy
@@ -59,7 +59,7 @@ class EvaluatedTrainer(Protocol):
     batch_source: BatchSource
     progress: LoopProgress
     figures: Figures
-    stages: Stages
+    rank_parts: RankParts
 
     @property
     def agent(self) -> StatusPublisher:
@@ -169,7 +169,8 @@ class Evaluator:
         assert self._evaluate is not None
         trainer.agent.doing("evaluating")
         try:
-            metrics, self._predictions = run(self._evaluate, trainer.model)
+            with trainer.rank_parts.whole():
+                metrics, self._predictions = run(self._evaluate, trainer.model)
         except SystemExit as error:
             problem, expected = "evaluate ended the script", "a function that returns: the other workers wait for it"
             to_type = "return the numbers, and leave the loop on every worker"
@@ -218,11 +219,15 @@ class Evaluator:
 
     def _save_final(self) -> bytes:
         """Save the final model, before other files that may not fit on the disk."""
+        with self._trainer.rank_parts.whole():
+            return self._save_whole()
+
+    def _save_whole(self) -> bytes:
         files, notice = self._context.files, self._trainer.events.notice
         if files is None:
             return b"nowhere"
         tensors = self._whole_tensors()
-        if self._trainer.stages.rank:
+        if self._trainer.rank_parts.rank:
             return b"saved"
         save_final(files, tensors, notice)
         if self._predictions is not None:
@@ -235,7 +240,7 @@ class Evaluator:
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the whole model at rank 0 of the worker, for a file; all its ranks call this."""
         own = _saveable_tensors(self._trainer.model)
-        others = self._trainer.stages.collect(functools.partial(state_transfer.pack_own, ({}, own)))
+        others = self._trainer.rank_parts.collect(functools.partial(state_transfer.pack_own, ({}, own)))
         return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), own)
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
@@ -263,10 +268,13 @@ class Evaluator:
     def _save_state(self, name: str) -> None:
         """Save the current model if the run keeps states."""
         folder = self._context.run
-        if folder is None or not self._context.keep_states:
-            return
-        path, tensors = folder / name, self._whole_tensors()
-        if self._trainer.stages.rank:
+        if folder is not None and self._context.keep_states:
+            with self._trainer.rank_parts.whole():
+                self._save_whole_state(folder / name)
+
+    def _save_whole_state(self, path: Path) -> None:
+        tensors = self._whole_tensors()
+        if self._trainer.rank_parts.rank:
             return
         try:
             path.parent.mkdir(exist_ok=True)

@@ -88,6 +88,8 @@ class IdleWorkers:
 
         `count_step` counts a step of an optimizer; it is called with True if the root's optimizer has stepped.
         """
+        if not global_step.incomplete:  # no other worker has a batch that this one lacks: another rank has it
+            return
         self.is_following = True
         while (action := self._receive(global_step)) != END:
             if action == EXCHANGE:

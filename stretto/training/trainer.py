@@ -12,8 +12,7 @@ from stretto.loader.global_step import GlobalStep
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import OVER
 from stretto.parallel.link import Link
-from stretto.parallel.stages import OneStage, PipelineStages, Stages
-from stretto.recipe.layout import pipeline
+from stretto.parallel.rank_parts import RankContext, RankParts, create_parts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.model_sync import agree_on_start, part_random_states, same_start
@@ -55,10 +54,7 @@ class Trainer:
             agree_on_start(transport, model, recipe.spelled() if recipe else "", data)
             same_start(transport, model)
             part_random_states(transport, section.number)
-        self.stages: Stages = OneStage()
-        if isinstance(arguments.layout, pipeline) and transport.siblings is not None:
-            link = Link(transport.siblings, transport.waiting, arguments.device)
-            self.stages = self._begin_stages(arguments.layout, link)
+        self.rank_parts = self._begin_parts(arguments)
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source
@@ -80,16 +76,29 @@ class Trainer:
         for text in advice(recipe, optimizers) if recipe is not None and transport.workers > 1 else ():
             self.events.notice(text)
 
-    def _begin_stages(self, layout: pipeline, link: Link) -> Stages:
-        callbacks = self.transport.broadcast_bytes, self.events.notice, lambda: self.strategy.begin_epoch(True)
-        stages = PipelineStages(self.model, self.optimizers, layout, link, *callbacks)
-        state = self.section.state if self.transport.arrives else None
-        facts = state.facts.get("stages") if state is not None else None
-        stages.begin(facts)
-        codec = self.recipe.how if self.recipe is not None else None
-        if codec is not None and not codec.elementwise and self.transport.workers > 1:
-            self.events.notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
-        return stages
+    def _begin_parts(self, arguments: Arguments) -> RankParts:
+        """Return this rank's part of the model, as the layout divides it."""
+        transport = self.transport
+        if transport.siblings is None:
+            return RankParts()
+        link = Link(transport.siblings, transport.waiting, arguments.device)
+        context = RankContext(
+            self.model,
+            self.optimizers,
+            self.loader,
+            arguments.evaluate_every,
+            self.recipe,
+            transport.workers,
+            link,
+            transport.broadcast_bytes,
+            self.events.notice,
+            on_split=lambda: self.strategy.begin_epoch(True),
+            on_exchange=lambda: self.progress.count_round(),
+        )
+        parts = create_parts(arguments.layout, context)
+        state = self.section.state if transport.arrives else None
+        parts.begin(state.facts.get("stages") if state is not None else None)
+        return parts
 
     @property
     def epoch_batches(self) -> EpochBatches | None:
@@ -139,7 +148,7 @@ class Trainer:
         self.figures.write("end", training_s=self.figures.training_s())
         self._close_log()
         self.is_over = True
-        self.stages.close()
+        self.rank_parts.close()
         self.global_steps.close()
 
     def _notice_left_loop(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from stretto.loader.epoch_batches import BatchSource, EpochBatches
-from stretto.parallel.stages import Stages
+from stretto.parallel.rank_parts import RankParts
 from stretto.runtime.event_writer import EventWriter
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.strategy import Strategy
@@ -65,7 +65,7 @@ class TrainerView(Protocol):
     settings: Settings
     progress: LoopProgress
     is_over: bool
-    stages: Stages
+    rank_parts: RankParts
 
     @property
     def epochs(self) -> EpochsView:

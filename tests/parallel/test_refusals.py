@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stretto.errors import ModelError
 from stretto.parallel.calls import record_calls
 from stretto.parallel.link import Link
+from stretto.parallel.rank_parts import RankContext
 from stretto.parallel.split import named_split
 from stretto.parallel.stages import PipelineStages
 from stretto.recipe.layout import pipeline
@@ -193,7 +194,8 @@ def test_one_micro_batch_trains_with_batch_normalisation_and_a_loss_in_the_model
 
 
 def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> None:
-    PipelineStages(model, optimizers, pipeline(count), link, bytes, print, lambda: None)
+    callbacks = bytes, print, lambda: None, lambda: None
+    PipelineStages(pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, *callbacks))
 
 
 def test_compiled_models_several_models_and_lbfgs_are_refused() -> None:

@@ -1,0 +1,71 @@
+"""How the processes of a worker, its ranks, share one model: the interface of layouts, and a worker of one process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stretto.loader.arrangement import Arrangement
+from stretto.parallel.link import Link
+from stretto.recipe.layout import Layout
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.optimizers import Optimizers
+from stretto.transport.interface import Message
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """One rank of a worker. `recipe` is None if workers exchange nothing; `workers` is their number."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    loader: Any
+    evaluate_every: int | None
+    recipe: Recipe | None
+    workers: int
+    link: Link
+    broadcast: Callable[[Message], bytes]
+    """Returns the message of the first worker at all workers."""
+    notice: Callable[[str], None]
+    """Shows a line."""
+    on_split: Callable[[], None]
+    """Called once the model is split."""
+    on_exchange: Callable[[], None]
+    """Called when the ranks have exchanged parts of the model."""
+
+
+class RankParts(Arrangement):
+    """The parts of a worker of one process, which holds the whole model; base of the parts of several ranks."""
+
+    rank = 0
+    """Rank of this process in its worker."""
+
+    def begin(self, facts: Any) -> None:
+        """Divide the model as other workers have (`facts`), or else when the script first needs it."""
+
+    def facts(self) -> Any:
+        """Return the division, for workers that join; None before it is chosen, and where there is none."""
+
+    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
+        """Return, at rank 0, the messages of the other ranks that hold other tensors than rank 0."""
+        return []
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let each rank hold all rows of the tensors that it holds within; all ranks call this."""
+        yield
+
+    def close(self) -> None:
+        """Divide nothing after the end of the section."""
+
+
+def create_parts(layout: Layout, context: RankContext) -> RankParts:
+    """Return the parts of the ranks of a worker that a layout names by its import path."""
+    module, _, name = layout.carried_out_by.rpartition(".")
+    made: RankParts = getattr(importlib.import_module(module), name)(layout, context)
+    return made

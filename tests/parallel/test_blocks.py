@@ -1,0 +1,230 @@
+"""Factorisation in blocks: equal bit for bit to one process in the same order; rows that are not held are NaN."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from factors import loss_of, made
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from stretto.errors import LaunchError, LoaderError, ModelError, RecipeError, ScriptError
+from stretto.events import read_events
+from stretto.launcher.config import check, settled
+from stretto.parallel.block_order import blocks_of
+from stretto.parallel.blocks import BlockRing
+from stretto.parallel.rank_parts import RankContext
+from stretto.recipe.layout import blocks
+from stretto.recipe.parser import parse_layout
+from stretto.run_config import RunConfig
+from stretto.strategies.optimizers import Optimizers
+
+SCRIPT = """
+import os, sys, torch, stretto
+from factors import loss_of, made
+from stretto.process_config import worker_config
+config = worker_config()
+model, optimizer, loader = made(sys.argv[1])
+def evaluate(model):
+    assert not any(one.isnan().any() for one in model.parameters())
+    return {"size": float(model.users.weight.abs().sum())}
+loader = stretto.distribute(model, optimizer, loader, evaluate=evaluate)
+step, trained = 0, set()
+for epoch in range(int(sys.argv[2])):
+    for batch in loader:
+        step += 1
+        held = [(~one.weight.isnan()).all(1) for one in (model.users, model.items)]
+        assert all(one.sum() < len(one) for one in held), "all rows are held"
+        assert held[0][batch[0]].all() and held[1][batch[1]].all(), "a row of the batch is not held"
+        if sys.argv[3:] == [str(config.rank), str(step)] and config.incarnation == 0:
+            os.kill(os.getpid(), 9)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    whole = model.state_dict()
+    assert not any(one.isnan().any() for one in whole.values())
+    assert model.users.weight.isnan().any()
+stretto.finish()
+assert all(torch.equal(one, model.state_dict()[name]) for name, one in whole.items())
+"""
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, once a process
+TESTS = str(Path(__file__).resolve().parents[1])
+LAYOUT = 'blocks("users, user_bias", "items, item_bias")'
+
+
+def run(folder: Path, name: str, *options: str, script: tuple[str, ...]) -> Path:
+    """Run the script in the layout, and return the run folder."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "stretto.cli", "run", "--out", name, "--layout", LAYOUT, *options]
+    path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "train.py", *script], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / name
+
+
+def sequential(name: str, ranks: int, epochs: int) -> dict[str, torch.Tensor]:
+    """Return the model that one process trains with the same blocks in the same order."""
+    model, optimizer, loader = made(name)
+    cut = blocks_of(loader, 23, 17, ranks)
+    for _ in range(epochs):
+        drawn = [batch[3].tolist() for batch in loader]
+        for batch in cut.arranged(drawn):
+            for rank in range(ranks):
+                own = [one for one in batch if cut.row_block[one] == rank]
+                if own:
+                    optimizer.zero_grad()
+                    loss_of(model, loader.dataset[own]).backward()
+                    optimizer.step()
+    found: dict[str, torch.Tensor] = model.state_dict()
+    return found
+
+
+def counts(folder: Path) -> list[Any]:
+    """Return how often the samples of each epoch counted."""
+    events = read_events(folder / "events.jsonl")
+    return [event["sample_counts"] for event in events if event["event"] == "epoch" and not event.get("rank")]
+
+
+@pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 2), ("sgd", 4), ("adagrad", 2), ("adagrad", 4)])
+def test_blocks_equal_one_process_in_the_same_order_bit_for_bit(tmp_path: Path, optimizer: str, ranks: int) -> None:
+    folder = run(tmp_path, "run", "-n", str(ranks), script=(optimizer, "2"))
+    expected, found = sequential(optimizer, ranks, 2), load_file(folder / "final.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert counts(folder) == [{"once": 300, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_killed_rank_continues_from_the_last_checkpoint(tmp_path: Path, victim: str) -> None:
+    options = ("-n", "2", "--checkpoint-every", "1 rounds")
+    folder = run(tmp_path, "run", *options, script=("adagrad", "2", victim, "35"))
+    warnings = [event["text"] for event in read_events(folder / "events.jsonl") if event["event"] == "warning"]
+    assert any("continues from the checkpoint of round" in text for text in warnings), warnings
+    expected, found = sequential("adagrad", 2, 2), load_file(folder / "final.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert counts(folder)[-1] == {"once": 300, "twice": 0, "never": 0, "dropped": 0}
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1))
+def test_batches_have_each_sample_once_and_no_row_or_column_at_two_ranks(
+    parts: int, size: int, pairs: list[tuple[int, int]]
+) -> None:
+    row, column = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    loader = DataLoader(TensorDataset(row, column), batch_size=size)
+    cut = blocks_of(loader, 13, 10, parts)
+    batches = cut.arranged([*loader.batch_sampler])  # type: ignore[misc]
+    assert sorted(one for batch in batches for one in batch) == list(range(len(pairs)))
+    for batch in batches:
+        assert len(np.unique(cut.sub_epochs(batch))) == 1
+        assert max(np.bincount(cut.row_block[batch])) <= size
+    if size <= len(pairs):
+        assert cut.length(size) == len(batches)
+
+
+def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) -> None:
+    assert parse_layout(LAYOUT) == blocks("users, user_bias", "items, item_bias")
+    assert str(parse_layout(LAYOUT)) == LAYOUT
+    script = tmp_path / "train.py"
+    script.touch()
+    found = settled(RunConfig(script, layout=LAYOUT, workers=3))
+    assert (found.workers, found.ranks) == (1, 3)
+    for text in ('blocks("", "items")', 'blocks("users", "users")', 'blocks("users,", "items")'):
+        with pytest.raises(RecipeError, match=r"try: blocks\(\"users, user_bias\""):
+            parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"recipe": "local_sgd"}, "expected: no recipe"),
+        ({"checkpoint_every": "30s"}, 'try: --checkpoint-every "4 rounds"'),
+        ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
+    ],
+)
+def test_options_that_blocks_cannot_follow_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(LaunchError) as raised:
+        check(RunConfig(script, layout=LAYOUT, workers=2, **options))
+    assert expected in str(raised.value)
+
+
+class OneRank:
+    """Connection of a rank that has no other."""
+
+    rank, ranks = 0, 1
+
+
+def ring(
+    layout: blocks, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, every: int | None = None
+) -> BlockRing:
+    """Return one rank of a ring."""
+    link: Any = OneRank()
+    callbacks = bytes, print, lambda: None, lambda: None
+    return BlockRing(layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, *callbacks))
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda of: torch.optim.SparseAdam(of), "got: SparseAdam"),
+        (lambda of: torch.optim.SGD(of, momentum=0.9), "got: SGD with momentum"),
+        (lambda of: torch.optim.SGD(of, weight_decay=0.1), "got: SGD with weight_decay"),
+        (lambda of: torch.optim.Adagrad(of, lr_decay=0.1), "got: Adagrad with lr_decay"),
+    ],
+)
+def test_optimizers_whose_state_or_step_is_not_of_one_row_are_refused(make: Any, got: str) -> None:
+    model, _, loader = made("sgd")
+    with pytest.raises(ModelError) as raised:
+        ring(blocks("users, user_bias", "items, item_bias"), model, make(list(model.parameters())), loader)
+    assert got in str(raised.value)
+    assert "try: torch.optim.Adagrad(model.parameters(), lr=0.05)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (blocks("users", "films"), "expected: one of users, items, user_bias, item_bias"),
+        (blocks("users", "items"), "user_bias.weight, item_bias.weight in no table"),
+        (blocks("users, item_bias", "items, user_bias"), "tables of one side have other numbers of entries"),
+        (blocks("items, item_bias", "users, user_bias"), "numbers from 0 to 22 for a table of 17 entries"),
+    ],
+)
+def test_tables_that_do_not_fit_the_model_or_the_data_are_refused(layout: blocks, expected: str) -> None:
+    model, optimizer, loader = made("sgd")
+    with pytest.raises((ModelError, LoaderError)) as raised:
+        ring(layout, model, optimizer, loader)
+    assert expected in str(raised.value)
+
+
+def test_evaluations_by_steps_are_refused() -> None:
+    with pytest.raises(ScriptError, match="try: stretto.distribute\\(model, optimizer, loader, evaluate=error\\)"):
+        ring(blocks("users, user_bias", "items, item_bias"), *made("sgd"), every=5)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_data_without_row_and_column_are_refused() -> None:
+    model, optimizer, _ = made("sgd")
+    layout = blocks("users, user_bias", "items, item_bias")
+    for data in (Stream(), TensorDataset(torch.rand(4, 2), torch.rand(4)), [{"user": 1}]):
+        with pytest.raises(LoaderError, match="samples that begin with the number of their row"):
+            ring(layout, model, optimizer, DataLoader(data))  # type: ignore[arg-type]
