@@ -1,4 +1,4 @@
-"""How the processes of a worker, its ranks, share one model: the interface of layouts, and a worker of one process."""
+"""Parts of a model that the ranks of a worker share: the interface of layouts, and a worker of one rank."""
 
 from __future__ import annotations
 

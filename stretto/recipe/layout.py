@@ -26,7 +26,7 @@ class Layout(Answer):
     """True if a recipe says what the workers exchange; False if there is only one worker, whatever its processes."""
 
     def ranks_in(self, processes: int) -> int:
-        """Return the number of processes of a worker in a run of so many processes."""
+        """Return the number of processes of a worker in a run with this number of processes."""
         return 1
 
 

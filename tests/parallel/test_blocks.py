@@ -53,7 +53,7 @@ for epoch in range(int(sys.argv[2])):
         optimizer.step()
     whole = model.state_dict()
     assert not any(one.isnan().any() for one in whole.values())
-    assert model.users.weight.isnan().any()
+    assert config.incarnation or model.users.weight.isnan().any()  # a skipped epoch leaves the model whole
 stretto.finish()
 assert all(torch.equal(one, model.state_dict()[name]) for name, one in whole.items())
 """

@@ -21,7 +21,7 @@ from stretto.data.assignment import BatchAssignment, bounds_of
 from stretto.interval import every
 from stretto.loader.epoch_order import EpochOrder, draw
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
-from stretto.parallel.stages import OneStage
+from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.parser import parse
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
@@ -167,7 +167,7 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
             optimizers=optimizers,
             progress=progress,
             global_steps=SimpleNamespace(refuse_not_finite=lambda: None),
-            stages=OneStage(),
+            rank_parts=RankParts(),
         )
         context = WorkerContext(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)
