@@ -222,10 +222,17 @@ def _check_numbers(config: RunConfig) -> None:
 
 def _check_layout(config: RunConfig) -> None:
     """Raise LaunchError for a layout that these processes, or this recipe, can't have."""
-    ranks = ranks_of(config)
-    if ranks == 1 or config.ranks > 1:
+    if config.layout is None or config.ranks > 1:
         return
-    layout = f'--layout "{config.layout}"'
+    from stretto.recipe.layout import as_option
+    from stretto.recipe.parser import parse_layout
+
+    chosen, ranks = parse_layout(config.layout), ranks_of(config)
+    layout = as_option(config.layout)
+    if not chosen.takes_recipe:
+        _refuse_for_blocks(config, layout)
+    if ranks == 1:
+        return
     if config.workers % ranks or not config.workers:
         problem = f"{config.workers} processes cannot be divided into workers of {ranks}"
         expected, to_type = (
@@ -237,10 +244,6 @@ def _check_layout(config: RunConfig) -> None:
     if (option := next((name for name, value in refused.items() if value), None)) is not None:
         problem = f"workers of several processes cannot run with {option} yet"
         raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
-    from stretto.recipe.parser import parse_layout
-
-    if not parse_layout(config.layout or "").takes_recipe:
-        _refuse_for_blocks(config, layout)
     if settled(config).servers:
         problem = "workers of several processes cannot exchange through a parameter server yet"
         got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
@@ -249,6 +252,10 @@ def _check_layout(config: RunConfig) -> None:
 
 def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
     """Raise LaunchError for options that mean nothing to ranks which exchange blocks, or that they can't follow."""
+    if config.workers < 2:
+        problem, got = "column blocks rotate among several processes", f"-n {config.workers} {layout}"
+        expected = "at least 2 processes, or one without a layout"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 {layout}"))
     if config.recipe is not None:
         problem, got = "the processes exchange column blocks, and no recipe says what else", f"--recipe {config.recipe}"
         raise LaunchError(explain(problem, got=got, expected="no recipe", to_type=layout))

@@ -28,7 +28,7 @@ from stretto.errors import ModelError, ScriptError, explain
 from stretto.loader.arrangement import Batch
 from stretto.parallel.block_order import Numbers, blocks_of, loader_length
 from stretto.parallel.rank_parts import RankContext, RankParts
-from stretto.recipe.layout import blocks
+from stretto.recipe.layout import as_option, blocks
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 _OPTIONS: dict[type[Optimizer], tuple[str, str]] = {
@@ -204,7 +204,7 @@ def _tables(model: nn.Module, names: Sequence[str], layout: blocks) -> list[nn.P
         own = [*modules[name].parameters()] if name in modules else [parameters[name]] if name in parameters else []
         if not own:
             expected = f"one of {', '.join([one for one in modules if one] or parameters)}"
-            raise _refused(f"the model has no table {name}", str(layout), expected, f'--layout "{layout}"')
+            raise _refused(f"the model has no table {name}", str(layout), expected, as_option(layout))
         found += own
     if len({len(one) if one.dim() else 0 for one in found}) > 1:
         got = ", ".join(f"{name}: {tuple(one.shape)}" for name, one in parameters.items() if _is_in(one, found))

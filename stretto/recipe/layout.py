@@ -127,6 +127,15 @@ class blocks(Layout):
 LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole, pipeline, blocks)}
 
 
+def as_option(layout: object) -> str:
+    """Return the option of the command line for a layout or its text, as it is typed in a shell.
+
+    >>> print(as_option('blocks("users", "items")'))
+    --layout 'blocks("users", "items")'
+    """
+    return f"--layout '{layout}'" if '"' in str(layout) else f'--layout "{layout}"'
+
+
 def catalogue() -> list[dict[str, Any]]:
     """Return all layouts with their options and papers, for lists."""
     return [

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from stretto.errors import RecipeError, explain
 from stretto.recipe import parser
-from stretto.recipe.layout import Layout, whole
+from stretto.recipe.layout import Layout, as_option, whole
 from stretto.recipe.recipe import Recipe
 from stretto.training.worker_context import WorkerContext
 
@@ -56,6 +56,6 @@ def chosen_layout(context: WorkerContext, scripted: Layout | None) -> Layout:
             f"the script asks for workers of {ranks} processes, and they were started with one each",
             got=f"layout={scripted}, and {context.workers} workers without --layout",
             expected="the same layout on the command line, with the number of all processes",
-            to_type=f'stretto run -n {scripted.ranks_in(1) * context.workers} --layout "{scripted}"',
+            to_type=f"stretto run -n {scripted.ranks_in(1) * context.workers} {as_option(scripted)}",
         )
     )

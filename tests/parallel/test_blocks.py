@@ -151,6 +151,7 @@ def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) ->
     [
         ({"recipe": "local_sgd"}, "expected: no recipe"),
         ({"checkpoint_every": "30s"}, 'try: --checkpoint-every "4 rounds"'),
+        ({"workers": 1}, f"try: -n 2 --layout '{LAYOUT}'"),
         ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
     ],
 )
@@ -158,7 +159,7 @@ def test_options_that_blocks_cannot_follow_are_refused(tmp_path: Path, options: 
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(LaunchError) as raised:
-        check(RunConfig(script, layout=LAYOUT, workers=2, **options))
+        check(RunConfig(script, **{"layout": LAYOUT, "workers": 2} | options))
     assert expected in str(raised.value)
 
 
