@@ -21,6 +21,7 @@ from stretto.launcher import entry
 from stretto.launcher.engines.clusters import kind_of
 from stretto.launcher.engines.resources import DEFAULT
 from stretto.launcher.engines.resources import parse as parse_resources
+from stretto.launcher.layout_checks import check_layout
 from stretto.launcher.listeners import is_address, own_addresses
 from stretto.masking import masked
 from stretto.run_config import RunConfig
@@ -173,7 +174,7 @@ def check(config: RunConfig, live: bool = True) -> None:
         raise LaunchError(explain("alone means one worker", got=config.workers, expected="1 worker", to_type="-n 1"))
     if config.servers and config.recipe is None:
         raise _without_recipe(config.servers)
-    _check_layout(config)
+    check_layout(config, ranks_of(config), lambda: settled(config).servers)
     config = _in_workers(config)
     factors(config.stragglers, config.initial_workers)
     _check_server_options(config, live)
@@ -218,54 +219,6 @@ def _check_numbers(config: RunConfig) -> None:
         _refuse("the limit of a wait", config.timeout_s, "seconds, more than 0", "--timeout 600")
     if config.port is not None and not 0 <= config.port <= 65535:
         _refuse("the port", config.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
-
-
-def _check_layout(config: RunConfig) -> None:
-    """Raise LaunchError for a layout that these processes, or this recipe, can't have."""
-    if config.layout is None or config.ranks > 1:
-        return
-    from stretto.recipe.layout import as_option
-    from stretto.recipe.parser import parse_layout
-
-    chosen, ranks = parse_layout(config.layout), ranks_of(config)
-    layout = as_option(config.layout)
-    if not chosen.takes_recipe:
-        _refuse_for_blocks(config, layout)
-    if ranks == 1:
-        return
-    if config.workers % ranks or not config.workers:
-        problem = f"{config.workers} processes cannot be divided into workers of {ranks}"
-        expected, to_type = (
-            f"a multiple of {ranks} processes",
-            f"-n {max(1, -(-config.workers // ranks)) * ranks} {layout}",
-        )
-        raise LaunchError(explain(problem, got=f"-n {config.workers} {layout}", expected=expected, to_type=to_type))
-    refused = {"--listen": config.host, "--servers": config.servers, "--no-recovery": not config.recovery}
-    if (option := next((name for name, value in refused.items() if value), None)) is not None:
-        problem = f"workers of several processes cannot run with {option} yet"
-        raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
-    if settled(config).servers:
-        problem = "workers of several processes cannot exchange through a parameter server yet"
-        got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
-
-
-def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
-    """Raise LaunchError for options that mean nothing to ranks which exchange blocks, or that they can't follow."""
-    if config.workers < 2:
-        problem, got = "column blocks rotate among several processes", f"-n {config.workers} {layout}"
-        expected = "at least 2 processes, or one without a layout"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 {layout}"))
-    if config.recipe is not None:
-        problem, got = "the processes exchange column blocks, and no recipe says what else", f"--recipe {config.recipe}"
-        raise LaunchError(explain(problem, got=got, expected="no recipe", to_type=layout))
-    if config.checkpoint_every is not None and every(config.checkpoint_every).rounds is None:
-        problem, got = (
-            "the processes save when column blocks have rotated, not by the clock",
-            f"--checkpoint-every {config.checkpoint_every}",
-        )
-        expected, to_type = "a number of rotations", f'--checkpoint-every "4 rounds" {layout}'
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 def _check_survival(config: RunConfig) -> None:

@@ -16,6 +16,9 @@ Batch = list[Any]
 class Arrangement:
     """The order of a worker whose processes load the same batches, as they were drawn."""
 
+    divides_batches = False
+    """True if the processes of a worker load different samples of a batch, and step apart."""
+
     def arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the batches of an epoch, in the order in which they are trained."""
         return batches

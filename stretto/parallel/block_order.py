@@ -121,4 +121,4 @@ def _no_numbers(got: str) -> LoaderError:
 
 def loader_length(blocks: Blocks, loader: DataLoader[Any]) -> int:
     """Return the number of batches of an epoch of a loader."""
-    return blocks.length(loader.batch_size or 1)
+    return blocks.length(loader.batch_size or -(-len(blocks.row_block) // max(len(loader), 1)))

@@ -55,6 +55,16 @@ class RankParts(Arrangement):
         """Return, at rank 0, the messages of the other ranks that hold other tensors than rank 0."""
         return []
 
+    def agreed(self, is_so: bool) -> bool:
+        """Return True if all ranks pass True; they call this together."""
+        return is_so
+
+    def end_batch(self, has_stepped: bool) -> None:
+        """Note that the script has left a batch of this rank, after a step of an optimizer or without one."""
+
+    def end_epoch(self, is_left: bool) -> None:
+        """Note the end of an epoch, at all ranks together, unless the script has left it before its last batch."""
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let each rank hold all rows of the tensors that it holds within; all ranks call this."""

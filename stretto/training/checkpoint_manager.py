@@ -52,11 +52,13 @@ class CheckpointManager:
     def is_due(self) -> bool:
         """Return True if a checkpoint is due at a rest point, by rounds, or by seconds in a fixed membership."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.strategy.asynchronous or not trainer.global_steps.is_at_rest():
+        if due is None or trainer.strategy.asynchronous:
             return False
+        is_at_rest = trainer.global_steps.is_at_rest()
         if due.rounds is not None:
-            return trainer.progress.rounds - self.saved_at >= due.rounds
-        return not trainer.transport.repeats_attempts and due.due(trainer.events.t(), trainer.progress.rounds)
+            return trainer.progress.rounds - self.saved_at >= due.rounds and trainer.rank_parts.agreed(is_at_rest)
+        t, rounds = trainer.events.t(), trainer.progress.rounds
+        return is_at_rest and not trainer.transport.repeats_attempts and due.due(t, rounds)
 
     def on_snapshot(self) -> None:
         """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""

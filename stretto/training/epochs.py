@@ -260,7 +260,9 @@ class Epochs:
             self.current.leave()
         progress.enter(CLOSED)
         status.note(progress.place())
-        if left and isinstance(self.current, AssignedEpoch) and self.current.has_more:
+        has_more = isinstance(self.current, AssignedEpoch) and self.current.has_more
+        trainer.rank_parts.end_epoch(left and has_more)
+        if left and has_more:
             # a worker that has not left waits in an all-gather: gloo fails on a different operation
             self._transport.broadcast_bytes(b"left")
         if progress.unstepped and not strategy.asynchronous:

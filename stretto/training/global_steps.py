@@ -18,6 +18,7 @@ from stretto.loader.epoch_batches import EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.worker_status import status
+from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
@@ -66,6 +67,7 @@ class SteppedTrainer(Protocol):
     settings: idle_worker.Settings
     evaluator: Evaluator
     figures: Figures
+    rank_parts: RankParts
 
     @property
     def agent(self) -> ExchangeListener:
@@ -192,6 +194,7 @@ class GlobalSteps:
                 self._count_skipped_step(global_step)
             self._idle_workers.end(global_step)
             self._notice_accumulation()
+            self._trainer.rank_parts.end_batch(has_stepped)
         if self._trainer.recipe is None:
             self.settle_leases()
         with self._naming_step():
@@ -240,7 +243,7 @@ class GlobalSteps:
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check and prepare a step; hook before an optimizer's step."""
         progress = self._progress
-        if self._transport.workers > 1:
+        if self._transport.workers > 1 or self._trainer.rank_parts.divides_batches:
             is_in_epoch = self._trainer.epoch_batches is not None
             refuse_step_outside(progress.iterations, self._thread == threading.get_ident(), is_in_epoch)
         if not self._is_held:

@@ -325,13 +325,17 @@ class ElasticTransport(Transport):
         return False
 
     def traffic(self) -> Traffic:
-        """Return the bytes of all generations."""
+        """Return the bytes of all generations, and those between the ranks of this worker."""
+        own = self._traffic_of_generations()
+        return own + self.siblings.traffic() if self.siblings is not None else own
+
+    def _traffic_of_generations(self) -> Traffic:
         return self._ended + self._inner.traffic() if self._inner is not None else self._ended
 
     def close(self) -> None:
         """Leave the group gracefully."""
         if self._inner is not None:
-            self._ended = self.traffic()
+            self._ended = self._traffic_of_generations()
             if self._ranks is not None:
                 with suppress(TransportError), self.waiting():
                     self._ranks.completed_in(self._form.generation)  # nothing is on its way to a rank afterwards
@@ -505,7 +509,7 @@ class ElasticTransport(Transport):
     def _let_go(self) -> None:
         if self._inner is not None:
             self._inner.abort()
-            self._ended = self.traffic()
+            self._ended = self._traffic_of_generations()
             self._inner.close()
         self._inner = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,30 +31,42 @@ from stretto.run_config import RunConfig
 from stretto.strategies.optimizers import Optimizers
 
 SCRIPT = """
-import os, sys, torch, stretto
+import copy, io, os, sys, torch, stretto
 from factors import loss_of, made
+from stretto.errors import ScriptError
 from stretto.process_config import worker_config
 config = worker_config()
 model, optimizer, loader = made(sys.argv[1])
+def is_whole(model):
+    return not any(one.isnan().any() for one in model.state_dict().values())
 def evaluate(model):
-    assert not any(one.isnan().any() for one in model.parameters())
+    assert is_whole(copy.deepcopy(model))
     return {"size": float(model.users.weight.abs().sum())}
+def refuses(read):
+    try:
+        read()
+    except ScriptError as error:
+        return "within an epoch this process holds its rows" in str(error)
 loader = stretto.distribute(model, optimizer, loader, evaluate=evaluate)
+next(iter(loader))
+assert is_whole(model)
 step, trained = 0, set()
 for epoch in range(int(sys.argv[2])):
     for batch in loader:
-        step += 1
-        held = [(~one.weight.isnan()).all(1) for one in (model.users, model.items)]
-        assert all(one.sum() < len(one) for one in held), "all rows are held"
-        assert held[0][batch[0]].all() and held[1][batch[1]].all(), "a row of the batch is not held"
-        if sys.argv[3:] == [str(config.rank), str(step)] and config.incarnation == 0:
+        if sys.argv[3:] == [str(config.rank), str(step + 1)] and config.incarnation == 0:
             os.kill(os.getpid(), 9)
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
-    whole = model.state_dict()
-    assert not any(one.isnan().any() for one in whole.values())
-    assert config.incarnation or model.users.weight.isnan().any()  # a skipped epoch leaves the model whole
+        step += 1
+        held = [(~one.weight.isnan()).all(1) for one in (model.users, model.items)]
+        assert all(one.sum() < len(one) for one in held), "all rows are held"
+        assert held[0][batch[0]].all() and held[1][batch[1]].all(), "a row of the batch is not held"
+        assert refuses(model.state_dict) and refuses(model.users.state_dict) and refuses(optimizer.state_dict)
+        assert refuses(lambda: copy.deepcopy(model)) and refuses(lambda: torch.save(model, io.BytesIO()))
+    assert not model.users.weight.isnan().any() and is_whole(copy.deepcopy(model))
+    torch.save((model, optimizer.state_dict()), io.BytesIO())
+    whole = copy.deepcopy(model.state_dict())
 stretto.finish()
 assert all(torch.equal(one, model.state_dict()[name]) for name, one in whole.items())
 """
@@ -62,23 +75,26 @@ TESTS = str(Path(__file__).resolve().parents[1])
 LAYOUT = 'blocks("users, user_bias", "items, item_bias")'
 
 
-def run(folder: Path, name: str, *options: str, script: tuple[str, ...]) -> Path:
-    """Run the script in the layout, and return the run folder."""
-    (folder / "train.py").write_text(SCRIPT)
+def run(
+    folder: Path, name: str, *options: str, script: tuple[str, ...], text: str = SCRIPT, fails: bool = False
+) -> Any:
+    """Run the script in the layout, and return the run folder; the standard error if it `fails`."""
+    (folder / "train.py").write_text(text)
     command = [sys.executable, "-m", "stretto.cli", "run", "--out", name, "--layout", LAYOUT, *options]
     path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, "train.py", *script], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, done.stderr
-    return folder / name
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stderr if fails else folder / name
 
 
 def sequential(name: str, ranks: int, epochs: int) -> dict[str, torch.Tensor]:
     """Return the model that one process trains with the same blocks in the same order."""
     model, optimizer, loader = made(name)
     cut = blocks_of(loader, 23, 17, ranks)
+    next(iter(loader))
     for _ in range(epochs):
         drawn = [batch[3].tolist() for batch in loader]
         for batch in cut.arranged(drawn):
@@ -105,6 +121,10 @@ def test_blocks_equal_one_process_in_the_same_order_bit_for_bit(tmp_path: Path, 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert counts(folder) == [{"once": 300, "twice": 0, "never": 0, "dropped": 0}] * 2
+    rotated = 17 * 5 * 4 // ranks * (1 + (optimizer == "adagrad")) * 2 * (ranks - 1)
+    ends = [event for event in read_events(folder / "events.jsonl") if event["event"] == "end"]
+    assert len(ends) == ranks
+    assert all(rotated < event["bytes_sent"] < rotated + 60_000 for event in ends), (rotated, ends)
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
@@ -116,6 +136,66 @@ def test_a_killed_rank_continues_from_the_last_checkpoint(tmp_path: Path, victim
     expected, found = sequential("adagrad", 2, 2), load_file(folder / "final.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert counts(folder)[-1] == {"once": 300, "twice": 0, "never": 0, "dropped": 0}
+
+
+LOOP = """
+import sys, torch, stretto
+from factors import loss_of, made
+model, optimizer, loader = made("sgd")
+loader = stretto.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for number, batch in enumerate(loader, 1):
+        if sys.argv[1] != "accumulates" or number % 3 == 1:
+            optimizer.zero_grad()
+        loss_of(model, batch).mul(0.1).backward()
+        if sys.argv[1] == "evaluates" and epoch == 0:
+            continue
+        if sys.argv[1] not in ("accumulates", "steps later") or (sys.argv[1] == "accumulates" and number % 3 == 0):
+            optimizer.step()
+        if sys.argv[1] == "steps twice":
+            optimizer.step()
+        if sys.argv[1] == "breaks" and number == 5:
+            break
+    if sys.argv[1] == "steps later":
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("accumulates", "expected: a step after every batch, or after none, as in an evaluation"),
+        ("steps later", "an optimizer steps after the distributed loader has come to its end"),
+        ("breaks", "expected: a loop over all batches of an epoch"),
+    ],
+)
+def test_loops_that_would_leave_other_ranks_waiting_end_in_one_error(tmp_path: Path, loop: str, expected: str) -> None:
+    shown = run(tmp_path, "run", "-n", "2", "--checkpoint-every", "1 rounds", script=(loop,), text=LOOP, fails=True)
+    assert expected in shown
+    assert shown.count("expected:") == 1
+
+
+@pytest.mark.parametrize("loop", ["steps twice", "evaluates"])
+def test_loops_with_two_steps_a_batch_or_an_epoch_without_steps_are_saved(tmp_path: Path, loop: str) -> None:
+    folder = run(tmp_path, "run", "-n", "3", "--checkpoint-every", "1 rounds", script=(loop,), text=LOOP)
+    assert not any(one.isnan().any() for one in load_file(folder / "final.safetensors").values())
+
+
+def test_another_number_of_processes_continues_after_an_epoch_and_is_refused_within_one(tmp_path: Path) -> None:
+    saves = ("--checkpoint-every", "1 rounds", "--keep", "9")
+    script = LOOP.replace("range(2)", "range(int(sys.argv[2]))")
+    ended = run(tmp_path, "ended", "-n", "3", *saves, script=("plain", "1"), text=script)
+    longer = run(tmp_path, "longer", "-n", "2", "--resume", str(ended), script=("plain", "2"), text=script)
+    assert counts(longer) == [{"once": 300, "twice": 0, "never": 0, "dropped": 0}]
+    last = max((ended / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    for ranks in ("2", "4"):
+        shown = run(
+            tmp_path, f"r{ranks}", "-n", ranks, "--resume", str(ended), script=("plain", "2"), text=script, fails=True
+        )
+        assert "the epoch was begun with another number of processes, or without blocks" in shown
+        assert shown.count("expected:") == 1
+    run(tmp_path, "same", "-n", "3", "--resume", str(ended), script=("plain", "2"), text=script)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1))
@@ -151,6 +231,7 @@ def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) ->
     [
         ({"recipe": "local_sgd"}, "expected: no recipe"),
         ({"checkpoint_every": "30s"}, 'try: --checkpoint-every "4 rounds"'),
+        ({"checkpoint_every": "4 rounds", "stop_within_s": 9.0}, "got: --stop-within --layout"),
         ({"workers": 1}, f"try: -n 2 --layout '{LAYOUT}'"),
         ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
     ],

@@ -1,0 +1,59 @@
+"""Checks of a run's layout against its other options, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.errors import LaunchError, explain
+from stretto.interval import every
+from stretto.run_config import RunConfig
+
+
+def check_layout(config: RunConfig, ranks: int, servers: Callable[[], int | None]) -> None:
+    """Raise LaunchError for a layout that these processes, or this recipe, can't have."""
+    if config.layout is None or config.ranks > 1:
+        return
+    from stretto.recipe.layout import as_option
+    from stretto.recipe.parser import parse_layout
+
+    chosen, layout = parse_layout(config.layout), as_option(config.layout)
+    if not chosen.takes_recipe:
+        _refuse_for_blocks(config, layout)
+    if ranks == 1:
+        return
+    if config.workers % ranks or not config.workers:
+        problem = f"{config.workers} processes cannot be divided into workers of {ranks}"
+        expected, to_type = (
+            f"a multiple of {ranks} processes",
+            f"-n {max(1, -(-config.workers // ranks)) * ranks} {layout}",
+        )
+        raise LaunchError(explain(problem, got=f"-n {config.workers} {layout}", expected=expected, to_type=to_type))
+    refused = {"--listen": config.host, "--servers": config.servers, "--no-recovery": not config.recovery}
+    if (option := next((name for name, value in refused.items() if value), None)) is not None:
+        problem = f"workers of several processes cannot run with {option} yet"
+        raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
+    if servers():
+        problem = "workers of several processes cannot exchange through a parameter server yet"
+        got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
+
+
+def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
+    """Raise LaunchError for options that mean nothing to ranks which exchange blocks, or that they can't follow."""
+    if config.workers < 2:
+        problem, got = "column blocks rotate among several processes", f"-n {config.workers} {layout}"
+        expected = "at least 2 processes, or one without a layout"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"-n 2 {layout}"))
+    if config.recipe is not None:
+        problem, got = "the processes exchange column blocks, and no recipe says what else", f"--recipe {config.recipe}"
+        raise LaunchError(explain(problem, got=got, expected="no recipe", to_type=layout))
+    if config.stop_within_s:
+        problem, got = "the processes are at different batches when they are asked to stop", "--stop-within"
+        raise LaunchError(explain(problem, got=f"{got} {layout}", expected="one of the two", to_type=layout))
+    if config.checkpoint_every is not None and every(config.checkpoint_every).rounds is None:
+        problem, got = (
+            "the processes save when column blocks have rotated, not by the clock",
+            f"--checkpoint-every {config.checkpoint_every}",
+        )
+        expected, to_type = "a number of rotations", f'--checkpoint-every "4 rounds" {layout}'
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
