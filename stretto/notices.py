@@ -17,12 +17,13 @@ def printable(text: str) -> str:
 
 def say(text: str) -> None:
     """Print a line that begins with the library's name. Progress bars of tqdm are cleared first and redrawn."""
+    line = f"stretto: {printable(text)}"
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None:
-        bars.write(f"stretto: {text}", file=sys.stderr)
+        bars.write(line, file=sys.stderr)
         sys.stderr.flush()
     else:
-        print(f"stretto: {text}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache

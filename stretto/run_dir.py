@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import stat
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -21,6 +23,8 @@ CHECKPOINTS = "checkpoints"
 """Name of the checkpoint folder in a run directory."""
 SECTION = "section-"
 """Prefix of the names of section folders."""
+URI = re.compile(r"[a-z][a-z0-9+.-]+:/")
+"""Beginning of a URI, whose second slash a Path has dropped."""
 GIB = 1 << 30
 PRIVATE = 0o700
 """Mode of a run directory: it has keys, arguments and logs, and no other user may put links into it."""
@@ -51,20 +55,33 @@ def make_folder(name: str, out: Path | None, now: datetime) -> Path:
 
 
 def _chosen(out: Path) -> Path:
+    if URI.match(str(out)):
+        problem, expected = (
+            "the folder of a run is on this machine",
+            "a path; --copy-to copies the run elsewhere as it proceeds",
+        )
+        to_type = f"--copy-to {str(out).replace(':/', '://', 1)}"
+        raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=to_type))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
         expected = "a folder that is new or empty: a run never overwrites another"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
     out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    if out.stat().st_uid != os.geteuid():
-        problem, expected = (
-            f"the run folder {out} belongs to another user",
-            "a folder that is new, or empty and your own",
-        )
-        got = f"--out {out}, of the user {out.stat().st_uid}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--out {_next(out)}"))
+    check_owner(out, "--out")
     out.chmod(PRIVATE)
     return out
+
+
+def check_owner(folder: Path, option: str) -> None:
+    """Raise LaunchError if another user owns the folder that an option names, or may write into it."""
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+        problem, expected = (
+            f"the folder {folder} may be written by other users",
+            "a folder of your own, without that mode",
+        )
+        got = f"{option} {folder}, owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod o-w {folder}, or a copy of it"))
 
 
 def _next(out: Path) -> Path:

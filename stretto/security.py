@@ -17,6 +17,8 @@ import zmq
 import zmq.auth.thread
 from zmq.utils import z85
 
+from stretto.notices import printable
+
 BACKLOG = 1024
 HANDSHAKE_MS = 10_000
 """Time after which a service closes a connection that has not authenticated."""
@@ -206,4 +208,4 @@ def router(context: zmq.Context[Any], keys: RunKeys | None, largest: int) -> Any
 
 def log(text: str) -> None:
     """Print a line to the log of a server process."""
-    print(f"stretto: server: {text}", file=sys.stderr, flush=True)
+    print(f"stretto: server: {printable(text)}", file=sys.stderr, flush=True)

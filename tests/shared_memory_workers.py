@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import BrokenTransportError
-from stretto.transport import peer_group, shared_memory
+from stretto.transport import peer_group, peer_means, shared_memory
 from stretto.transport.host_memory import HostMemory
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
@@ -201,7 +201,7 @@ STAGES = {
     "before its sum": lambda: setattr(HostMemory, "start_sum", _kill),
     "after its sum": lambda: setattr(HostsTransport, "_spread", _kill),
     "before the exchange": lambda: setattr(peer_group.PeerGroup, "start_all", _kill),
-    "within the exchange": lambda: setattr(peer_group, "_sum", _kill),
+    "within the exchange": lambda: setattr(peer_means, "_sum", _kill),
     "after the exchange": lambda: setattr(HostMemory, "start_copy", _kill),
     "within the copy": lambda: setattr(HostMemory, "start_copy", _copy_and_kill),
 }

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
+from stretto.launcher.config import check
 from stretto.run_config import RunConfig
-from stretto.run_dir import describe, make_folder
+from stretto.run_dir import CHECKPOINTS, describe, make_folder
 
 NOW = datetime(2026, 11, 21, 10, 45)
 
@@ -53,11 +54,25 @@ def test_run_folder_is_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(make_folder("a", out, NOW).stat().st_mode) == 0o700
 
 
-def test_run_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a folder away")
-    (tmp_path / "theirs").mkdir()
-    os.chown(tmp_path / "theirs", 12345, -1)
-    with pytest.raises(LaunchError, match="belongs to another user\n  got: .*12345") as caught:
-        make_folder("a", tmp_path / "theirs", NOW)
-    assert "--out" in str(caught.value)
+def test_folders_that_other_users_may_write_are_refused(tmp_path: Path) -> None:
+    """Before a run uses one: a link in it would lead its files elsewhere, and a checkpoint in it may be forged."""
+    open_to_all = tmp_path / "all"
+    (open_to_all / CHECKPOINTS).mkdir(parents=True)
+    open_to_all.chmod(0o777)
+    with pytest.raises(LaunchError, match=r"--resume .*all, owner \d+, mode 777"):
+        check(RunConfig(script="train.py", resume=open_to_all))
+    (open_to_all / CHECKPOINTS).rmdir()
+    with pytest.raises(LaunchError, match=r"--out .*all, owner \d+, mode 777"):
+        make_folder("a", open_to_all, NOW)
+    if os.geteuid() == 0:
+        open_to_all.chmod(0o700)
+        os.chown(open_to_all, 12345, -1)
+        with pytest.raises(LaunchError, match=r"owner 12345") as caught:
+            make_folder("a", open_to_all, NOW)
+        assert "--out" in str(caught.value)
+
+
+def test_address_of_a_store_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--copy-to s3://bucket/run"):
+        make_folder("a", Path("s3://bucket/run"), NOW)
+    assert not Path("s3:").exists()

@@ -25,6 +25,7 @@ from stretto.launcher.local import join as join_run
 from stretto.launcher.local import run as run_locally
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
+from stretto.notices import printable
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.run_config import Output, RunConfig
 from stretto.run_config import options as run_options
@@ -92,7 +93,7 @@ def _full_message(error: TyperException, words: Sequence[str]) -> str:
 
 
 def _print_error(text: str, code: int) -> int:
-    print(f"stretto: {text}", file=sys.stderr, flush=True)
+    print(f"stretto: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -25,7 +25,7 @@ from stretto.launcher.layout_checks import check_layout
 from stretto.launcher.listeners import is_address, own_addresses
 from stretto.masking import masked
 from stretto.run_config import RunConfig
-from stretto.run_dir import CHECKPOINTS
+from stretto.run_dir import CHECKPOINTS, check_owner
 from stretto.units import spelled
 
 LARGEST_SEED = 2**32 - 1
@@ -326,8 +326,10 @@ def _check_checkpoints(config: RunConfig) -> None:
         problem, expected = "no checkpoint could be written at the end", "checkpoints, and workers that may leave"
         got, to_type = f"--stop-within {spelled(config.stop_within_s)}s", "-n 2 --checkpoint-every 5m --stop-within 25s"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
-    if config.resume is not None and not (config.resume / CHECKPOINTS).is_dir():
-        _refuse_resume(config.resume)
+    if config.resume is not None:
+        if not (config.resume / CHECKPOINTS).is_dir():
+            _refuse_resume(config.resume)
+        check_owner(config.resume, "--resume")
 
 
 def _refuse_resume(run: Path) -> None:

@@ -28,6 +28,7 @@ from stretto.membership.coordinator_records import rules_of
 from stretto.membership.invitations import Inviter
 from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.membership.write_ahead_log import read as read_records
+from stretto.notices import printable
 from stretto.process_config import CoordinatorConfig
 
 WRITE_AHEAD_LOG = "coordinator.wal"
@@ -157,7 +158,7 @@ class _Publisher:
     def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:
         """Print the notices and log the events with the time of the run."""
         for notice in notices:
-            print(notice, file=sys.stderr, flush=True)
+            print(printable(notice), file=sys.stderr, flush=True)
         if self._forwarder is not None:
             self._forwarder.enqueue(events)
         now = time.perf_counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import LogError
+from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
 from stretto.report.formatting import count, figure, percent, plural, seconds
 from stretto.report.incidents import in_lines
@@ -48,7 +49,7 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if further else 0)]
     if not silent:
-        print("\n".join(lines), file=sys.stderr if to_standard_output else sys.stdout)
+        print(printable("\n".join(lines)), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:
         write_json(json_to, first | {"sections": further} if further else first)
 

@@ -25,7 +25,8 @@ from stretto.transport.device_groups import by_host
 from stretto.transport.encrypted_sockets import ABORT_MS, LINGER_MS, Endpoint, MemberSockets, Received, ReservedPort
 from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport, check_peer, nbytes
 from stretto.transport.malloc import keep_freed_memory
-from stretto.transport.peer_group import MeanHandle, PeerGroup
+from stretto.transport.peer_group import PeerGroup
+from stretto.transport.peer_means import Mean
 from stretto.transport.peer_stream import (
     ABORT,
     HELLO,
@@ -290,7 +291,7 @@ class _Means:
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
         self._turn = threading.Lock()
-        self._orders: queue.SimpleQueue[MeanHandle | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Mean | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, tensor: Tensor) -> _SharedMeanHandle:
@@ -303,7 +304,7 @@ class _Means:
             self._orders.put(mean)
         return _SharedMeanHandle(self, mean)
 
-    def finish(self, mean: MeanHandle) -> Tensor:
+    def finish(self, mean: Mean) -> Tensor:
         """Complete a mean and those before it. Only one thread at a time advances them."""
         with self._turn:
             return mean.wait()
@@ -322,7 +323,7 @@ class _Means:
 @dataclass(slots=True)
 class _SharedMeanHandle:
     means: _Means
-    mean: MeanHandle
+    mean: Mean
 
     def wait(self) -> Answer:
         return self.means.finish(self.mean)

@@ -1,16 +1,7 @@
 """Transport among some workers of a transport, made of exchanges between each two of them.
 
-A mean is a reduce-scatter and an all-gather: of N workers, each adds its own N-th of the numbers of all, in the order
-of ranks, and gives the sum to the others. So a worker sends 2(N-1)/N of the bytes of its tensor, as in a ring, in two
-steps, and the sums have the same bits at all workers:
-
-    worker 0                                 worker 1
-    sends part 1       <---------------->    sends part 0
-    sum 0 = own + worker 1's part 0          sum 1 = worker 0's part 1 + own
-    sends sum 0        <---------------->    sends sum 1
-
-Parts are cut into pieces: while one piece is added, the next ones are received, and sums of earlier ones sent. All else
-is sent whole to each other worker. The group has no connection of its own: it ends with its transport.
+Means are in `peer_means.py`. All else is sent whole to each other worker. The group has no connection of its own: it
+ends with its transport.
 """
 
 from __future__ import annotations
@@ -20,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp, Exchange
 from stretto.errors import TransportError, explain
 from stretto.transport.interface import (
-    CHANNELS,
     Collectives,
     Handle,
     Message,
@@ -36,13 +25,7 @@ from stretto.transport.interface import (
     made,
     nbytes,
 )
-
-PIECE_BYTES = 1 << 20
-"""Bytes of a piece of a mean that two workers exchange at a time."""
-AHEAD = 4
-"""Number of pieces whose exchanges begin before the first of them has ended."""
-SUMS = CHANNELS // 2
-"""Difference of the channels in which a group exchanges its own tensors, and the sums."""
+from stretto.transport.peer_means import Mean, start_mean
 
 
 class PeerGroup:
@@ -67,7 +50,7 @@ class PeerGroup:
         self._transport, self._ranks, self._channel, self._check = transport, list(ranks), channel, check
         self._sent = self._received = 0
         self._is_closed = False
-        self._pending: deque[MeanHandle] = deque()
+        self._pending: deque[Mean] = deque()
         """Means in progress. They are completed in the order in which all workers submit them."""
 
     @property
@@ -117,13 +100,13 @@ class PeerGroup:
         """Refuse further operations."""
         self._is_closed = True
 
-    def start_mean(self, tensor: Tensor, in_place: bool = False) -> MeanHandle:
+    def start_mean(self, tensor: Tensor, in_place: bool = False) -> Mean:
         """Start a mean, `in_place` if it is to be written into the tensor."""
-        mean = MeanHandle(self, tensor, in_place)
+        mean = start_mean(self, tensor, in_place)
         self._pending.append(mean)
         return mean
 
-    def complete(self, mean: MeanHandle) -> None:
+    def complete(self, mean: Mean) -> None:
         """Complete a mean, and all earlier means."""
         while not mean.is_over:
             self._pending.popleft().run()
@@ -173,87 +156,3 @@ class _GatherHandle:
     def wait(self) -> list[Tensor]:
         received: list[Any] = [self.mine.clone() if one is None else one.wait() for one in self.handles]
         return received
-
-
-class MeanHandle:
-    """Mean in progress. `run` completes it, in one thread."""
-
-    def __init__(self, group: PeerGroup, tensor: Tensor, in_place: bool) -> None:
-        self._group, self._shape = group, tensor.shape
-        flat = tensor.detach().reshape(-1)
-        self._mean = flat if in_place else torch.empty_like(flat)
-        self._parts = _pieces(flat, group.workers)
-        self._targets = _pieces(self._mean, group.workers)
-        self._error: TransportError | None = None
-        self.is_over = False
-        self._begun: deque[list[Handle | None]] = deque(group.start_all(piece) for piece in self._parts[:AHEAD])
-
-    def wait(self) -> Tensor:
-        """Return the mean."""
-        self._group.complete(self)
-        if self._error is not None:
-            raise self._error
-        return self._mean.view(self._shape)
-
-    def run(self) -> None:
-        """Complete the mean, or keep the error."""
-        try:
-            self._run()
-        except TransportError as error:
-            self._error = error
-        self._begun.clear()
-        self.is_over = True
-
-    def _run(self) -> None:
-        sums = list[list[Handle | None]]()
-        for number, targets in enumerate(self._targets):
-            if number + AHEAD < len(self._parts):
-                self._begun.append(self._group.start_all(self._parts[number + AHEAD], SUMS))
-            self._add(number, targets)
-            own = targets[self._group.worker]
-            sums.append(self._group.start_all([own] * self._group.workers, SUMS, targets))
-        for handles, targets in zip(sums, self._targets, strict=True):
-            for handle, target in zip(handles, targets, strict=True):
-                if handle is not None:
-                    _take(handle, target)
-
-    def _add(self, number: int, targets: Sequence[Tensor]) -> None:
-        worker = self._group.worker
-        handles, own = self._begun.popleft(), self._parts[number][worker]
-        received: list[Any] = [own if handle is None else handle.wait() for handle in handles]
-        _sum(received, worker, targets[worker])
-
-
-def _pieces(flat: Tensor, workers: int) -> list[list[Tensor]]:
-    """Return, for each piece, those of all workers' parts of the tensor."""
-    parts = torch.tensor_split(flat, workers)
-    numbers = max(1, PIECE_BYTES // flat.element_size())
-    count = -(-parts[0].numel() // numbers) or 1
-    return [[part[at * numbers : (at + 1) * numbers] for part in parts] for at in range(count)]
-
-
-def _take(handle: Handle, target: Tensor) -> None:
-    received: Any = handle.wait()
-    _check_length(received, target)
-    if received is not target:
-        target.copy_(received)
-
-
-def _check_length(one: Tensor, like: Tensor) -> None:
-    if one.numel() != like.numel():
-        raise TransportError("the workers submit means of tensors that differ in shape")
-
-
-def _sum(tensors: Sequence[Tensor], own: int, target: Tensor) -> None:
-    """Write the sum in this order to the target, which may be the memory of the tensor at place `own`.
-
-    Half precision is added in float32, and rounded once.
-    """
-    for one in tensors:
-        _check_length(one, target)
-    is_half = target.dtype in (torch.float16, torch.bfloat16)
-    total = tensors[0].float() if is_half else tensors[0]
-    for place, one in enumerate(tensors[1:], 1):
-        total = torch.add(total, one) if is_half or place < own else torch.add(total, one, out=target)
-    if total is not target:
-        target.copy_(total)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from run_place import Place
 
+from stretto.cli.main import command
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.notices import say
 
@@ -107,5 +108,9 @@ def test_line_of_stretto_clears_a_tqdm_bar(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_line_of_stretto_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Reports of workers of other machines are part of such lines."""
-    ProgressDisplay().note("worker 2 failed (\x1b]0;title\x07\x1b[2J\r\x9b31mgone)")
-    assert capsys.readouterr().err == "stretto: worker 2 failed (?]0;title??[2J??31mgone)\n"
+    raw, shown = "worker 2 failed (\x1b]0;title\x07\x1b[2J\r\x9b31mgone)", "worker 2 failed (?]0;title??[2J??31mgone)"
+    ProgressDisplay().note(raw)
+    say(raw)
+    assert command(["report", raw]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [f"stretto: {shown}"] * 2 and shown in lines[2]
