@@ -60,7 +60,7 @@ def test_folders_that_other_users_may_write_are_refused(tmp_path: Path) -> None:
     (open_to_all / CHECKPOINTS).mkdir(parents=True)
     open_to_all.chmod(0o777)
     with pytest.raises(LaunchError, match=r"--resume .*all, owner \d+, mode 777"):
-        check(RunConfig(script="train.py", resume=open_to_all))
+        check(RunConfig(script=Path(__file__), resume=open_to_all))
     (open_to_all / CHECKPOINTS).rmdir()
     with pytest.raises(LaunchError, match=r"--out .*all, owner \d+, mode 777"):
         make_folder("a", open_to_all, NOW)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_place import MARK, PATH, Place
 
-LIMIT_S = 20
+LIMIT_S = 90
 
 
 @pytest.fixture

@@ -191,6 +191,11 @@ def config_of(process: psutil.Process) -> dict[str, Any]:
     return json.loads(environment_of(process).get(VARIABLE, "{}"))
 
 
+def coordinators(place: Place) -> list[int]:
+    """Return the processes of the coordinator, which are several while one is being replaced."""
+    return [one.pid for one in place.left() if config_of(one).get("type") == "coordinator"]
+
+
 def staff(place: Place) -> int:
     """Return the number of processes of a run that are neither workers nor servers: launcher, reaper, coordinator."""
     return 2 + place.recovers

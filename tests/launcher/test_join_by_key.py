@@ -18,6 +18,7 @@ from namespace_hosts import (
     HOSTS,
     SCRIPT,
     assert_each_sample_counts_once,
+    bridged,
     events,
     generations,
     hosts,
@@ -27,7 +28,7 @@ from namespace_hosts import (
     until,
     write_script,
 )
-from run_place import Place
+from run_place import Place, coordinators
 
 from stretto.errors import LaunchError
 from stretto.launcher.endpoints import servers_for
@@ -45,7 +46,7 @@ __all__ = ["hosts"]
 
 
 @pytest.mark.parametrize("recipe", ["local_sgd(every=2)", pytest.param("async_sgd(shards=2)", marks=pytest.mark.long)])
-def test_hosts_without_a_shared_disk_train_each_sample_once(
+def test_hosts_without_a_shared_disk_train_each_sample_once_if_workers_and_the_coordinator_are_killed(
     place: Place, hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     enough = write_script(place.folder, tmp_path_factory)
@@ -56,9 +57,13 @@ def test_hosts_without_a_shared_disk_train_each_sample_once(
     until(lambda: (run / "join.key").exists() and {0, 1} <= starts(run).keys(), here)
     there = joining(HOSTS[1], place.folder, (run / "join.key").read_bytes(), address, "-n", "2")
     until(lambda: {2, 3} <= starts(run).keys(), here, there)
-    killed = starts(run)[3]["pid"]
-    os.kill(killed, signal.SIGKILL)
-    until(lambda: starts(run)[3]["pid"] != killed, here, there)
+    for worker in (3, 1):  # one there, and one of the launcher
+        killed = starts(run)[worker]["pid"]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda worker=worker, killed=killed: starts(run)[worker]["pid"] != killed, here, there)
+    killed = coordinators(place)
+    os.kill(*killed, signal.SIGKILL)
+    until(lambda: coordinators(place) not in ([], killed), here, there)
     enough.touch()
     said = [one.communicate(timeout=90)[0] for one in (here, there)]
     assert (here.returncode, there.returncode) == (0, 0), said
@@ -66,11 +71,27 @@ def test_hosts_without_a_shared_disk_train_each_sample_once(
     assert_each_sample_counts_once(run)
     ended = {event["worker"] for event in events(run) if event["event"] == "end"}
     assert ended >= {0, 1, 2, 3}
-    assert not list(place.folder.glob("runs")), "the guests have written on their own disk"
+    assert not list(place.folder.glob("runs")), "the guests have written to the disk of the launcher"
     assert "--lr" in json.loads((run / "run.json").read_text())["args"]
 
 
-test_hosts_without_a_shared_disk_train_each_sample_once.limit_s = 240  # type: ignore[attr-defined]
+test_hosts_without_a_shared_disk_train_each_sample_once_if_workers_and_the_coordinator_are_killed.limit_s = 240  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_workers_of_two_hosts_train_over_shards_of_a_third(place: Place, tmp_path_factory: pytest.TempPathFactory) -> None:
+    enough, run, address = write_script(place.folder, tmp_path_factory), place.folder / "run", "10.79.0.1:7878"
+    options = ["-n", "0", "--min-workers", "2", "--recipe", "async_sgd(shards=2)", "--listen", address, "--out", "run"]
+    with bridged(HOSTS):
+        here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
+        until(lambda: (run / "coordinator.wal").exists(), here)
+        key = (run / "join.key").read_bytes()
+        guests = [joining(host, place.folder, key, address) for host in HOSTS[1:]]
+        until(lambda: {0, 1} <= starts(run).keys(), here, *guests)
+        enough.touch()
+        said = [one.communicate(timeout=90)[0] for one in (here, *guests)]
+    assert [one.returncode for one in (here, *guests)] == [0, 0, 0], said
+    assert_each_sample_counts_once(run)
 
 
 @pytest.fixture
@@ -241,6 +262,7 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
 
 
 for one in (
+    test_workers_of_two_hosts_train_over_shards_of_a_third,
     test_run_without_workers_of_its_own_ends_with_those_that_joined,
     test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed,
     test_run_whose_workers_all_joined_continues_from_its_checkpoints,

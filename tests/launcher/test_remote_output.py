@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from namespace_hosts import events, starts
-from run_place import Place, config_of, until
+from run_place import Place, coordinators, until
 
 SCRIPT = """
 import os, pathlib, sys, time, torch, stretto
@@ -59,10 +59,6 @@ def joined(place: Place, *options: str) -> tuple[subprocess.Popen[bytes], subpro
     guest = place.stretto("join", address, "--key", "run/join.key", **TOGETHER)
     until(lambda: 1 in starts(Path("run")), limit_s=90)
     return here, guest
-
-
-def coordinators(place: Place) -> list[int]:
-    return [one.pid for one in place.left() if config_of(one).get("type") == "coordinator"]
 
 
 def test_log_of_a_joined_worker_is_in_the_run_folder_and_its_output_on_the_terminal(place: Place, beside: Path) -> None:
