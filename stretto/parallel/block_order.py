@@ -1,6 +1,7 @@
 """Blocks of a matrix: which rows and columns belong together, and the order in which their samples are trained.
 
 In sub-epoch s of p, rank r trains block (r, (r + s) mod p), so no two ranks train a row or a column at the same time.
+A rank trains the columns of a block piece after piece.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,48 +30,74 @@ class Blocks:
     """The block of each row and of each column, and those of each sample of the data."""
 
     parts: int
+    pieces: int
     of_row: Numbers
     of_column: Numbers
+    piece_of: Numbers
+    """Piece of its column block that each column is in."""
     row_block: Numbers
     """Row block of each sample."""
     column_block: Numbers
     """Column block of each sample."""
+    piece: Numbers
+    """Piece of each sample."""
 
     def arranged(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return batches of the same samples: each has a part for each rank, all of one sub-epoch.
 
-        The samples of a block keep the order in which they were drawn.
+        The samples of a block keep the order in which they were drawn, piece after piece.
         """
         size = max(map(len, batches), default=1)
         flat = np.fromiter((one for batch in batches for one in batch), np.int64)
-        found = []
-        for sub_epoch in range(self.parts):
-            blocks = [flat[self._is_in(flat, rank, sub_epoch)] for rank in range(self.parts)]
-            for start in range(0, max(map(len, blocks)), size):
-                found.append(np.concatenate([block[start : start + size] for block in blocks]).tolist())
-        return found
+        flat = flat[np.lexsort((self.piece[flat], self.sub_epochs(flat), self.row_block[flat]))]
+        ends = np.flatnonzero(np.diff(self._places(flat))) + 1
+        found: list[list[list[Batch]]] = [[[] for _ in range(self.parts)] for _ in range(self.parts)]
+        for block in np.split(flat, ends) if len(flat) else ():
+            rank, sub_epoch = self.row_block[block[0]], self.sub_epochs(block[:1])[0]
+            found[sub_epoch][rank] += [block[start : start + size].tolist() for start in range(0, len(block), size)]
+        together = (zip_longest(*of_ranks, fillvalue=[]) for of_ranks in found)
+        return [[*chain.from_iterable(each)] for steps in together for each in steps]
 
     def length(self, size: int) -> int:
         """Return the number of batches of an epoch of all samples, of `size` samples for each rank."""
-        counts = np.zeros((self.parts, self.parts), np.int64)
-        np.add.at(counts, (self.row_block, (self.column_block - self.row_block) % self.parts), 1)
-        return int((-(-counts // size)).max(axis=0).sum())
+        counts = np.bincount(self._places(slice(None)), minlength=self.parts * self.parts * self.pieces)
+        batches = -(-counts // size)
+        return int(batches.reshape(self.parts, self.parts, self.pieces).sum(axis=2).max(axis=0).sum())
 
-    def sub_epochs(self, samples: Sequence[int]) -> Numbers:
+    def sub_epochs(self, samples: Any) -> Numbers:
         """Return the sub-epoch of each of these samples."""
         found: Numbers = (self.column_block[samples] - self.row_block[samples]) % self.parts
         return found
 
-    def _is_in(self, samples: Numbers, rank: int, sub_epoch: int) -> NDArray[np.bool_]:
-        is_in: NDArray[np.bool_] = (self.row_block[samples] == rank) & (self.sub_epochs(samples) == sub_epoch)  # type: ignore[arg-type]
-        return is_in
+    def _places(self, samples: Any) -> Numbers:
+        """Return a number for each sample: of its row block, then of its sub-epoch, then of its piece."""
+        blocks = self.row_block[samples] * self.parts + self.sub_epochs(samples)
+        found: Numbers = blocks * self.pieces + self.piece[samples]
+        return found
 
 
-def blocks_of(loader: Any, rows: int, columns: int, parts: int) -> Blocks:
-    """Return the blocks of a loader's samples, about equally many in each block of rows and of columns."""
+def blocks_of(loader: Any, rows: int, columns: int, parts: int, pieces: int = 1) -> Blocks:
+    """Return the blocks of a loader's samples, about equally many in each block of rows and of columns.
+
+    With several pieces the rows of a block, and the columns of a piece, follow each other in their tables.
+    """
     row, column = (_checked(each, size) for each, size in zip(_numbers(loader), (rows, columns), strict=True))
-    of_row, of_column = _balanced(row, rows, parts), _balanced(column, columns, parts)
-    return Blocks(parts, of_row, of_column, of_row[row], of_column[column])
+    if pieces == 1:
+        of_row, of_column = _balanced(row, rows, parts), _balanced(column, columns, parts)
+        piece_of = np.zeros(columns, np.int64)
+    else:
+        of_row, (of_column, piece_of) = (
+            _ranges(row, rows, parts),
+            divmod(_ranges(column, columns, parts * pieces), pieces),
+        )
+    return Blocks(parts, pieces, of_row, of_column, piece_of, of_row[row], of_column[column], piece_of[column])
+
+
+def _ranges(numbers: Numbers, size: int, parts: int) -> Numbers:
+    """Return a block for each row: each block is a range of rows."""
+    before = np.cumsum(np.bincount(numbers, minlength=size)) - 1
+    found: Numbers = np.maximum(before, 0) * parts // max(len(numbers), 1)
+    return found
 
 
 def _balanced(numbers: Numbers, size: int, parts: int) -> Numbers:

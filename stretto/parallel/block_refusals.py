@@ -61,6 +61,17 @@ def refuse_optimizers(each: Sequence[Optimizer]) -> None:
             )
 
 
+def refuse_tables_elsewhere(table: nn.Parameter) -> None:
+    """Raise ModelError for a table that cannot be in a memory-mapped file."""
+    if table.device.type != "cpu":
+        raise _refused(
+            "tables of column_blocks= are in memory-mapped files",
+            f"a table on {table.device}",
+            "tables in the memory of the host, or column_blocks=1",
+            'model.to("cpu") before stretto.distribute',
+        )
+
+
 def refuse_evaluations_by_steps(every: int | None) -> None:
     """Raise ScriptError for evaluations by steps: all ranks evaluate together, and have other numbers of steps."""
     if every is not None:
@@ -110,7 +121,7 @@ def refuse_idle_ranks(first: Sequence[Sequence[int]], row_block: Any, ranks: int
                 f"a process has no sample in the first block: {ranks} processes cut the matrix into {ranks * ranks}",
                 got=f"samples for {len(present)} of {ranks} processes",
                 expected="fewer processes, or more samples",
-                to_type=f"stretto run -n {max(2, ranks // 2)}, or a single process without a layout",
+                to_type=f"stretto run -n {ranks - 1}" if ranks > 2 else "stretto run -n 1 without a layout",
             )
         )
 

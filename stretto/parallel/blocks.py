@@ -10,6 +10,7 @@ A column block is the entries of its columns in each table, and in the state tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,13 +32,17 @@ from stretto.parallel.block_refusals import (
     refuse_other_order,
     refuse_others,
     refuse_some_steps,
+    refuse_tables_elsewhere,
     tables_of,
 )
+from stretto.parallel.mapped_tables import MappedTables
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.read_guard import ReadGuard
 from stretto.recipe.layout import blocks
-from stretto.transport.tensor_bytes import Packed, packed, unpacked
+from stretto.transport.tensor_bytes import octets
 
+PART = 4 << 20
+"""Bytes of a message with entries of tables, about."""
 _BATCHES = msgspec.msgpack.Decoder(list[list[int]])
 
 
@@ -55,7 +60,10 @@ class BlockRing(RankParts):
         self._columns = tables_of(context.model, layout.column_tables, layout)
         refuse_others(context.model, [*self._rows, *self._columns], layout)
         sizes = len(self._rows[0]), len(self._columns[0])
-        self._blocks = blocks_of(context.loader, *sizes, self._link.ranks)
+        self._blocks = blocks_of(context.loader, *sizes, self._link.ranks, layout.column_blocks)
+        self._mapped = self._in_files() if layout.column_blocks > 1 else MappedTables()
+        self._piece = 0
+        """The piece of its column block that this rank trains."""
         self._column: int | None = None
         """The column block that this rank trains; None between two epochs."""
         self._is_hidden = False
@@ -104,7 +112,11 @@ class BlockRing(RankParts):
             self._hide()
         while self._column != column:
             self._rotate()
-        return bool(self.loaded(batch))
+        own = self.loaded(batch)
+        if own and self._blocks.piece[own[0]] != self._piece:
+            self._piece = int(self._blocks.piece[own[0]])
+            self._mapped.release()
+        return bool(own)
 
     def _sub_epoch_of(self, flat: Sequence[Any], batch: Batch) -> int:
         """Return the sub-epoch of a batch. Raise ModelError in an epoch whose order is not that of these blocks."""
@@ -157,54 +169,75 @@ class BlockRing(RankParts):
         self._column = None
 
     @torch.no_grad()
+    def _in_files(self) -> MappedTables:
+        """Move the tables, and what the optimizers keep of their entries, to files."""
+        made = MappedTables()
+        kept = {id(one): state for one, state in self._context.optimizers.states()}
+        for table in [*self._rows, *self._columns]:
+            refuse_tables_elsewhere(table)
+            table.data = made.moved(table.data)
+            state = kept.get(id(table), {})
+            state.update((name, made.moved(one)) for name, one in state.items() if _is_of_entries(one, table))
+        made.release()
+        return made
+
+    @torch.no_grad()
     def _hide(self) -> None:
         """Set all entries to NaN that this rank does not hold."""
         assert self._column is not None
         self._is_hidden = True
         self._guard.shut()
         for tables, of, held in self._sides(self._column):
-            hidden = torch.from_numpy(np.flatnonzero(of != held))
-            for table in tables:
-                table.index_fill_(0, hidden.to(table.device), float("nan"))
+            _fill(tables, np.flatnonzero(of != held))
+        self._mapped.release()
 
     @torch.no_grad()
     def _gather(self) -> None:
         """Receive the entries that the other ranks hold."""
         assert self._column is not None
-        own = [
-            packed(table[_where(of, held, table)]) for tables, of, held in self._sides(self._column) for table in tables
-        ]
-        message = msgspec.msgpack.encode((self._column, own))
-        for received in self._link.gather(message):
-            column, entries = msgspec.msgpack.decode(received, type=tuple[int, list[Packed]])
-            rank = (column - self._column + self.rank) % self._link.ranks
-            if rank == self.rank:
-                continue
-            each = iter(entries)
-            for tables, of, held in self._sides(column, rank):
-                for table in tables:
-                    table[_where(of, held, table)] = unpacked(next(each)).to(table.device)
+        for root in range(self._link.ranks):
+            column = (self._column - self.rank + root) % self._link.ranks
+            for tables, of, held in self._sides(column, root):
+                self._broadcast(tables, np.flatnonzero(of == held), root)
         self._is_hidden = False
         self._guard.open()
+        self._mapped.release()
+
+    def _broadcast(self, tables: Sequence[Tensor], entries: Numbers, root: int) -> None:
+        """Give these entries of the root's tables to all ranks, in parts."""
+        size = max(1, PART // sum(table[:1].nbytes for table in tables))
+        for start in range(0, len(entries), size):
+            where = torch.from_numpy(entries[start : start + size]).to(tables[0].device)
+            own = b"".join(octets(table[where]).tobytes() for table in tables) if root == self.rank else b""
+            received = self._link.broadcast(own, root)
+            if root != self.rank:
+                _take(tables, where, bytearray(received))
 
     @torch.no_grad()
     def _rotate(self) -> None:
-        """Send the column block to the rank before this one, and receive that of the next."""
+        """Send the column block to the rank before this one, and receive that of the next, piece by piece."""
         assert self._column is not None
         link, sent, received = self._link, self._column, (self._column + 1) % self._link.ranks
-        tables, of = self._state_of(self._columns), self._blocks.of_column
+        tables = self._state_of(self._columns)
         before, after = (self.rank - 1) % link.ranks, (self.rank + 1) % link.ranks
-        # two ranks are each other's neighbour on both sides: each has a channel of its own
-        incoming = [link.receive(after, after % 2) for _ in tables]
-        for table in tables:
-            link.send(table[_where(of, sent, table)], before, self.rank % 2)
-        for table, one in zip(tables, incoming, strict=True):
-            where = _where(of, received, table)
-            table[where] = one.wait(table[where].shape, table.dtype)
-        link.flush()
+        for piece in range(self._blocks.pieces):
+            # two ranks are each other's neighbour on both sides: each has a channel of its own
+            incoming = [link.receive(after, after % 2) for _ in tables]
+            gone, come = self._columns_of(sent, piece), self._columns_of(received, piece)
+            for table in tables:
+                link.send(table[torch.from_numpy(gone).to(table.device)], before, self.rank % 2)
+            for table, one in zip(tables, incoming, strict=True):
+                where = torch.from_numpy(come).to(table.device)
+                table[where] = one.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
+            link.flush()
+            if self._is_hidden:
+                _fill(tables, gone)
         self._column = received
-        self._hide()
+        self._mapped.release()
         self._context.on_exchange()
+
+    def _columns_of(self, column: int, piece: int) -> Numbers:
+        return np.flatnonzero((self._blocks.of_column == column) & (self._blocks.piece_of == piece))
 
     def _sides(self, column: int, rank: int | None = None) -> list[tuple[list[Tensor], Numbers, int]]:
         """Return the tables of rows and of columns, the block of each entry, and the block that a rank holds."""
@@ -218,9 +251,26 @@ class BlockRing(RankParts):
         found: list[Tensor] = []
         for table in tables:
             states = [value for _, value in sorted(kept.get(id(table), {}).items())]
-            found += [table.data, *(one for one in states if isinstance(one, Tensor) and one.shape == table.shape)]
+            found += [table.data, *(one for one in states if _is_of_entries(one, table))]
         return found
 
 
-def _where(of: Numbers, held: int, table: Tensor) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(of == held)).to(table.device)
+def _is_of_entries(state: Any, table: Tensor) -> bool:
+    """Return True for a state that an optimizer keeps of each entry of a table."""
+    return isinstance(state, Tensor) and state.shape == table.shape
+
+
+def _fill(tables: Sequence[Tensor], entries: Numbers) -> None:
+    """Set these entries to NaN."""
+    for table in tables:
+        table.index_fill_(0, torch.from_numpy(entries).to(table.device), float("nan"))
+
+
+def _take(tables: Sequence[Tensor], where: Tensor, received: bytearray) -> None:
+    """Set these entries of tables to the numbers of a message, one table after the other."""
+    at = 0
+    for table in tables:
+        shape = [len(where), *table.shape[1:]]
+        values = torch.frombuffer(received, dtype=table.dtype, offset=at, count=math.prod(shape)).view(shape)
+        table[where] = values.to(table.device)
+        at += values.nbytes

@@ -87,11 +87,16 @@ class blocks(Layout):
     loader begins with the number of its row and that of its column. Each process trains the samples of its rows and of
     the column block that it has, then sends this block to the next process.
 
-    Cost: an epoch sends each column table once around the ring. No process waits for gradients.
+    With `column_blocks` above 1 each process has this number of blocks of columns, and trains one of them after the
+    other. All tables are in memory-mapped files then, and memory holds the rows and the column block in training.
+
+    Cost: an epoch sends each column table once around the ring, and at its end each process receives the tables of all.
+    No process waits for gradients.
     """
 
     rows: str
     columns: str
+    column_blocks: int = 1
 
     papers = ("Gemulla et al. 2011 (DSGD, 10.1145/2020408.2020426)",)
     carried_out_by = "stretto.parallel.blocks.BlockRing"
@@ -107,6 +112,15 @@ class blocks(Layout):
                     got=str(self),
                     expected="names of embeddings or parameters, with commas between them",
                     to_type='blocks("users, user_bias", "items, item_bias")',
+                )
+            )
+        if self.column_blocks < 1:
+            raise RecipeError(
+                explain(
+                    "a process needs a block of columns",
+                    got=str(self),
+                    expected="a whole number of blocks for each process, at least 1",
+                    to_type=f'blocks("{self.rows}", "{self.columns}", column_blocks=4)',
                 )
             )
 

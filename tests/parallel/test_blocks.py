@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from stretto.errors import LaunchError, LoaderError, ModelError, RecipeError, ScriptError
 from stretto.events import read_events
 from stretto.launcher.config import check, settled
-from stretto.parallel.block_order import blocks_of
+from stretto.parallel.block_order import Blocks, blocks_of
 from stretto.parallel.blocks import BlockRing
 from stretto.parallel.rank_parts import RankContext
 from stretto.recipe.layout import blocks
@@ -73,14 +73,21 @@ assert all(torch.equal(one, model.state_dict()[name]) for name, one in whole.ite
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's Adagrad, once a process
 TESTS = str(Path(__file__).resolve().parents[1])
 LAYOUT = 'blocks("users, user_bias", "items, item_bias")'
+PIECES = LAYOUT.replace(")", ", column_blocks=3)")
 
 
 def run(
-    folder: Path, name: str, *options: str, script: tuple[str, ...], text: str = SCRIPT, fails: bool = False
+    folder: Path,
+    name: str,
+    *options: str,
+    script: tuple[str, ...],
+    text: str = SCRIPT,
+    fails: bool = False,
+    layout: str = LAYOUT,
 ) -> Any:
     """Run the script in the layout, and return the run folder; the standard error if it `fails`."""
     (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "stretto.cli", "run", "--out", name, "--layout", LAYOUT, *options]
+    command = [sys.executable, "-m", "stretto.cli", "run", "--out", name, "--layout", layout, *options]
     path = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -90,10 +97,10 @@ def run(
     return done.stderr if fails else folder / name
 
 
-def sequential(name: str, ranks: int, epochs: int) -> dict[str, torch.Tensor]:
+def sequential(name: str, ranks: int, epochs: int, pieces: int = 1) -> dict[str, torch.Tensor]:
     """Return the model that one process trains with the same blocks in the same order."""
     model, optimizer, loader = made(name)
-    cut = blocks_of(loader, 23, 17, ranks)
+    cut = blocks_of(loader, 23, 17, ranks, pieces)
     next(iter(loader))
     for _ in range(epochs):
         drawn = [batch[3].tolist() for batch in loader]
@@ -125,6 +132,48 @@ def test_blocks_equal_one_process_in_the_same_order_bit_for_bit(tmp_path: Path, 
     ends = [event for event in read_events(folder / "events.jsonl") if event["event"] == "end"]
     assert len(ends) == ranks
     assert all(rotated < event["bytes_sent"] < rotated + 60_000 for event in ends), (rotated, ends)
+
+
+@pytest.mark.parametrize(("optimizer", "ranks"), [("sgd", 3), ("adagrad", 2)])
+def test_pieces_of_column_blocks_in_files_equal_one_process_in_the_same_order(
+    tmp_path: Path, optimizer: str, ranks: int
+) -> None:
+    folder = run(tmp_path, "run", "-n", str(ranks), script=(optimizer, "2"), layout=PIECES)
+    expected, found = sequential(optimizer, ranks, 2, pieces=3), load_file(folder / "final.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert counts(folder) == [{"once": 300, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+BIG = """
+import torch, stretto
+def resident():
+    text, inside, found = open("/proc/self/smaps").read(), False, 0
+    for line in text.splitlines():
+        if "-" in line.split()[0]:
+            inside = "stretto-table-" in line
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+torch.manual_seed(0)
+model = torch.nn.ModuleDict({name: torch.nn.Embedding(40_000, 32, sparse=True) for name in ("user", "item")})
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+users, items = torch.randint(40_000, (2, 60_000))
+data = torch.utils.data.TensorDataset(users, items, torch.rand(60_000))
+loader = stretto.distribute(model, optimizer, torch.utils.data.DataLoader(data, batch_size=1000, shuffle=True))
+whole, most = 2 * 2 * 40_000 * 32 * 4, 0
+for user, item, rating in loader:
+    optimizer.zero_grad()
+    ((model["user"](user) * model["item"](item)).sum(1) - rating).pow(2).sum().backward()
+    optimizer.step()
+    most = max(most, resident())
+    assert most <= whole * (1 / 4 + 1 / 16 + 0.05), (most, whole)
+assert most > whole / 16
+assert resident() < whole / 4  # whole at this process, in the file
+"""
+
+
+def test_memory_holds_the_rows_and_one_piece_of_the_columns(tmp_path: Path) -> None:
+    run(tmp_path, "run", "-n", "2", script=(), text=BIG, layout='blocks("user", "item", column_blocks=4)')
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
@@ -198,20 +247,30 @@ def test_another_number_of_processes_continues_after_an_epoch_and_is_refused_wit
     run(tmp_path, "same", "-n", "3", "--resume", str(ended), script=("plain", "2"), text=script)
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1),
+)
 def test_batches_have_each_sample_once_and_no_row_or_column_at_two_ranks(
-    parts: int, size: int, pairs: list[tuple[int, int]]
+    parts: int, pieces: int, size: int, pairs: list[tuple[int, int]]
 ) -> None:
     row, column = (torch.tensor(each) for each in zip(*pairs, strict=True))
     loader = DataLoader(TensorDataset(row, column), batch_size=size)
-    cut = blocks_of(loader, 13, 10, parts)
+    cut = blocks_of(loader, 13, 10, parts, pieces)
     batches = cut.arranged([*loader.batch_sampler])  # type: ignore[misc]
     assert sorted(one for batch in batches for one in batch) == list(range(len(pairs)))
     for batch in batches:
         assert len(np.unique(cut.sub_epochs(batch))) == 1
         assert max(np.bincount(cut.row_block[batch])) <= size
+        assert all(len(np.unique(cut.piece[own])) == 1 for own in _parts_of(cut, batch))
     if size <= len(pairs):
         assert cut.length(size) == len(batches)
+
+
+def _parts_of(cut: Blocks, batch: list[int]) -> list[list[int]]:
+    return [[one for one in batch if cut.row_block[one] == rank] for rank in {*cut.row_block[batch].tolist()}]
 
 
 def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) -> None:
@@ -221,6 +280,8 @@ def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) ->
     script.touch()
     found = settled(RunConfig(script, layout=LAYOUT, workers=3))
     assert (found.workers, found.ranks) == (1, 3)
+    with pytest.raises(RecipeError, match="expected: a whole number of blocks for each process, at least 1"):
+        parse_layout('blocks("users", "items", column_blocks=0)')
     for text in ('blocks("", "items")', 'blocks("users", "users")', 'blocks("users,", "items")'):
         with pytest.raises(RecipeError, match=r"try: blocks\(\"users, user_bias\""):
             parse_layout(text)

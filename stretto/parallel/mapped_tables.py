@@ -1,0 +1,30 @@
+"""Tables in memory-mapped files, of which memory holds the pages in use."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+
+import torch
+from torch import Tensor
+
+
+class MappedTables:
+    """Files of one process without a name, in the folder of temporary files. They end with the process."""
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+
+    def moved(self, table: Tensor) -> Tensor:
+        """Return the table in a file of its own."""
+        with tempfile.NamedTemporaryFile(prefix="stretto-table-") as file:
+            file.truncate(max(table.nbytes, 1))
+            mapped = mmap.mmap(file.fileno(), max(table.nbytes, 1))
+        self._maps.append(mapped)
+        found = torch.frombuffer(mapped, dtype=table.dtype, count=table.numel()).view(table.shape)
+        return found.copy_(table)
+
+    def release(self) -> None:
+        """Let memory drop all pages; what is used is read again, from the system's cache of the file or from disk."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
