@@ -23,6 +23,11 @@ def hold_elsewhere(tensor: Tensor) -> None:
     _elsewhere[tensor] = True
 
 
+def hold_here(tensor: Tensor) -> None:
+    """Note that this rank holds the values of a parameter or buffer."""
+    _elsewhere.pop(tensor, None)
+
+
 def is_held(tensor: Tensor) -> bool:
     """Return False if another rank of the replica holds the values of a parameter or buffer."""
     return tensor not in _elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -15,7 +16,8 @@ from stretto.errors import LaunchError
 from stretto.host_list import Host
 from stretto.launcher.config import check, described, with_hosts
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.engines.ssh import AgentLines
+from stretto.launcher.engines.agents import AgentSpec
+from stretto.launcher.engines.ssh import AgentLines, ssh_command
 from stretto.launcher.engines.ssh_errors import explained
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.remote_workers import agent_specs

@@ -79,7 +79,9 @@ test_hosts_without_a_shared_disk_train_each_sample_once_if_workers_and_the_coord
 
 
 @pytest.mark.long
-def test_workers_of_two_hosts_train_over_shards_of_a_third(place: Place, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_workers_of_two_hosts_train_over_shards_of_a_third(
+    place: Place, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     enough, run, address = write_script(place.folder, tmp_path_factory), place.folder / "run", "10.79.0.1:7878"
     options = ["-n", "0", "--min-workers", "2", "--recipe", "async_sgd(shards=2)", "--listen", address, "--out", "run"]
     with bridged(HOSTS):

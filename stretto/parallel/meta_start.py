@@ -1,0 +1,144 @@
+"""Models that the script builds on torch's meta device, without memory, and of which each process builds its part.
+
+    with torch.device("meta"):
+        model = Net()                 # shapes only
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = stretto.distribute(model, optimizer, loader)
+
+`place_meta` gives the tensors a device and no memory; `build` gives them memory and the values of `reset_parameters`, a
+unit at a time: a module that one stage of a pipeline runs, or the tensors that an open module has itself. Every process
+draws the random numbers of all units, so the values do not depend on who keeps them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stretto.errors import ModelError, explain
+from stretto.parallel.calls import opened
+from stretto.runtime.device_random import kept_random_states, seed_devices
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here
+
+_unbuilt = WeakIdKeyDictionary()
+"""Tensors that have no values yet."""
+RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+"""Names of the methods of torch's modules that give their own tensors the first values."""
+
+
+def place_meta(model: nn.Module, device: torch.device) -> None:
+    """Move tensors from the meta device to this one, without memory: their values are NaN until they are built.
+
+    The script's objects stay the same, so an optimizer that was made before holds them.
+    """
+    for module in model.modules():
+        for tensor in _tensors(module):
+            if tensor.device.type == "meta":
+                empty: Tensor = _without_memory(tensor, device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)
+                _unbuilt[tensor] = True
+                hold_elsewhere(tensor)
+
+
+def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[[str], bool] = lambda _: True) -> None:
+    """Give values to the tensors that have none, and keep those whose names `keeps` accepts.
+
+    The random numbers are those that follow `random_state`, or the present state of torch's generator, which stays as it
+    is. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
+    """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    units = [(name, inner) for name, inner in _units(model) if any(one in _unbuilt for one in _all_tensors(inner))]
+    device = next((one.device for _, unit in units for one in _all_tensors(unit)), torch.device("cpu"))
+    with kept_random_states(device), torch.no_grad():
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        if device.type != "cpu":
+            digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
+            seed_devices(int.from_bytes(digest, "little") >> 1)
+        for name, unit in units:
+            with _memory(unit) as unbuilt:
+                _reset(name, unit)
+                for tensor in unbuilt:
+                    if keeps(names[id(tensor)]):
+                        del _unbuilt[tensor]
+                        hold_here(tensor)
+
+
+@contextmanager
+def with_memory(module: nn.Module) -> Iterator[None]:
+    """Give a module memory within, with zeros where it has no values, to measure the times of its calls."""
+    with _memory(list(module.modules())) as unbuilt:
+        for tensor in unbuilt:
+            tensor.data.zero_()
+        yield
+
+
+@contextmanager
+def _memory(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of a unit that have no values, with memory; those that have none afterwards lose it."""
+    unbuilt = [tensor for tensor in _all_tensors(modules) if tensor in _unbuilt]
+    for tensor in unbuilt:
+        tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    try:
+        yield unbuilt
+    finally:
+        for tensor in unbuilt:
+            if tensor in _unbuilt:
+                tensor.data = _without_memory(tensor, tensor.device)
+
+
+def _units(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """Return the units of a model, each as its modules from the innermost on."""
+    named = [(name, model.get_submodule(name), is_open) for name, is_open in opened(model).items()]
+    return [(name, [module] if is_open else list(_innermost_first(module))) for name, module, is_open in named]
+
+
+def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules within a module in the order in which their constructors end."""
+    for child in module.children():
+        yield from _innermost_first(child)
+    yield module
+
+
+def _reset(name: str, unit: list[nn.Module]) -> None:
+    """Call the methods that give the modules of a unit their first values; that of its outermost one may do for all."""
+    resets = [next((found for one in RESETS if (found := getattr(module, one, None))), None) for module in unit]
+    for module, reset in zip(unit, resets, strict=True):
+        if any(one in _unbuilt for one in _tensors(module)) or module is unit[-1]:
+            if reset is None and resets[-1] is None:
+                raise ModelError(_no_values(name, module))
+            if reset is not None:
+                reset()
+
+
+def _no_values(name: str, module: nn.Module) -> str:
+    own = [one for one, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor in _unbuilt]
+    kind = type(module).__name__
+    return explain(
+        f"the {kind} {name or 'model'} was built on the meta device, and nothing gives its tensors their first values",
+        got=f"{', '.join(own[:3])} of a class without reset_parameters",
+        expected="a method reset_parameters, as torch's own modules have, that fills the tensors of the module itself",
+        to_type=f"def reset_parameters(self) in the class {kind}",
+    )
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module itself."""
+    return [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
+
+
+def _all_tensors(modules: list[nn.Module]) -> list[Tensor]:
+    """Return the tensors of these modules, each once."""
+    return list({id(one): one for module in modules for one in _tensors(module)}.values())
+
+
+def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
