@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 from stretto.errors import RecipeError, explain
 
@@ -66,10 +67,16 @@ class Answer:
     __repr__ = __str__
 
 
-def kinds(answer: type[Answer]) -> dict[str, Any]:
+def kinds(answer: type[Answer]) -> Mapping[str, Any]:
     """Return the field types of an answer, with their ranges."""
-    hints = get_type_hints(answer, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(answer)}  # type: ignore[arg-type]
+    if answer not in _kinds:
+        hints = get_type_hints(answer, include_extras=True)
+        _kinds[answer] = {field.name: hints[field.name] for field in fields(answer)}  # type: ignore[arg-type]
+    return _kinds[answer]
+
+
+_kinds: WeakKeyDictionary[type, Mapping[str, Any]] = WeakKeyDictionary()
+"""Field types of the answers that were built: to read them takes a millisecond."""
 
 
 def typed_name(answer: type[Answer]) -> str:

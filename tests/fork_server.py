@@ -5,7 +5,7 @@ place of `subprocess.Popen` in the tests, and in the commands that they start, f
 and `python FILE`, also in a network namespace (`ip netns exec`) and in a folder that is a disk of its own (`OWN_DISK`).
 A forked process is a child of the process that asked for it, so signals, waits and exit codes are those of a plain
 start; only /proc shows the environment and the command of the server, so `environment_of` reads the environment from a
-file. When a forked process ends, modules that the server had imported are not destroyed, nor what libraries hold.
+file. A forked process ends without destroying the modules that the server had imported, and what libraries hold.
 
     test or launcher         fork server            go-between        process
           | -- request, fds --> |                       |                |
@@ -33,6 +33,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -73,6 +74,8 @@ PRIVATE = 0x4000 | 0x40000
 """MS_REC and MS_PRIVATE of mount(2)."""
 OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
 """Runs a command, which follows a size and a folder, in the folder, which is an empty disk for the command."""
+COLLAPSE, HUGE = 25, 1 << 21
+"""MADV_COLLAPSE of madvise(2), and the bytes of a huge page."""
 FLAGS = {"-P": "safe", "-u": "unbuffered"}
 """Options of Python that a request may have, and the names of their fields in it."""
 HIGH_FD = 400
@@ -93,6 +96,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours, self.theirs = _high(ours), _high(theirs)
         self._lock = threading.Lock()
+        self._is_ready = True
 
     def spawn(self) -> ForkServer:
         """Start the server as a program of its own."""
@@ -104,10 +108,19 @@ class ForkServer:
                 command, pass_fds=[self.theirs.fileno()], env=environment, start_new_session=True, **quiet
             )
         server.returncode = 0  # ends with the connection, without a wait for it
+        self._is_ready = False
         return self
+
+    def await_ready(self) -> None:
+        """Wait until the server has imported what it forks, which takes a busy machine many seconds."""
+        with self._lock:
+            if not self._is_ready:
+                self.ours.recv(100)
+                self._is_ready = True
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """Return the pid of a new child of this process."""
+        self.await_ready()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self._lock, _adopting_orphans():
             self.ours.sendmsg([json.dumps(request).encode()], rights)
@@ -199,13 +212,15 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 def main() -> None:
     """Import what test processes use and serve; in each forked process, run its request."""
-    preloaded: dict[str, ModuleType] = {}
-    atexit.register(_keep, preloaded)  # the first one is called last
     for name in PRELOADED:
         importlib.import_module(name)
-    preloaded.update(sys.modules)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.freeze()  # the collections of forked processes leave these objects, and their pages, alone
-    request, descriptors = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _use_huge_pages()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.send(b"ready")
+    request, descriptors = _serve(connection)
     _enter_namespaces(request["network"], request["disk"])
     if request["words"][:1] != ["-m"] or request["words"][1] not in WORKERS:
         server = ForkServer(request["folder"])
@@ -219,17 +234,23 @@ def main() -> None:
                 os.close(descriptor)
             request, descriptors = _serve(server.theirs)
     _take_place(request, descriptors)
-    _run(request["words"], request)
+    error: BaseException | None = None
+    try:
+        _run(request["words"], request)
+    except BaseException as raised:
+        error = raised
+    _end(error)
 
 
-def _keep(modules: dict[str, ModuleType]) -> None:
-    """Let a forked process end without destroying modules and what libraries hold: it would first copy their pages."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
-    for name in modules.keys() - {"__main__", "builtins", "sys"}:
-        sys.modules.pop(name, None)
+def _use_huge_pages() -> None:
+    """Move the memory of this process to huge pages, where the system can: a fork copies the table of its pages."""
     libc = ctypes.CDLL(None)
-    libc.fflush(None)
-    libc.on_exit(libc._exit, None)  # called once Python has ended, before destructors of libraries
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, *_, name = f"{line} anonymous".split()[:6]
+        if rights.startswith("rw") and name in ("[heap]", "anonymous"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            begin = -(-begin // HUGE) * HUGE
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(max(0, end - begin) // HUGE * HUGE), COLLAPSE)
 
 
 def _enter_namespaces(network: str, disk: list[str]) -> None:
@@ -312,6 +333,35 @@ def _run(words: list[str], request: dict[str, Any]) -> None:
         if kind == "file":
             main.__file__ = rest[0]
         exec(compile(text, "<string>" if kind == "-c" else rest[0], "exec"), vars(main))  # noqa: S102
+
+
+def _end(error: BaseException | None) -> None:
+    """End this process as Python does, except that what the server has imported stays: its pages would be copied."""
+    code = 0
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
+    elif isinstance(error, SystemExit):
+        code = 1
+        print(error.code, file=sys.stderr)
+    elif error is not None:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    del error
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        code = code or 120
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

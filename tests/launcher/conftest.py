@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkingPopen
 from run_place import MARK, PATH, Place
 
 LIMIT_S = 90
@@ -39,6 +40,8 @@ def limited(request: pytest.FixtureRequest) -> Iterator[None]:
     def fail_at_limit(_number: int, _frame: object) -> None:
         raise TimeoutError(f"the test took more than {limit_s} s")
 
+    if ForkingPopen.server is not None:
+        ForkingPopen.server.await_ready()
     before = signal.signal(signal.SIGALRM, fail_at_limit)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     yield

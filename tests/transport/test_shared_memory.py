@@ -244,7 +244,7 @@ def test_a_late_host_ends_the_waits_of_all_workers_after_the_timeout() -> None:
 
 
 def test_an_aborted_mean_of_hosts_is_not_written_later() -> None:
-    ends = on_hosts([0, 0, 1, 1], elastic=True)
+    ends = on_hosts([0, 0, 1, 1], timeout_s=2.0, elastic=True)
     tensors = [torch.ones(300_000) for _ in ends]
 
     def wait(end: Transport, tensor: Tensor) -> None:

@@ -27,9 +27,11 @@ class MemoryEstimate:
     def worker_started(self, model: nn.Module) -> None:
         """Count a worker that has loaded its data and model. Raises LaunchError if memory will not suffice for all."""
         self._started += 1
+        if self._workers < SAMPLED_WORKERS:
+            return
         if self._started == 1:
             self._first_bytes = memory_bytes()
-        if self._started != min(SAMPLED_WORKERS, self._workers) or self._workers < SAMPLED_WORKERS:
+        if self._started != SAMPLED_WORKERS:
             return
         growth = max(memory_bytes() - self._first_bytes, 0)
         per_worker = growth / (self._started - 1) + PARAMETER_COPIES * _parameter_bytes(model)
