@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, explain
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
+from stretto.parallel.meta_start import build, place_meta
 from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
@@ -99,7 +100,9 @@ def distribute(
     scripted, scripted_layout = given_recipe(recipe), given_layout(layout)
     context = find_context()
     _current.set("plain")  # a worker that comes too late has no run
+    place_meta(whole, torch.get_default_device())
     if context is None:
+        build(whole)
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
     workers, sections = chosen_layout(context, scripted_layout), _sections_of(context)

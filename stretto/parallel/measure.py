@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from stretto.parallel.calls import Calls, Forward, opened, replaced
 from stretto.parallel.link import OUTPUT, Link
+from stretto.parallel.meta_start import with_memory
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
 from stretto.strategies.model_sync import plain_name
@@ -52,8 +53,9 @@ def measured_costs(
                 return forward(*args, **kwargs)
             at[1] += 1
             try:
-                seconds[now] = min(_time(forward, args, kwargs, wait) for _ in range(TIMES))
-                return forward(*args, **kwargs)
+                with with_memory(model.get_submodule(name)):
+                    seconds[now] = min(_time(forward, args, kwargs, wait) for _ in range(TIMES))
+                    return forward(*args, **kwargs)
             finally:
                 at[1] -= 1
 

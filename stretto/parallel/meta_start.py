@@ -42,17 +42,24 @@ def place_meta(model: nn.Module, device: torch.device) -> None:
                 empty: Tensor = _without_memory(tensor, device)
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, empty)
+                torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
                 _unbuilt[tensor] = True
                 hold_elsewhere(tensor)
+
+
+def is_unbuilt(model: nn.Module) -> bool:
+    """Return True if tensors of a model have no values yet."""
+    return any(tensor in _unbuilt for tensor in _all_tensors(list(model.modules())))
 
 
 def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[[str], bool] = lambda _: True) -> None:
     """Give values to the tensors that have none, and keep those whose names `keeps` accepts.
 
-    The random numbers are those that follow `random_state`, or the present state of torch's generator, which stays as it
-    is. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
+    The random numbers are those that follow `random_state`, or the present state of torch's generator, which stays as
+    it is. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
     """
+    if not is_unbuilt(model):
+        return
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     units = [(name, inner) for name, inner in _units(model) if any(one in _unbuilt for one in _all_tensors(inner))]
     device = next((one.device for _, unit in units for one in _all_tensors(unit)), torch.device("cpu"))
@@ -111,11 +118,11 @@ def _reset(name: str, unit: list[nn.Module]) -> None:
     """Call the methods that give the modules of a unit their first values; that of its outermost one may do for all."""
     resets = [next((found for one in RESETS if (found := getattr(module, one, None))), None) for module in unit]
     for module, reset in zip(unit, resets, strict=True):
-        if any(one in _unbuilt for one in _tensors(module)) or module is unit[-1]:
-            if reset is None and resets[-1] is None:
-                raise ModelError(_no_values(name, module))
-            if reset is not None:
-                reset()
+        has_own = any(one in _unbuilt for one in _tensors(module))
+        if has_own and reset is None and resets[-1] is None:
+            raise ModelError(_no_values(name, module))
+        if reset is not None and (has_own or module is unit[-1]):
+            reset()
 
 
 def _no_values(name: str, module: nn.Module) -> str:

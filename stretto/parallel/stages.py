@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.measure import measured_costs, time_per_byte
+from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
-from stretto.strategies.model_sync import SeveralModels
+from stretto.strategies.model_sync import SeveralModels, plain_name
 from stretto.strategies.optimizers import Optimizers
 
 
@@ -27,6 +29,12 @@ class Chosen(msgspec.Struct, frozen=True):
 
     calls: Calls
     begins: list[int]
+    random_state: bytes
+    """State of the random generator from which a model of the meta device gets its values."""
+
+    def stage_of(self, name: str) -> int:
+        """Return the stage that holds a parameter or buffer."""
+        return bisect_right(self.begins, self.calls.used.get(plain_name(name), [0])[0]) - 1
 
 
 class PipelineStages(RankParts):
@@ -37,6 +45,7 @@ class PipelineStages(RankParts):
         self._model, self._optimizers = context.model, context.optimizers
         self._broadcast, self._notice, self._on_split = context.broadcast, context.notice, context.on_split
         self._chosen: Chosen | None = None
+        self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
         _refuse(self._model, self._optimizers)
         if self._link.ranks != layout.stages:
@@ -51,6 +60,7 @@ class PipelineStages(RankParts):
             self._apply(msgspec.convert(facts, Chosen))
             return
         self._model.forward = self._first_forward
+        self._model.register_state_dict_pre_hook(self._refuse_without_values)  # type: ignore[no-untyped-call]
 
     def facts(self) -> Any:
         """Return the stages, for workers that join; None before they are chosen."""
@@ -59,6 +69,17 @@ class PipelineStages(RankParts):
     def collect(self, message: Callable[[], bytes]) -> list[bytes]:
         """Return, at rank 0, the messages of the other ranks of this worker."""
         return self._link.collect(message)
+
+    def _refuse_without_values(self, *_: Any) -> None:
+        if self._chosen is None and is_unbuilt(self._model):
+            raise ModelError(
+                explain(
+                    "a model of the meta device has no values before its first call",
+                    got="state_dict() before the first batch",
+                    expected="a call of the model before, at all processes",
+                    to_type="model(x), then model.state_dict()",
+                )
+            )
 
     def close(self) -> None:
         """Choose no stages after the end of the section."""
@@ -87,7 +108,7 @@ class PipelineStages(RankParts):
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
-        return msgspec.msgpack.encode(Chosen(calls, list(split.begins)))
+        return msgspec.msgpack.encode(Chosen(calls, list(split.begins), self._random_state.numpy().tobytes()))
 
     def _micro_batch(self, args: Any, kwargs: Any) -> Any:
         """Return the arguments of one micro-batch."""
@@ -99,6 +120,8 @@ class PipelineStages(RankParts):
 
     def _apply(self, chosen: Chosen) -> None:
         self._chosen = chosen
+        random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
+        build(self._model, random_state, lambda name: chosen.stage_of(name) == self.rank)
         Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins)
 
 

@@ -25,6 +25,9 @@ class Layout(Answer):
     takes_recipe: ClassVar[bool] = True
     """True if a recipe says what the workers exchange; False if there is only one worker, whatever its processes."""
 
+    builds_parts: ClassVar[bool] = False
+    """True if each rank builds its own part of a model of the meta device, once the model is divided."""
+
     def ranks_in(self, processes: int) -> int:
         """Return the number of processes of a worker in a run with this number of processes."""
         return 1
@@ -54,6 +57,7 @@ class pipeline(Layout):
 
     papers = ("Huang et al. 2018 (GPipe, 1811.06965)",)
     carried_out_by = "stretto.parallel.stages.PipelineStages"
+    builds_parts = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ def hold_elsewhere(tensor: Tensor) -> None:
 
 def hold_here(tensor: Tensor) -> None:
     """Note that this rank holds the values of a parameter or buffer."""
-    _elsewhere.pop(tensor, None)
+    _elsewhere.pop(tensor, None)  # type: ignore[no-untyped-call]
 
 
 def is_held(tensor: Tensor) -> bool:

@@ -34,5 +34,6 @@ class Arguments:
     @property
     def device(self) -> torch.device:
         """Device of the trained parameters; the accelerator if some are on the CPU."""
-        devices = [one.device for _, one in trainable(self.model, self.optimizers)]
+        named = trainable(self.model, self.optimizers) or self.model.named_parameters()
+        devices = [one.device for _, one in named]
         return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))

@@ -12,6 +12,7 @@ from stretto.loader.global_step import GlobalStep
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import OVER
 from stretto.parallel.link import Link
+from stretto.parallel.meta_start import build
 from stretto.parallel.rank_parts import RankContext, RankParts, create_parts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
@@ -48,6 +49,8 @@ class Trainer:
         log = context.event_log(transport.number)
         self.events = EventWriter(log, transport, context.runtime, transport.number, transport.arrives)
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)
+        if not arguments.layout.builds_parts or (section.state is not None and not transport.arrives):
+            build(model)
         if not transport.arrives:
             is_compared = transport.workers > 1 and section.number == 1 and is_leasable(loader)
             data = rows_digest(loader) if is_compared else ""

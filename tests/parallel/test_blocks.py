@@ -31,7 +31,7 @@ from stretto.run_config import RunConfig
 from stretto.strategies.optimizers import Optimizers
 
 SCRIPT = """
-import copy, io, os, sys, torch, stretto
+import copy, io, os, pathlib, sys, time, torch, stretto
 from factors import loss_of, made
 from stretto.errors import ScriptError
 from stretto.process_config import worker_config
@@ -54,6 +54,8 @@ step, trained = 0, set()
 for epoch in range(int(sys.argv[2])):
     for batch in loader:
         if sys.argv[3:] == [str(config.rank), str(step + 1)] and config.incarnation == 0:
+            while not list(pathlib.Path("run/checkpoints").glob("round-*/manifest.json")):
+                time.sleep(0.02)  # it is written in the background
             os.kill(os.getpid(), 9)
         optimizer.zero_grad()
         loss_of(model, batch).backward()
