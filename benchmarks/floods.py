@@ -38,9 +38,13 @@ def run(starts: int | None = None) -> dict[str, Any]:
     print(f"floods: {QUESTION}", flush=True)
     MNIST.samples()
     flood_s = TRIAL_S if starts else FLOOD_S
-    cases = [measure(recipe, kind, flood_s) for recipe in RECIPES for kind in KINDS]
+    cases = list[dict[str, Any]]()
     record = {"question": QUESTION, "wanted": WANTED, "seconds": flood_s, "cases": cases}
-    print(f"  kept in {save('floods', record, trial=starts is not None)}")
+    for recipe in RECIPES:
+        for kind in KINDS:
+            cases.append(measure(recipe, kind, flood_s))
+            path = save("floods", record, trial=starts is not None)
+    print(f"  kept in {path}")
     return record
 
 

@@ -171,7 +171,8 @@ class RingMean(Mean):
                 if step < last:
                     self._sent.append(self._send(piece))
         for handle in self._sent:
-            handle.wait()
+            answer: Any = handle.wait()
+            _check_length(answer, self._empty)
 
     def _part(self, step: int) -> list[Tensor]:
         """Return the pieces of this worker's tensor that belong to the part of a step."""

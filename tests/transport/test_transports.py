@@ -321,6 +321,23 @@ def test_different_operations_are_an_error_not_a_wrong_mean() -> None:
             ticket.wait()
 
 
+@pytest.mark.parametrize("sizes", [(700_000, 700_000, 10), (700_000, 700_001, 700_000), (300_000, 300_000, 60_000)])
+def test_long_tensors_that_differ_in_shape_are_an_error_at_a_worker(sizes: tuple[int, ...]) -> None:
+    """Also between a ring and pairs. That worker leaves then, which ends the waits of the others."""
+    ends = encrypted(3)
+
+    def failure(worker: int) -> str:
+        with pytest.raises(TransportError) as raised:
+            ends[worker].submit(AllReduceMean(torch.ones(sizes[worker]))).wait()
+        ends[worker].abort()
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert any("differ in shape" in said for said in pool.map(failure, range(3)))
+    for end in ends:
+        end.close()
+
+
 def test_traffic_of_a_ring_is_counted_on_its_sockets() -> None:
     """Ends in one process share their list of sockets, so the whole is looked at."""
     workers, numbers = 3, 1_000_000
