@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,22 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
         assert difference(resumed, longer) < 1e-6
 
 
+KILLS = [
+    ("allreduce", ("1", "1", "7", "before")),
+    ("allreduce", ("0", "0", "8", "after")),
+    ("local_sgd(every=3)", ("0", "1", "7", "within")),
+]
+"""Recipe; worker and rank that is killed, the step, and the phase of the step."""
+ALL_KILLS = [
+    (recipe, (worker, rank, "7", phase))
+    for recipe, worker, rank, phase in itertools.product(
+        ("allreduce", "local_sgd(every=3)"), "01", "01", ("before", "within", "after")
+    )
+]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "victim"),
-    [
-        ("allreduce", ("1", "1", "7", "before")),
-        ("allreduce", ("0", "0", "8", "after")),
-        ("local_sgd(every=3)", ("0", "1", "7", "within")),
-    ],
+    ("recipe", "victim"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL_KILLS)]
 )
 def test_a_killed_rank_costs_its_replica_only(tmp_path: Path, recipe: str, victim: tuple[str, ...]) -> None:
     layout = ("-n", "4", "--layout", "pipeline(stages=2)", "--recipe", recipe, "--failure-timeout", "60s")
