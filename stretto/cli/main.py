@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 
 from stretto.cli.compare import compare
 from stretto.cli.export import command as export
+from stretto.cli.factorise import command as factorise
 from stretto.cli.options import JsonTo, Quiet, configured, with_options
 from stretto.cli.script_arguments import RETYPED, ScriptCommand, examples, nearest
 from stretto.cli.simulate import command as simulate
@@ -237,6 +238,13 @@ app.command(
     "export",
     epilog=examples("stretto export runs/RUN model.safetensors", "stretto export runs/RUN model.safetensors --force"),
 )(export)
+app.command(
+    "factorise",
+    epilog=examples(
+        "stretto factorise ratings.csv --rank 32 -n 4",
+        "stretto factorise ratings.csv --columns userId,movieId,rating --out movies.npz",
+    ),
+)(factorise)
 
 
 @app.command(epilog=examples("stretto report runs/RUN", "stretto report runs/*"))

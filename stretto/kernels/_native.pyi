@@ -19,6 +19,30 @@ def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int, threads
 def quantise(
     x: Tensor, residual: Tensor | None, levels: int, bucket: int, l2: bool, stochastic: bool, seed: int, threads: int
 ) -> tuple[Tensor, Tensor]: ...
+def factor_steps(
+    rows: Tensor,
+    row_bias: Tensor,
+    columns: Tensor,
+    column_bias: Tensor,
+    row: Tensor,
+    column: Tensor,
+    value: Tensor,
+    mean: float,
+    lr: float,
+    l2: float,
+) -> None: ...
+def factor_errors(
+    rows: Tensor,
+    row_bias: Tensor,
+    columns: Tensor,
+    column_bias: Tensor,
+    row: Tensor,
+    column: Tensor,
+    value: Tensor,
+    mean: float,
+    least: float,
+    most: float,
+) -> float: ...
 def add_quantised(total: Tensor, packed: Tensor, scales: Tensor, levels: int, bucket: int, threads: int) -> None: ...
 
 class SharedGroup:

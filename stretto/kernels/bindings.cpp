@@ -151,6 +151,46 @@ void add_levels(Flat<float> total, Flat<const uint8_t> packed, In scales, int le
     unlocked([&] { add_quantised(total.data(), n, packed.data(), scales.data(), levels, size, threads); });
 }
 
+using Numbers = Flat<const int32_t>;
+
+struct Matrix {  // factors and values of a matrix, whose numbers of rows and of columns were checked
+    Factors factors;
+    Known known;
+};
+
+bool all_below(const Numbers &numbers, size_t limit) {
+    uint32_t largest = 0;  // a negative number is a large one
+    for (size_t i = 0; i < numbers.size(); ++i) {
+        uint32_t number = uint32_t(numbers.data()[i]);
+        largest = number > largest ? number : largest;
+    }
+    return !numbers.size() || largest < limit;
+}
+
+Matrix matrix(Flat<float> &rows, Flat<float> &row_bias, Flat<float> &columns, Flat<float> &column_bias, Numbers &row,
+              Numbers &column, In &value) {
+    size_t rank = row_bias.size() ? rows.size() / row_bias.size() : 8;
+    require(rank % 8 == 0 && rank > 0, "the rank is no multiple of 8");
+    require(rows.size() == rank * row_bias.size() && columns.size() == rank * column_bias.size(),
+            "factors and biases have other numbers of rows or columns");
+    require(row.size() == value.size() && column.size() == value.size(), "there are not as many places as values");
+    require(all_below(row, row_bias.size()) && all_below(column, column_bias.size()), "a value is outside the matrix");
+    return {{rows.data(), row_bias.data(), columns.data(), column_bias.data(), rank},
+            {row.data(), column.data(), value.data(), value.size()}};
+}
+
+void steps(Flat<float> rows, Flat<float> row_bias, Flat<float> columns, Flat<float> column_bias, Numbers row,
+           Numbers column, In value, float mean, float lr, float l2) {
+    auto of = matrix(rows, row_bias, columns, column_bias, row, column, value);
+    unlocked([&] { factor_steps(of.factors, of.known, mean, lr, l2); });
+}
+
+double errors(Flat<float> rows, Flat<float> row_bias, Flat<float> columns, Flat<float> column_bias, Numbers row,
+              Numbers column, In value, float mean, float least, float most) {
+    auto of = matrix(rows, row_bias, columns, column_bias, row, column, value);
+    return unlocked([&] { return factor_errors(of.factors, of.known, mean, least, most); });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -176,6 +216,13 @@ NB_MODULE(_native, m) {
           nb::arg("stochastic"), nb::arg("seed"), nb::arg("threads"));
     m.def("add_quantised", &add_levels, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
           nb::arg("scales").noconvert(), nb::arg("levels"), nb::arg("bucket"), nb::arg("threads"));
+    auto of_matrix = [&m](const char *name, auto work, const char *second, const char *third) {
+        m.def(name, work, nb::arg("rows").noconvert(), nb::arg("row_bias").noconvert(), nb::arg("columns").noconvert(),
+              nb::arg("column_bias").noconvert(), nb::arg("row").noconvert(), nb::arg("column").noconvert(),
+              nb::arg("value").noconvert(), nb::arg("mean"), nb::arg(second), nb::arg(third));
+    };
+    of_matrix("factor_steps", &steps, "lr", "l2");
+    of_matrix("factor_errors", &errors, "least", "most");
 #if defined(__linux__)
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<SharedGroup>(m, "SharedGroup", "One worker's end of sums in memory that the workers share.")

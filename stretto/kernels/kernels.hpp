@@ -195,4 +195,17 @@ void add_quantised(float *total, size_t n, const uint8_t *packed, const float *s
                    size_t threads);
 size_t packed_bytes(size_t n, int levels);
 
+// factorise.cpp
+struct Factors {  // of rows and columns, `rank` numbers each, a multiple of 8, and a bias
+    float *rows, *row_bias, *columns, *column_bias;
+    size_t rank;
+};
+struct Known {  // values of a matrix, each with the number of its row and of its column
+    const int32_t *row, *column;
+    const float *value;
+    size_t count;
+};
+void factor_steps(const Factors &of, const Known &known, float mean, float lr, float l2);
+double factor_errors(const Factors &of, const Known &known, float mean, float least, float most);
+
 }  // namespace stretto

@@ -19,6 +19,8 @@ from stretto.kernels import _native
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from stretto.kernels.reference.factorise import Factors, Known
+
 
 def take_largest(x: Tensor, residual: Tensor | None, k: int, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Take the `k` entries of `a = residual + x` of largest magnitude, of equal ones those with the lowest indices.
@@ -107,6 +109,25 @@ def add_quantised(
 ) -> None:
     """Add decoded levels to `total: (n,)`."""
     _native.add_quantised(total, packed, scales, levels, bucket, _threads(threads))
+
+
+def factor_steps(factors: Factors, known: Known, mean: float, lr: float, l2: float) -> None:
+    """Step the factors of a matrix by stochastic gradient descent over its known values, one after another.
+
+    A value's error is that of mean + bias of the row + bias of the column + dot product, clipped nowhere; `l2` is the
+    weight of the squares.
+    """
+    _native.factor_steps(*_flat(factors), *known, mean, lr, l2)
+
+
+def factor_errors(factors: Factors, known: Known, mean: float, least: float, most: float) -> float:
+    """Return the sum of the squared errors of known values; predictions are clipped to `least` and `most`."""
+    return _native.factor_errors(*_flat(factors), *known, mean, least, most)
+
+
+def _flat(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, row_bias, columns, column_bias = factors
+    return rows.view(-1), row_bias, columns.view(-1), column_bias
 
 
 def _threads(limit: int | None) -> int:

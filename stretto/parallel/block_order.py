@@ -6,7 +6,6 @@ A rank trains the columns of a block piece after piece.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -14,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from stretto.data.balance import Numbers, balanced, in_ranges
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Batch
 from stretto.loader.epoch_batches import is_leasable
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -83,33 +80,14 @@ def blocks_of(loader: Any, rows: int, columns: int, parts: int, pieces: int = 1)
     """
     row, column = (_checked(each, size) for each, size in zip(_numbers(loader), (rows, columns), strict=True))
     if pieces == 1:
-        of_row, of_column = _balanced(row, rows, parts), _balanced(column, columns, parts)
+        of_row, of_column = balanced(row, rows, parts), balanced(column, columns, parts)
         piece_of = np.zeros(columns, np.int64)
     else:
         of_row, (of_column, piece_of) = (
-            _ranges(row, rows, parts),
-            divmod(_ranges(column, columns, parts * pieces), pieces),
+            in_ranges(row, rows, parts),
+            divmod(in_ranges(column, columns, parts * pieces), pieces),
         )
     return Blocks(parts, pieces, of_row, of_column, piece_of, of_row[row], of_column[column], piece_of[column])
-
-
-def _ranges(numbers: Numbers, size: int, parts: int) -> Numbers:
-    """Return a block for each row: each block is a range of rows."""
-    before = np.cumsum(np.bincount(numbers, minlength=size)) - 1
-    found: Numbers = np.maximum(before, 0) * parts // max(len(numbers), 1)
-    return found
-
-
-def _balanced(numbers: Numbers, size: int, parts: int) -> Numbers:
-    """Return a block for each row: the row with the most samples goes first, each to the block with the fewest."""
-    counts = np.bincount(numbers, minlength=size)
-    loads = [(0, 0, part) for part in range(parts)]
-    found = np.zeros(size, np.int64)
-    for row in np.argsort(-counts, kind="stable"):
-        samples, rows, part = loads[0]
-        found[row] = part
-        heapq.heapreplace(loads, (samples + int(counts[row]), rows + 1, part))
-    return found
 
 
 def _numbers(loader: Any) -> tuple[Tensor, Tensor]:

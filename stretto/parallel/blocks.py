@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stretto.data.assignment import Ranges
+from stretto.data.balance import Numbers
 from stretto.loader.arrangement import Batch
-from stretto.parallel.block_order import Numbers, blocks_of, loader_length
+from stretto.parallel.block_order import blocks_of, loader_length
 from stretto.parallel.block_refusals import (
     refuse_evaluations_by_steps,
     refuse_idle_ranks,
@@ -62,6 +63,7 @@ class BlockRing(RankParts):
         sizes = len(self._rows[0]), len(self._columns[0])
         self._blocks = blocks_of(context.loader, *sizes, self._link.ranks, layout.column_blocks)
         self._mapped = self._in_files() if layout.column_blocks > 1 else MappedTables()
+        self._whole_every = layout.whole_every
         self._piece = 0
         """The piece of its column block that this rank trains."""
         self._column: int | None = None
@@ -136,11 +138,12 @@ class BlockRing(RankParts):
         refuse_some_steps(self._has_stepped in (None, has_stepped))
         self._has_stepped = has_stepped
 
-    def end_epoch(self, is_left: bool) -> None:
-        """Hold the whole model. Raise ScriptError if the script has left the epoch before its last batch."""
+    def end_epoch(self, is_left: bool, number: int) -> None:
+        """Hold the whole model, if it is due. Raise ScriptError if the script has left the epoch early."""
         refuse_left_epochs(is_left)
         self._has_stepped = None
-        self._hold_all()
+        if number % self._whole_every == 0:
+            self._hold_all()
 
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks pass True; they call this together, also those without a part of a batch."""

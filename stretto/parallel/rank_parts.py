@@ -62,8 +62,8 @@ class RankParts(Arrangement):
     def end_batch(self, has_stepped: bool) -> None:
         """Note that the script has left a batch of this rank, after a step of an optimizer or without one."""
 
-    def end_epoch(self, is_left: bool) -> None:
-        """Note the end of an epoch, at all ranks together, unless the script has left it before its last batch."""
+    def end_epoch(self, is_left: bool, number: int) -> None:
+        """Note the end of epoch `number`, from 1, at all ranks together, unless the script has left it early."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:

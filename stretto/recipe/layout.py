@@ -94,13 +94,14 @@ class blocks(Layout):
     With `column_blocks` above 1 each process has this number of blocks of columns, and trains one of them after the
     other. All tables are in memory-mapped files then, and memory holds the rows and the column block in training.
 
-    Cost: an epoch sends each column table once around the ring, and at its end each process receives the tables of all.
-    No process waits for gradients.
+    Cost: an epoch sends each column table once around the ring. After every `whole_every`-th epoch each process
+    receives the tables of all, so that the script can evaluate and save them. No process waits for gradients.
     """
 
     rows: str
     columns: str
     column_blocks: int = 1
+    whole_every: int = 1
 
     papers = ("Gemulla et al. 2011 (DSGD, 10.1145/2020408.2020426)",)
     carried_out_by = "stretto.parallel.blocks.BlockRing"
@@ -118,12 +119,12 @@ class blocks(Layout):
                     to_type='blocks("users, user_bias", "items, item_bias")',
                 )
             )
-        if self.column_blocks < 1:
+        if self.column_blocks < 1 or self.whole_every < 1:
             raise RecipeError(
                 explain(
-                    "a process needs a block of columns",
+                    "a process needs a block of columns, and the script the whole model after some epochs",
                     got=str(self),
-                    expected="a whole number of blocks for each process, at least 1",
+                    expected="whole numbers, at least 1, for column_blocks and whole_every",
                     to_type=f'blocks("{self.rows}", "{self.columns}", column_blocks=4)',
                 )
             )

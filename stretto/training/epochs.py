@@ -261,7 +261,7 @@ class Epochs:
         progress.enter(CLOSED)
         status.note(progress.place())
         has_more = isinstance(self.current, AssignedEpoch) and self.current.has_more
-        trainer.rank_parts.end_epoch(left and has_more)
+        trainer.rank_parts.end_epoch(left and has_more, progress.epochs)
         if left and has_more:
             # a worker that has not left waits in an all-gather: gloo fails on a different operation
             self._transport.broadcast_bytes(b"left")

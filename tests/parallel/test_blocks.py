@@ -178,6 +178,22 @@ def test_memory_holds_the_rows_and_one_piece_of_the_columns(tmp_path: Path) -> N
     run(tmp_path, "run", "-n", "2", script=(), text=BIG, layout='blocks("user", "item", column_blocks=4)')
 
 
+def test_the_model_stays_divided_between_epochs_until_it_is_due_to_be_whole(tmp_path: Path) -> None:
+    layout = LAYOUT.replace(")", ", whole_every=2)")
+    text = SCRIPT.replace(
+        "    assert not model.users",
+        "    if epoch % 2 == 0 and epoch < 4:\n        assert refuses(model.state_dict)\n"
+        "        assert model.users.weight.isnan().any()\n        continue\n"
+        "    stretto.finish() if epoch == 4 else None\n"
+        "    assert not model.users",
+    ).replace("evaluate=evaluate", "evaluate=evaluate if int(sys.argv[3]) else None")
+    expected = sequential("adagrad", 3, 5)
+    for evaluates in ("0", "1"):
+        folder = run(tmp_path, evaluates, "-n", "3", script=("adagrad", "5", evaluates), text=text, layout=layout)
+        found = load_file(folder / "final.safetensors")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_killed_rank_continues_from_the_last_checkpoint(tmp_path: Path, victim: str) -> None:
     options = ("-n", "2", "--checkpoint-every", "1 rounds")
@@ -282,7 +298,7 @@ def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) ->
     script.touch()
     found = settled(RunConfig(script, layout=LAYOUT, workers=3))
     assert (found.workers, found.ranks) == (1, 3)
-    with pytest.raises(RecipeError, match="expected: a whole number of blocks for each process, at least 1"):
+    with pytest.raises(RecipeError, match="expected: whole numbers, at least 1, for column_blocks"):
         parse_layout('blocks("users", "items", column_blocks=0)')
     for text in ('blocks("", "items")', 'blocks("users", "users")', 'blocks("users,", "items")'):
         with pytest.raises(RecipeError, match=r"try: blocks\(\"users, user_bias\""):

@@ -1,5 +1,6 @@
 """Reference kernels in torch operations, for any device and float dtype. Other kernels must agree to the bit."""
 
+from stretto.kernels.reference.factorise import factor_errors, factor_steps
 from stretto.kernels.reference.index_coding import pack_indices, unpack_indices
 from stretto.kernels.reference.quantize import add_quantised, add_sign, noise, quantise, sign_pack
 from stretto.kernels.reference.sparsify import (
@@ -15,6 +16,8 @@ __all__ = [
     "add_at",
     "add_quantised",
     "add_sign",
+    "factor_errors",
+    "factor_steps",
     "noise",
     "pack_indices",
     "quantise",

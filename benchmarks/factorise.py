@@ -1,0 +1,83 @@
+"""Factorisation of a matrix with 3.6 million known values: the speed of the kernel, and of two processes against one.
+
+The values are synthetic: 60,000 rows, 15,000 columns drawn from a Zipf law, products of 8 factors and noise. The kernel
+is measured on one core, on the half that each of two processes trains, in the order in which they train it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from benchmarks.measure import Ratio, save
+from benchmarks.pace import ROOT
+from stretto.factorise.ratings import read
+from stretto.factorise.tiles import START, Tiles, tiles_of
+from stretto.factorise.train import Factors
+from stretto.kernels import native
+
+ROWS, COLUMNS, VALUES, RANK, EPOCHS, STARTS, ROUNDS = 60_000, 15_000, 3_600_000, 32, 12, 5, 15
+WANTED, WANTED_RATE = 1.5, 35e6
+
+
+def write_values(path: Path) -> None:
+    """Write a file of synthetic values."""
+    random = np.random.default_rng(0)
+    row, column = random.integers(0, ROWS, VALUES), np.minimum(random.zipf(1.25, VALUES) - 1, COLUMNS - 1)
+    rows, columns = random.normal(0, 0.4, (ROWS, 8)), random.normal(0, 0.4, (COLUMNS, 8))
+    value = 3.5 + (rows[row] * columns[column]).sum(1) + random.normal(0, 0.3, VALUES)
+    lines = zip(row.tolist(), column.tolist(), value.tolist(), strict=True)
+    with path.open("w") as file:
+        file.writelines(f"{one},{other},{found:.3f}\n" for one, other, found in lines)
+
+
+def kernel_rates(values: Path, folder: Path) -> list[float]:
+    """Return the values a second of the kernel on the tile of a process, in each round."""
+    Tiles(read(values, None), 2, 0.1, 0).write(folder, RANK, 1, 1, 0.01, 0.05)
+    factors, tiles = Factors(load_file(folder / START)).of_tile(0, 0), load_file(folder / tiles_of(0))
+    known = tiles["row.0"], tiles["column.0"], tiles["value.0"]
+    rates = []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        native.factor_steps(factors, known, 3.5, 0.01, 0.05)
+        rates.append(len(known[2]) / (time.thread_time() - began))
+    return rates
+
+
+def seconds(values: Path, folder: Path, processes: int) -> float:
+    """Return the seconds that the command trains for with this number of processes."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        options = ["-n", str(processes), "--rank", str(RANK), "--epochs", str(EPOCHS), "--json", "-", "--quiet"]
+        files = ["--evaluate-every", str(EPOCHS), "--run", f"{place}/run", "--out", f"{place}/factors.npz"]
+        command = [sys.executable, "-m", "stretto.cli", "factorise", str(values), *options, *files]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600)
+    return float(json.loads(done.stdout)["seconds"])
+
+
+def run(starts: int | None = None) -> dict[str, Any]:
+    """Measure the kernel, then one process and two in turns; print the figures and write them to the results."""
+    question = "values a second of a factorisation on one core, and the speed of two processes against one"
+    print(f"factorise: {question}", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        folder, values = Path(place), Path(place) / "values.csv"
+        write_values(values)
+        rates = kernel_rates(values, folder)
+        taken: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(starts or STARTS):
+            for processes, found in taken.items():
+                found.append(seconds(values, folder, processes))
+    ratio = Ratio.of([[one] for one in taken[2]], [[one] for one in taken[1]])
+    best = max(rates)
+    print(f"    kernel: best {best / 1e6:.1f} M values/s of processor time, wanted at least {WANTED_RATE / 1e6:.0f}")
+    print(f"    speed of 2 processes / 1: {ratio}, wanted at least {WANTED}")
+    record = {"question": question, "wanted": WANTED, "wanted_rate": WANTED_RATE, "rates": rates, "seconds": taken}
+    print(f"  kept in {save('factorise', record | {'ratio': ratio.record()}, trial=starts is not None)}")
+    return record
