@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from own_disk import own_disk
 
 from stretto.checkpoint.file_messages import (
     CHECKPOINTS_FOUND,
@@ -298,12 +299,9 @@ assert (run / "final.safetensors").stat().st_size == size
 
 
 def test_full_disk_refuses_an_upload_and_leaves_room_for_the_logs(tmp_path: Path) -> None:
-    mount = 'mount -t tmpfs -o size=2m none "$1"'
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", tmp_path]).returncode != 0:
-        pytest.skip("no disk of its own can be mounted here")
-    paths = [str(Path(__file__).parent)]
-    command = ["unshare", "-m", "sh", "-c", f'{mount} && shift && exec "$0" "$@"', sys.executable, tmp_path]
-    done = subprocess.run([*command, "-c", DISK, tmp_path, *paths], capture_output=True, text=True, timeout=120)
+    paths = map(str, Path(__file__).parents[:2])
+    line = [*own_disk("2m", tmp_path), sys.executable, "-c", DISK, str(tmp_path), *paths]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_disk import own_disk
 from run_place import Place, config_of, until
 from safetensors.torch import load_file
 
@@ -54,6 +55,16 @@ for epoch in range(int(sys.argv[1])):
             time.sleep(0.01)
 """
 """Training whose uploads stop in the middle while there is a file `hold`, and whose last epoch waits for `stop`."""
+COPIED = f"""{BEFORE}
+import os, shutil
+import stretto.cli.main as cli
+os.chdir("..")
+try:
+    cli.main()
+finally:
+    shutil.copytree("disk/run", "copy")
+"""
+"""Runs the command in the folder above the current one, and copies the run directory of the disk."""
 LAST = "final.safetensors"
 WAIT = """
         while (here / "stop").exists() and epoch == int(sys.argv[1]) - 1:
@@ -187,20 +198,10 @@ test_killed_coordinator_receives_the_checkpoint_again.limit_s = 240  # type: ign
 
 def test_full_disk_of_the_launcher_is_reported_and_training_continues(remote_place: Place) -> None:
     Path("disk").mkdir()
-    mount = 'mount -t tmpfs -o size=18m none "$1"'
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", "disk"]).returncode != 0:
-        pytest.skip("no disk of its own can be mounted here")
-    command = f"{BEFORE}import stretto.cli.main as cli; cli.main()"
     options = ["--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds", "--out", "disk/run"]
-    line = [
-        "unshare",
-        "-m",
-        "sh",
-        "-c",
-        f'{mount} && shift && "$0" -P -c "$@"; code=$?; cp -r disk/run copy; exit $code',
-    ]
-    words = [sys.executable, "disk", command, "run", "-n", "2", *options, "train.py", "3"]
-    done = subprocess.run([*line, *words], capture_output=True, text=True, timeout=150)
+    command = [sys.executable, "-P", "-c", COPIED, "run", "-n", "2", *options, "train.py", "3"]
+    line = [*own_disk("18m", Path("disk").absolute()), *command]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     said = warnings("copy")
     assert "the checkpoint could not be written: No space left on device" in said

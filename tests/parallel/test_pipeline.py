@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import pairwise
 from stage_threads import in_threads, joined, largest_difference, split
 from staged_net import loss_of, make_net, words
 from torch import Tensor, nn
@@ -107,9 +108,7 @@ def trained(layout: pipeline, loop: Loop, make: str, dtype: torch.dtype) -> tupl
     return largest_difference(joined(nets[:-1]), joined(nets[-1:])), results
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("micro_batches", [1, 4, 7])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("stages", "micro_batches", "make"), pairwise([2, 3, 4], [1, 4, 7], [*OPTIMIZERS]))
 def test_stages_train_as_the_whole_model(stages: int, micro_batches: int, make: str) -> None:
     assert max(trained(pipeline(stages, micro_batches), plain, make, torch.float64)) < 1e-12
 

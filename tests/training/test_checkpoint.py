@@ -23,6 +23,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from own_disk import own_disk
 from torch import Tensor
 
 from stretto.checkpoint import folder as folder_format
@@ -634,19 +635,7 @@ print(json.dumps([found, notices, sorted(one.name for one in checkpoints.folder.
 
 
 def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
-    mount = 'mount -t tmpfs -o size=1m none "$1"'
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", tmp_path]).returncode != 0:
-        pytest.skip("no disk of its own can be mounted here")
-    line: list[str | Path] = [
-        "unshare",
-        "-m",
-        "sh",
-        "-c",
-        f'{mount} && exec "$0" -c "$2" "$1"',
-        sys.executable,
-        tmp_path,
-        FULL,
-    ]
+    line = [*own_disk("1m", tmp_path), sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     found, notices, left = json.loads(done.stdout)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_disk import own_disk
 from safetensors.torch import load_file
 from thread_workers import regression, run_workers, sgd, small_net
 from torch.utils.data import DataLoader
@@ -65,10 +66,7 @@ def test_on_a_full_disk_older_checkpoints_are_removed_before_the_model_is_saved_
     disk, here = tmp_path / "disk", tmp_path / "here"
     disk.mkdir()
     here.mkdir()
-    mount = 'mount -t tmpfs -o size=700k none "$1"'
-    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", disk]).returncode != 0:
-        pytest.skip("no disk of its own can be mounted here")
-    line = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$3" "$1" "$2"', sys.executable, disk, here, FULL]
+    line = [*own_disk("700k", disk), sys.executable, "-c", FULL, str(disk), str(here)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     (first, second, _), notices = json.loads(done.stdout)

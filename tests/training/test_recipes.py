@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from combinations import mostly_long
 from simulator.harness import simulated
 from thread_workers import flat, regression, relative_distance, run_workers, small_net
 from torch import Tensor, nn
@@ -67,6 +69,9 @@ RECIPES = [
     "async_diloco(every=3, outer_lr=0.5, how=both_ways(chunked(16, 4), quantise(8)))",
     "stale_synchronous(bound=1, overlap=True, how=both_ways(error_feedback(sign(bucket=16)), top_k(0.5)))",
 ]
+WORDS = [set(re.findall("[a-z_]*[a-z]", one)) for one in RECIPES]
+WITH_A_NEW_WORD = [number for number, words in enumerate(WORDS) if words.difference(*WORDS[:number])]
+"""Numbers of the recipes with a word that no recipe before them has."""
 SYNCHRONOUS = [one for one in RECIPES if not parse(one).asynchronous]
 TIMED = [one for one in SYNCHRONOUS if "when_it_pays" in one]
 """Recipes whose behaviour depends on measured times."""
@@ -146,6 +151,7 @@ def test_a_worker_without_data_has_weight_0(recipe: str) -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", mostly_long(RECIPES, short=WITH_A_NEW_WORD))
 def test_training_reduces_the_loss(recipe: str) -> None:
     """The workers are simulated, which is faster and does not affect the result. They end once they have learned."""
     data, net = regression(160, DOUBLE), small_net(DOUBLE)

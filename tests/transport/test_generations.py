@@ -441,8 +441,9 @@ def settled(crew: Crew) -> dict[int, dict[str, Any]]:
         time.sleep(0.2)
 
 
-def test_survivors_continue_newcomers_join_and_nothing_leaks(crew: Crew) -> None:
-    took = kills(crew, 20)
+@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_survivors_continue_newcomers_join_and_nothing_leaks(crew: Crew, rounds: int) -> None:
+    took = kills(crew, rounds)
     assert median(took["out"]) < 1.0, took
     for state in settled(crew).values():
         assert state["threads"] <= QUIET_THREADS
