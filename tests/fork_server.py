@@ -24,6 +24,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -48,13 +49,21 @@ PRELOADED = (
     "sklearn.datasets",
     "sklearn.model_selection",
     "matplotlib.figure",
+    "matplotlib.backends.backend_svg",
+    "typer._adapters",
     "zmq",
     "stretto.api",
     "stretto.cli.main",
     "stretto.launcher.local",
+    "stretto.membership.server",
     "stretto.parameter_server.rpc_server",
     "stretto.report.html_report",
+    "stretto.strategies.async_strategy",
+    "stretto.strategies.gradient_strategy",
+    "stretto.strategies.local_strategy",
+    "stretto.transport.rendezvous",
 )
+"""Modules that most test processes import, where the installed versions of other libraries have them."""
 WORKERS = (
     "stretto.launcher.worker_main",
     "stretto.launcher.shard_main",
@@ -212,7 +221,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 def main() -> None:
     """Import what test processes use and serve; in each forked process, run its request."""
-    for name in PRELOADED:
+    for name in filter(importlib.util.find_spec, PRELOADED):
         importlib.import_module(name)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
