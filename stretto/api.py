@@ -23,6 +23,7 @@ from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
+from stretto.strategies.parameter_view import refuse_foreign_shards
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
 from stretto.training.arguments import Arguments
@@ -105,6 +106,7 @@ def distribute(
         build(whole)
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
+    refuse_foreign_shards(whole)
     workers, sections = chosen_layout(context, scripted_layout), _sections_of(context)
     chosen = chosen_recipe(context, scripted, workers)
     arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, workers)

@@ -1,97 +1,311 @@
-"""Replicas whose parameters are DTensors: rank i of each replica is a thread of process i, and exchanges with rank i.
+"""Ranks of sharded replicas as processes: `python sharded_replicas.py PLACE REPLICAS RANKS STORE JOB...`.
 
-`python sharded_replicas.py RANK RANKS STORE` is the process of one rank of two replicas. It trains a plain model and
-one sharded over RANKS processes under each recipe, and raises AssertionError if the parameters differ.
+PLACE is replica * RANKS + rank. Each job trains a sharded model, and a whole one for comparison: in a plain loop where
+there is one replica, else as whole workers under the same recipe. Place 0 prints for each job the largest differences
+of a parameter and of a loss, or the error, as JSON.
 """
 
 from __future__ import annotations
 
+import contextvars
+import io
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from thread_workers import regression, run_workers, small_net
+from staged_net import loss_of, make_net, words
+from thread_workers import run_workers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch._C._distributed_c10d import PrefixStore
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
+from stretto.api import close
+from stretto.errors import StrettoError
+from stretto.loader.epoch_order import portion
+from stretto.runtime.runtime import Runtime
+from stretto.training.worker_context import WorkerContext, current_context
+from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.single_worker import SingleWorkerTransport
 
-REPLICAS = 2
-RECIPES = ("allreduce", "local_sgd(every=2)", 'local_sgd(every=2, optimizer_state="average")', "diloco(every=2)")
-DATA = regression(44, torch.float64, features=7)  # 7: a first layer of 16 x 7, and a last of 1 x 16, shard unevenly
-
-
-def momentum(net: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-
-
-def training(make: Callable[[int], nn.Module]) -> Callable[[int], list[Tensor]]:
-    """Return the function of a worker that trains the model of `make(worker)`, and returns its whole parameters."""
-
-    def work(worker: int) -> list[Tensor]:
-        net = make(worker)
-        optimizer = momentum(net)
-        evaluated: list[Tensor] = []
-
-        def evaluate(model: nn.Module) -> dict[str, float]:
-            evaluated.extend(whole(model))
-            return {"values": float(len(evaluated))}
-
-        loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6), evaluate=evaluate)
-        for _epoch in range(2):
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.mse_loss(net(x), y).backward()
-                optimizer.step()
-        return [*evaluated, *whole(net)]
-
-    return work
+TIMEOUT_S = 60.0
+SAMPLES, BATCH = 45, 6
+DATA = TensorDataset(*words(0, SAMPLES))
+SIZES = [min(BATCH, SAMPLES - start) for start in range(0, SAMPLES, BATCH)]
+"""Samples of each batch. The last one has 3: of 4 ranks one is idle."""
+Loop = Callable[[Any, torch.optim.Optimizer, Any], list[float]]
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+}
 
 
-def whole(net: nn.Module) -> list[Tensor]:
-    """Return a copy of all parameters, gathered from the ranks of their mesh."""
-    values = (one.detach() for one in net.parameters())
-    return [(one.full_tensor() if isinstance(one, DTensor) else one).clone() for one in values]
+def plain(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Train for two epochs; return the losses."""
+    losses = []
+    for _epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_of(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
 
 
-def sharded(meshes: Sequence[DeviceMesh]) -> Callable[[int], nn.Module]:
-    """Return the function that makes a worker's model, with each layer sharded over the worker's mesh."""
-
-    def make(worker: int) -> nn.Module:
-        net = small_net(torch.float64, features=7)
-        for layer in net:
-            if list(layer.parameters()):
-                fully_shard(layer, mesh=meshes[worker])
-        return fully_shard(net, mesh=meshes[worker])
-
-    return make
-
-
-def largest_difference(recipe: str, meshes: Sequence[DeviceMesh]) -> float:
-    """Return the largest difference of a parameter of the sharded model from the plain one after the same training."""
-    plain = run_workers(REPLICAS, training(lambda _: small_net(torch.float64, features=7)), recipe)
-    found = run_workers(REPLICAS, training(sharded(meshes)), recipe)
-    pairs = [pair for one, other in zip(plain, found, strict=True) for pair in zip(one, other, strict=True)]
-    return max(float((one - other).abs().max()) for one, other in pairs)
+def clipped(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Clip the gradients, and change the learning rate by a scheduler."""
+    losses = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = loss_of(net(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.2)
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
-def main(rank: int, ranks: int, store: str) -> None:
-    """Compare all recipes in this rank of both replicas."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    groups = [dist.new_group(list(range(ranks))) for _ in range(REPLICAS)]
-    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
-    for recipe in RECIPES:
-        difference = largest_difference(recipe, meshes)
-        assert difference < 1e-12, f"{recipe}: parameters differ by {difference}"
-        print(recipe, difference, flush=True)
-    dist.destroy_process_group()
+def accumulated(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Accumulate the gradients of two batches, and call the model twice before each backward pass."""
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        loss = 0.5 * loss_of(net(x), y) + 0.5 * loss_of(net(x.flip(1)), y)
+        if number % 2:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with stretto.no_sync():
+                loss.backward()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def evaluated(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Evaluate between steps, at all ranks alike."""
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(net(x), y).backward()
+        optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            losses.append(float(loss_of(net(words(7, 4)[0]), words(7, 4)[1])))
+        net.train()
+        assert {id(one) for one in net.parameters()} == {id(one) for one in optimizer.param_groups[0]["params"]}
+    return losses
+
+
+def scaled(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Scale the loss, and clip the gradients after they are unscaled."""
+    losses = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = loss_of(net(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.2)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def saved(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Train an epoch, go back to the state after the fourth batch, and train another."""
+    losses, states = [], []
+    for _epoch in range(2):
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = loss_of(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if number == 3 and not states:
+                states = [{k: v.clone() for k, v in net.state_dict().items()}, optimizer.state_dict()]
+                assert [tuple(v.shape) for v in states[0].values()] == [
+                    tuple(v.shape) for v in make_net().state_dict().values()
+                ]
+                states = as_in_a_file(states)
+        net.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    return losses
+
+
+def as_in_a_file(states: list[Any]) -> list[Any]:
+    """Return a copy of saved states, as a file has them."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    found: list[Any] = torch.load(file, weights_only=True)
+    return found
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": plain,
+    "clipped": clipped,
+    "accumulated": accumulated,
+    "evaluated": evaluated,
+    "scaled": scaled,
+    "saved": saved,
+    "streamed": plain,
+    "unseeded": plain,
+    "normalised": plain,
+}
+OF_ALL = ("evaluated",)
+"""Loops whose losses are of all ranks, and not of their parts of a batch."""
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+
+class Normalised(nn.Module):
+    """A model with a batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = make_net(), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.net(x))
+        return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training by a loop, with an optimizer of a model of a dtype, under a recipe."""
+
+    loop: str
+    optimizer: str
+    dtype: str
+    recipe: str
+
+    def model(self, rank: int = 0) -> nn.Module:
+        """Return the model, as a rank makes it."""
+        net: nn.Module = Normalised() if self.loop == "normalised" else make_net()
+        if self.loop == "unseeded":
+            with torch.no_grad():
+                for one in net.parameters():
+                    one.add_(rank)
+        return net.to(getattr(torch, self.dtype))
+
+    def train(self, net: nn.Module, distribute: Callable[..., Any]) -> list[float]:
+        """Train with an optimizer that was made, and has stepped, before the model is distributed."""
+        optimizer = OPTIMIZERS[self.optimizer](net)
+        if self.loop != "unseeded":
+            x, y = words(8, 5)
+            loss_of(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        data: Any = Stream() if self.loop == "streamed" else DATA
+        return LOOPS[self.loop](net, optimizer, distribute(net, optimizer, DataLoader(data, batch_size=BATCH)))
+
+
+class Place:
+    """One process: a rank of a replica."""
+
+    def __init__(self, place: int, replicas: int, ranks: int, store: str) -> None:
+        self.replica, self.rank = divmod(place, ranks)
+        self.replicas, self.ranks = replicas, ranks
+        self._store = dist.FileStore(store, replicas * ranks)
+        self._jobs = 0
+
+    def context(self, recipe: str) -> WorkerContext:
+        """Return the context of a worker of the next job."""
+        self._jobs += 1
+        inside = self._transport(f"inside {self.replica}", self.rank, self.ranks)
+        between: Any = SingleWorkerTransport()
+        if self.replicas > 1:
+            between = self._transport(f"between {self.rank}", self.replica, self.replicas)
+        between.siblings = inside
+        runtime = Runtime(rank=self.rank, ranks=self.ranks)
+        made: dict[str, Any] = {"recipe": recipe, "layout": f"sharded({self.ranks})", "runtime": runtime}
+        return WorkerContext(self.replica, self.replicas, lambda _device: between, timeout_s=TIMEOUT_S, **made)
+
+    def _transport(self, name: str, worker: int, workers: int) -> ProcessGroupTransport:
+        return ProcessGroupTransport(PrefixStore(f"{self._jobs} {name}", self._store), worker, workers, TIMEOUT_S)
+
+    def run(self, job: Job) -> dict[str, float]:
+        """Return the largest differences of a parameter and of a loss."""
+        net, sizes = job.model(self.rank), list[int]()
+        net.register_forward_pre_hook(lambda _net, batch: sizes.append(len(batch[0])))
+        found = contextvars.Context().run(self._train, net, job)
+        if self.replicas == 1:
+            whole = job.model()
+            expected = job.train(whole, lambda _net, _optimizer, loader: loader)
+            found = found if job.loop in OF_ALL else self._joined(found)
+            if job.loop in ("plain", "streamed"):
+                assert sizes[1:] == 2 * [max(1, stop - start) for start, stop in self._portions()]
+            losses = max(abs(one - two) for one, two in zip(found, expected, strict=True))
+            return {"parameters": difference(net, whole), "losses": losses}
+        wholes = [job.model() for _ in range(self.replicas)]
+        run_workers(self.replicas, lambda worker: job.train(wholes[worker], stretto.distribute), job.recipe)
+        return {"parameters": difference(net, wholes[self.replica])}
+
+    def error(self, job: Job) -> str:
+        """Return the error of a job that is refused."""
+        try:
+            contextvars.Context().run(self._train, job.model(), job)
+        except StrettoError as error:
+            return str(error)
+        raise AssertionError("the job was not refused")
+
+    def _train(self, net: nn.Module, job: Job) -> list[float]:
+        current_context.set(self.context(job.recipe))
+        losses = job.train(net, stretto.distribute)
+        stretto.finish()
+        close()
+        return losses
+
+    def _portions(self) -> list[tuple[int, int]]:
+        """Return the positions of this rank's part in each batch of an epoch."""
+        return [portion(size, self.rank, self.ranks) for size in SIZES]
+
+    def _joined(self, losses: Sequence[float]) -> list[float]:
+        """Return the losses of whole batches, given those of this rank's parts."""
+        shares = [(stop - start) / size for (start, stop), size in zip(self._portions(), SIZES, strict=True)]
+        weighted = [loss * shares[number % len(shares)] for number, loss in enumerate(losses)]
+        total = torch.tensor(weighted, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(loss) for loss in total]
+
+
+def difference(net: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of a parameter; all ranks call this."""
+    one, two = net.state_dict(), other.state_dict()
+    assert one.keys() == two.keys()
+    return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+
+def results(folder: Path, replicas: int, ranks: int, jobs: Sequence[str]) -> dict[str, Any]:
+    """Run all jobs in new processes; return what each job has found."""
+    count, store = replicas * ranks, str(folder / f"store-{replicas}-{ranks}")
+    commands = [[sys.executable, __file__, *map(str, (place, replicas, ranks, store)), *jobs] for place in range(count)]
+    processes = [subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for one in commands]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
+    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    torch.set_num_threads(1)
+    here = Place(*map(int, sys.argv[1:4]), sys.argv[4])
+    jobs = {text: Job(*text.split("/")) for text in sys.argv[5:]}
+    refused = ("normalised",)
+    print(json.dumps({text: here.error(job) if job.loop in refused else here.run(job) for text, job in jobs.items()}))

@@ -19,6 +19,7 @@ from stretto.errors import ModelError, explain
 from stretto.runtime.device_random import device_states, set_device_states
 from stretto.strategies.model_sync import plain_name, state_of
 from stretto.strategies.optimizers import Optimizers, device_of_state
+from stretto.strategies.parameter_view import like_parameter, local
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 Own = tuple[dict[str, Any], dict[str, Tensor]]
@@ -58,7 +59,7 @@ def unpack_own(data: bytes) -> Own:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
-    return {name: packed(tensor) for name, tensor in tensors.items()}
+    return {name: packed(local(tensor)) for name, tensor in tensors.items()}
 
 
 def _unpacked(tensors: Mapping[str, Packed]) -> dict[str, Tensor]:
@@ -108,8 +109,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load these tensors into the model. Raises ModelError if they belong to another model."""
-    for name, tensor in model_tensors(model).items():
-        stored = tensors.get(name)
+    for name, held in model_tensors(model).items():
+        tensor, stored = local(held), tensors.get(name)
         if stored is None or stored.shape != tensor.shape:
             got = "nothing" if stored is None else str(tuple(stored.shape))
             raise ModelError(
@@ -166,7 +167,8 @@ def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
                 )
             )
         parameter, state = states[int(index)]
-        state[name] = value.to(device_of_state(groups[int(index)], parameter, value.dim())).clone()
+        on_device = value.to(device_of_state(groups[int(index)], parameter, value.dim())).clone()
+        state[name] = like_parameter(parameter, on_device)
     optimizers.replace_states(states)
     for optimizer in optimizers:
         vars(optimizer)["_opt_called"] = True  # schedulers check it; it stepped in an earlier process

@@ -20,8 +20,6 @@ def joined(states: Sequence[State]) -> State:
     States of codecs and of outer optimizers belong to ranges of one rank's parameters, and are left out.
     """
     first = states[0]
-    if len(states) == 1:
-        return first
     strategies = [state.facts["strategy"] for state in states]
     facts = first.facts | {"stages": None, "strategy": _strategy(strategies)}
     own = {worker: _own(worker, states) for worker in first.own}

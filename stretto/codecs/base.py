@@ -76,6 +76,11 @@ class Codec(Answer):
         return False
 
     @property
+    def needs_matrices(self) -> bool:
+        """True if it encodes whole matrices, which no process has where each holds a part of every parameter."""
+        return False
+
+    @property
     def keeps_residual(self) -> bool:
         """True if its state holds a residual."""
         return False

@@ -39,6 +39,7 @@ class low_rank(Placed):
     rank: Annotated[int, Range(least=1)] = 4
 
     papers = ("Vogels et al. 2019 (1905.13727)",)
+    needs_matrices = True
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> LowRankState:
         return LowRankState(like, context, self.rank)

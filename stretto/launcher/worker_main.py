@@ -195,7 +195,7 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return f"{error}{_as_module(error)}{_of_shared_files(error)}"
+    return f"{error}{_as_module(error)}{_of_shared_files(error)}{_of_parts(error)}"
 
 
 def _as_module(error: BaseException) -> str:
@@ -224,6 +224,17 @@ def _of_shared_files(error: BaseException) -> str:
             "within `with stretto.main_first():`"
         )
     return ""
+
+
+def _of_parts(error: BaseException) -> str:
+    """Return what to type where a script computes with the parts of a sharded model's parameters."""
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return ""
+    return (
+        "; under the layout sharded() a process has a part of every parameter, and whole ones only while model(...) "
+        "runs their layer: type weight_decay= of the optimizer in place of a penalty in the loss, a call of the layer "
+        "in place of its weight, and parameter.full_tensor() at all processes to read a parameter"
+    )
 
 
 def _is_damaged_file(error: BaseException) -> bool:

@@ -27,6 +27,10 @@ class Arrangement:
         """Return the samples of a batch that this process loads."""
         return batch
 
+    def cut(self, batch: Any) -> Any:
+        """Return the part of a stream's batch that this process trains."""
+        return batch
+
     def enter(self, flat: Sequence[Any], ranges: Ranges) -> bool:
         """Prepare for the batch of these ranges of all samples. Return False if this process loads none of them."""
         return True

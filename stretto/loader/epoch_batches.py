@@ -250,8 +250,16 @@ class StreamedEpoch:
 
     dropped = samples = 0
 
-    def __init__(self, stream: Iterator[Any], transport: Transport, asynchronous: bool, splits: bool = False) -> None:
+    def __init__(
+        self,
+        stream: Iterator[Any],
+        transport: Transport,
+        asynchronous: bool,
+        arrangement: Arrangement,
+        splits: bool = False,
+    ) -> None:
         self._stream, self._transport, self._asynchronous = stream, transport, asynchronous
+        self._cut = arrangement.cut
         self._batches = 1 if splits else transport.workers
         """Number of the stream's batches in a global step, at most."""
         self._samples_so_far = 0
@@ -277,6 +285,7 @@ class StreamedEpoch:
         """Read this worker's next batch and receive the other workers' sample counts."""
         batch = next(self._stream, None)
         own = samples_in(batch) if batch is not None else 0
+        batch = self._cut(batch) if batch is not None else None
         if self._asynchronous:
             self._samples_so_far += own
             return GlobalStep(batch, None, own, self._samples_so_far, streamed=self._batches) if own else None
@@ -395,19 +404,20 @@ class BatchSource:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.assignment == "own":
-            return StreamedEpoch(
-                own_stream(stream_of_all, self._transport, epoch_of(number) == 1), self._transport, self._asynchronous
-            )
+            return self._streamed(own_stream(stream_of_all, self._transport, epoch_of(number) == 1))
         stream = common_stream(stream_of_all, self._transport, number, self._is_checked)
         part, parts = self._transport.worker, self._transport.workers
         if parts == 1:
-            return StreamedEpoch(stream, self._transport, self._asynchronous)
+            return self._streamed(stream)
         if self.splits:
             cut = cut_stream(stream, part, parts)
             own = (batch for batch in cut if batch is not None) if self._asynchronous else cut
         else:
             own = islice(stream, part, None, parts)
-        return StreamedEpoch(own, self._transport, self._asynchronous, self.splits)
+        return self._streamed(own, self.splits)
+
+    def _streamed(self, stream: Iterator[Any], splits: bool = False) -> StreamedEpoch:
+        return StreamedEpoch(stream, self._transport, self._asynchronous, self._arrangement, splits)
 
     @property
     def batches_per_step(self) -> int:

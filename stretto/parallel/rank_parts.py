@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from stretto.checkpoint.storage import State
 from stretto.loader.arrangement import Arrangement
 from stretto.parallel.link import Link
 from stretto.recipe.layout import Layout
@@ -37,6 +38,8 @@ class RankContext:
     """Called once the model is split."""
     on_exchange: Callable[[], None]
     """Called when the ranks have exchanged parts of the model."""
+    timeout_s: float
+    """Longest wait of a rank for another one without data."""
 
 
 class RankParts(Arrangement):
@@ -51,9 +54,17 @@ class RankParts(Arrangement):
     def facts(self) -> Any:
         """Return the division, for workers that join; None before it is chosen, and where there is none."""
 
-    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
-        """Return, at rank 0, the messages of the other ranks that hold other tensors than rank 0."""
-        return []
+    def joined(self, state: State) -> State:
+        """Return the state of the whole model at rank 0, given that of each rank; all ranks call this."""
+        return state
+
+    def joined_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's tensors, whole, at rank 0, given those of each rank; all ranks call this."""
+        return tensors
+
+    def part_of(self, state: State) -> State:
+        """Return this rank's part of the state of a whole model."""
+        return state
 
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks pass True; they call this together."""

@@ -1,13 +1,127 @@
-"""Errors of loops and models that a pipeline can't run: each names the cause, and what to type."""
+"""Errors of loops and models that ranks can't share: each names the cause, and what to type."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from stretto.errors import explain
-from stretto.recipe.layout import pipeline
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import ModelError, RecipeError, explain
+from stretto.recipe.layout import pipeline, sharded
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.model_sync import SeveralModels
+from stretto.strategies.optimizers import Optimizers
 
 WHOLE = '--layout "whole()"'
+
+
+def refuse_indivisible(model: nn.Module, optimizers: Optimizers, divided: str) -> None:
+    """Raise ModelError for a model or an optimizer that no ranks can share: it cannot be `divided`."""
+    if isinstance(model, SeveralModels):
+        raise ModelError(
+            explain(
+                f"several models cannot be {divided}",
+                got=f"a list of {len(model)} models",
+                expected="one model, whose forward pass is shared",
+                to_type=WHOLE,
+            )
+        )
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            explain(
+                f"a compiled model cannot be {divided}",
+                got="torch.compile(model)",
+                expected="the plain model; parts of it may be compiled",
+                to_type="model.layer = torch.compile(model.layer)",
+            )
+        )
+    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
+        raise ModelError(
+            explain(
+                "L-BFGS needs all parameters in one process",
+                got=f"torch.optim.LBFGS over a model that is {divided}",
+                expected="an optimizer that steps each parameter by its own gradient, such as SGD or AdamW",
+                to_type=WHOLE,
+            )
+        )
+
+
+def refuse_unshardable(model: nn.Module) -> None:
+    """Raise ModelError for parameters that have no parts, or whose gradients have none."""
+    for name, one in model.named_parameters():
+        if not one.dim():
+            raise ModelError(
+                explain(
+                    f"the parameter {name} has no dimension, so no rank can hold a part of it",
+                    got="a parameter of shape ()",
+                    expected="parameters of at least one dimension",
+                    to_type="nn.Parameter(torch.ones(1))",
+                )
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(
+                explain(
+                    f"the gradients of {name} are sparse, and are not divided among processes",
+                    got=f"{type(module).__name__}(..., sparse=True)",
+                    expected="dense gradients",
+                    to_type=f"{type(module).__name__}(..., sparse=False)",
+                )
+            )
+
+
+def refuse_matrix_codec(recipe: Recipe | None, layout: sharded) -> None:
+    """Raise RecipeError for a codec that encodes whole matrices, of which each rank has a part."""
+    found = next((one for one in recipe.how.components() if one.needs_matrices), None) if recipe is not None else None
+    if found is not None:
+        raise RecipeError(
+            explain(
+                f"{found} factorises whole matrices, and each process has a part of every matrix",
+                got=f"{recipe} with {layout}",
+                expected="a codec of numbers, such as cast, quantise or top_k, or a layout with whole matrices",
+                to_type='--layout "pipeline(stages=2)"',
+            )
+        )
+
+
+def refuse_kept_parameters(optimizer: torch.optim.Optimizer, before: Mapping[int, str]) -> None:
+    """Raise ModelError if an optimizer keeps parameters elsewhere than in its groups: they are of no model now."""
+    for attribute, value in vars(optimizer).items():
+        name = next((before[id(one)] for one in _flat(value) if id(one) in before), None)
+        if name is not None:
+            raise ModelError(
+                explain(
+                    f"{type(optimizer).__name__} keeps parameters outside of its groups, and would train former ones",
+                    got=f"{name} in the attribute {attribute} of the optimizer",
+                    expected="an optimizer whose parameters are in param_groups alone, such as SGD or AdamW",
+                    to_type=WHOLE,
+                )
+            )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Yield all that is in lists, tuples and dicts."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield key
+            yield from _flat(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
+
+
+def batch_norm_of_part(name: str) -> str:
+    """Return the error of batch normalisation over a part of a batch."""
+    return explain(
+        f"the batch normalisation {name} would see one process's samples, which have other statistics than the batch",
+        got="a batch normalisation in training, in a model that is divided among processes",
+        expected="a normalisation that does not mix samples, such as GroupNorm or LayerNorm",
+        to_type="nn.GroupNorm(8, channels)",
+    )
 
 
 def called_alone(name: str) -> str:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import functools
+import operator
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from stretto.checkpoint import state_transfer
+from stretto.checkpoint.storage import State
+from stretto.checkpoint.whole_state import joined
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.rank_parts import RankContext, RankParts
+from stretto.parallel.refusals import refuse_indivisible
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
-from stretto.strategies.model_sync import SeveralModels, plain_name
-from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.model_sync import plain_name
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -47,7 +51,7 @@ class PipelineStages(RankParts):
         self._chosen: Chosen | None = None
         self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
-        _refuse(self._model, self._optimizers)
+        refuse_indivisible(self._model, self._optimizers, "split into stages")
         if self._link.ranks != layout.stages:
             raise ModelError(_other_ranks(layout, self._link.ranks))
 
@@ -66,9 +70,15 @@ class PipelineStages(RankParts):
         """Return the stages, for workers that join; None before they are chosen."""
         return msgspec.to_builtins(self._chosen) if self._chosen is not None else None
 
-    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
-        """Return, at rank 0, the messages of the other ranks of this worker."""
-        return self._link.collect(message)
+    def joined(self, state: State) -> State:
+        """Return the state of the whole model at rank 0."""
+        others = self._link.collect(functools.partial(state_transfer.pack, state))
+        return joined([state, *map(state_transfer.unpack, others)])
+
+    def joined_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of all stages at rank 0."""
+        others = self._link.collect(functools.partial(state_transfer.pack_own, ({}, tensors)))
+        return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), tensors)
 
     def _refuse_without_values(self, *_: Any) -> None:
         if self._chosen is None and is_unbuilt(self._model):
@@ -146,37 +156,6 @@ def _of_next(calls: Calls, other: Split | None, costs: Costs) -> str:
     if other is None:
         return "; there is no other split"
     return f"; next best: from {', '.join(calls.names[one] for one in other.begins[1:])}, {balance(costs, other):.2f}"
-
-
-def _refuse(model: nn.Module, optimizers: Optimizers) -> None:
-    """Raise ModelError for a model or an optimizer that cannot be split."""
-    if isinstance(model, SeveralModels):
-        raise ModelError(
-            explain(
-                "several models cannot be split into stages",
-                got=f"a list of {len(model)} models",
-                expected="one model, whose forward pass is split",
-                to_type='--layout "whole()"',
-            )
-        )
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ModelError(
-            explain(
-                "a compiled model cannot be split into stages",
-                got="torch.compile(model)",
-                expected="the plain model; parts of it may be compiled",
-                to_type="model.layer = torch.compile(model.layer)",
-            )
-        )
-    if any(isinstance(one, torch.optim.LBFGS) for one in optimizers):
-        raise ModelError(
-            explain(
-                "L-BFGS needs all parameters in one process",
-                got="torch.optim.LBFGS over a model in pipeline stages",
-                expected="an optimizer that steps each parameter by its own gradient, such as SGD or AdamW",
-                to_type='--layout "whole()"',
-            )
-        )
 
 
 def _other_ranks(layout: pipeline, ranks: int) -> str:

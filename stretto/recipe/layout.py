@@ -83,6 +83,26 @@ class pipeline(Layout):
 
 
 @dataclass(frozen=True, repr=False)
+class sharded(Layout):
+    """A worker is `over` processes, of which each holds a part of every parameter, and trains a part of each batch.
+
+    Before a layer runs, the processes gather its parameters; they free them afterwards, and each receives its part of
+    the mean gradient (`fully_shard` of PyTorch). So parameters, gradients and the optimizer's state take one part of
+    the memory each.
+
+    Cost: 3 times the parameters in each step, times (over - 1) / over: for one machine or a fast network.
+    """
+
+    over: Annotated[int, Range(least=2, most=256)]
+
+    papers = ("Rajbhandari et al. 2020 (ZeRO, 1910.02054)", "Zhao et al. 2023 (FSDP, 2304.11277)")
+    carried_out_by = "stretto.parallel.sharded.ShardedModel"
+
+    def ranks_in(self, processes: int) -> int:
+        return self.over
+
+
+@dataclass(frozen=True, repr=False)
 class blocks(Layout):
     """All processes factorise one matrix: each trains rows of its own, and column blocks rotate among them.
 
@@ -143,7 +163,7 @@ class blocks(Layout):
         return [name.strip() for name in self.columns.split(",")]
 
 
-LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole, pipeline, blocks)}
+LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole, pipeline, sharded, blocks)}
 
 
 def as_option(layout: object) -> str:

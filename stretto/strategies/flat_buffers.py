@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -48,11 +49,10 @@ class FlatBuffer:
 
     def __init__(self, slots: Sequence[ParameterSlice], length: int) -> None:
         self.slots = slots
-        like = slots[0].source.local
-        self.theta = torch.zeros(length, dtype=like.dtype, device=like.device)
+        self.theta = zeros(length, slots)
         with torch.no_grad():
             for slot in slots:
-                if slot.home is None:
+                if slot.home is None and not slot.source.copies:
                     slot.view(self.theta).copy_(slot.source.local)
                 slot.source.place(self._view(slot))
         self._copied = [(slot.source, self._view(slot)) for slot in slots if slot.source.copies]
@@ -112,6 +112,14 @@ class FlatParameters:
         """Return True if the buffers hold these parameters and no others, and all are still in their places."""
         held = {id(slot.parameter) for slot in self.slots}
         return held == {id(parameter) for parameter in parameters} and all(part.in_place() for part in self.parts)
+
+
+def zeros(length: int, slots: Sequence[ParameterSlice]) -> Tensor:
+    """Return zeros like these parameters. If these keep their memory, zeros on a CPU take none before they are used."""
+    like = slots[0].source.local
+    if like.device.type != "cpu" or not slots[0].source.copies:
+        return torch.zeros(length, dtype=like.dtype, device=like.device)
+    return torch.from_numpy(np.zeros(length * like.element_size(), np.uint8)).view(like.dtype)
 
 
 def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuffer:

@@ -4,6 +4,9 @@ The hook of each parameter writes its weighted gradient into a flat bucket; full
 end of the backward pass waits for all buckets, so that gradient clipping, gradient scalers and the optimizer see the
 averaged gradients.
 
+Where another library owns the parameters, as shards of a replica's ranks, all of this happens at the end of the pass:
+within it a rank waits for other ranks, which must not wait for other workers.
+
 A codec that does not encode elementwise gets all gradients of a flat buffer in one bucket. One more all-reduce then
 carries, for each parameter, how many workers have a gradient for it, and how many workers have a gradient that is not
 finite: such a gradient is not encoded, and all workers get NaN in its place, as they would without an encoding.
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import TensorWeakRef
 
 from stretto.codecs import exact
 from stretto.errors import ModelError, NotFiniteError, explain
@@ -27,7 +31,7 @@ from stretto.recipe.what import gradient_differences, gradients, momenta
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice, zeros
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.transport.device_memory import Writers
 
@@ -42,20 +46,29 @@ FORWARD = 1 / 3
 class GradientSlot:
     """The view of a bucket that holds one parameter's gradient."""
 
-    __slots__ = ("bucket", "exchanged", "slot", "view", "written_in_pass")
+    __slots__ = ("_exchanged", "bucket", "slot", "view", "written_in_pass")
 
     def __init__(self, slot: ParameterSlice, bucket: Bucket, flat: Tensor) -> None:
         self.slot, self.bucket = slot, bucket
         self.view = slot.view(flat)
-        self.exchanged: Tensor | None = None
-        """The parameter's gradient as the last exchange has set it."""
+        self._exchanged: TensorWeakRef | None = None
+        """The parameter's gradient as the last exchange has set it; the script may free it."""
         self.written_in_pass = 0
         """Number of the backward pass that wrote the gradient last."""
 
     def place(self) -> None:
         """Set the parameter's gradient to this view, or to its values."""
         self.slot.source.place_gradient(self.view)
-        self.exchanged = self.slot.parameter.grad
+        self.note_exchanged()
+
+    def note_exchanged(self) -> None:
+        """Note that the parameter's gradient is the result of an exchange."""
+        grad = self.slot.parameter.grad
+        self._exchanged = TensorWeakRef(grad) if grad is not None else None
+
+    def has_exchanged(self, grad: Tensor) -> bool:
+        """Return True if the last exchange has set this gradient."""
+        return self._exchanged is not None and self._exchanged() is grad
 
 
 class Bucket:
@@ -133,6 +146,10 @@ class GradientAllReduce:
         self._buffer_sets = [
             GradientBuffers(flat_parameters, self._counts_in_tail) for _ in range(2 if self._elastic else 1)
         ]
+        self._parts = flat_parameters.parts if self._codec.needs_theta else []
+        """Buffers that have to hold the parameters' present values."""
+        for part in self._parts:
+            part.load()
         for bucket, *others in zip(*(one.buckets for one in self._buffer_sets), strict=True):
             codec_context = tally.context(bucket.part, bucket.start, bucket.stop)
             bucket.state = self._what.init_state(self._codec, bucket.flat, codec_context)
@@ -146,8 +163,9 @@ class GradientAllReduce:
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self.follow([slot.parameter for slot in flat_parameters.slots])
-        self._parts = flat_parameters.parts
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
+        self._is_late = any(slot.source.copies for slot in flat_parameters.slots)
+        """True if exchanges begin at the end of a backward pass, within which ranks of the replica wait for others."""
         self._running = False
         self._pass = 0
         self._has_non_finite = False
@@ -183,7 +201,7 @@ class GradientAllReduce:
         """Raise ModelError if a parameter has a gradient that no exchange of a backward pass has averaged."""
         for one in parameters:
             gradient_slot = self._buffer_sets[0].slot_of.get(id(one))
-            if one.grad is not None and gradient_slot is not None and one.grad is not gradient_slot.exchanged:
+            if one.grad is not None and gradient_slot is not None and not gradient_slot.has_exchanged(one.grad):
                 raise ModelError(_not_exchanged(gradient_slot))
 
     def take_part(self) -> None:
@@ -202,6 +220,11 @@ class GradientAllReduce:
         """Write and send a parameter's gradient; the hook that runs when backward has accumulated it."""
         if self.paused:
             return
+        if self._is_late:
+            if not self._running:
+                self._running = True
+                self._runtime.after_backward(self._exchange_late)
+            return
         before = self._timer.switch("encoding")
         if not self._running:
             self._observer.exchange_begins()
@@ -218,6 +241,22 @@ class GradientAllReduce:
         gradient_slot.bucket.missing -= 1
         self._launch_full()
         self._timer.switch(before)
+
+    def _exchange_late(self) -> None:
+        """Exchange the gradients of the backward pass that ends."""
+        self._observer.exchange_begins()
+        is_mean = self._transport.workers == 1 and (self._what, self._codec) == (gradients(), exact())
+        self._keep_own() if is_mean else self.exchange(idle=False)
+
+    def _keep_own(self) -> None:
+        """End a backward pass of the only worker: its gradients are the mean, without copies in the buckets."""
+        self._transport.attempt(lambda: None)
+        for gradient_slot in self._buffer_sets[0].gradient_slots:
+            gradient_slot.note_exchanged()
+        self._running = False
+        self._observer.exchange_ended(0.0)
+        if self._has_changed():
+            self._on_changed(False)
 
     def _begin(self, idle: bool = False) -> None:
         self._running, self._idle = True, idle
@@ -386,7 +425,7 @@ def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) ->
     buckets: list[Bucket] = []
     for part in flat_parameters.parts:
         tail = len(flat_parameters.slots) + 1 if part is last and counts_in_tail else 0
-        flat = part.theta.new_zeros(part.theta.numel() + tail)
+        flat = zeros(part.theta.numel() + tail, part.slots)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
         runs = _runs(part, first) if counts_in_tail else [list(part.slots)]
         buckets += [Bucket(part, flat, run, tail if run is runs[-1] else 0) for run in runs]

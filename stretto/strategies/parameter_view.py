@@ -8,7 +8,7 @@ method `to_local`, which returns that tensor.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,10 +33,42 @@ def is_held(tensor: Tensor) -> bool:
     return tensor not in _elsewhere
 
 
+_own_shards = WeakIdKeyDictionary()
+"""Parameters that a layout has divided among the ranks of the replica."""
+
+
+def note_own_shard(parameter: Parameter) -> None:
+    """Note that a layout has divided a parameter among the ranks of the replica."""
+    _own_shards[parameter] = True
+
+
+def refuse_foreign_shards(model: nn.Module) -> None:
+    """Raise ModelError if the script itself has divided a parameter: workers cannot tell whose part they hold."""
+    for name, one in model.named_parameters():
+        if hasattr(one, "device_mesh") and one not in _own_shards:
+            raise ModelError(
+                explain(
+                    "the parameters are sharded already",
+                    got=f"{name}, a {type(one.data).__name__} over {one.device_mesh.size()} processes",
+                    expected="the plain model, which the layout sharded() divides among the processes of a worker",
+                    to_type='stretto.distribute(model, ...) before fully_shard, and --layout "sharded(over=2)"',
+                )
+            )
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the tensor that this process holds of a tensor: its shard where another library owns it, else itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def like_parameter(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return an entry of an optimizer's state, given its local tensor, as the optimizer keeps it of this parameter."""
+    if not hasattr(parameter, "to_local") or not value.dim() or value.shape != local(parameter.detach()).shape:
+        return value
+    entry = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+    local(entry).copy_(value)
+    return entry
 
 
 def parameter_view(parameter: Parameter) -> ParameterView:

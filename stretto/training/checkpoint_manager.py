@@ -7,7 +7,6 @@ a snapshot or an evaluation, and at the end of an epoch; then all of them hold t
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import State
-from stretto.checkpoint.whole_state import joined
 from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
@@ -108,13 +106,12 @@ class CheckpointManager:
             own_state = self.state({worker: state_transfer.unpack_own(one) for worker, one in states.items()})
         except RollbackRequiredError:
             return b"lost"
-        others = trainer.rank_parts.collect(functools.partial(state_transfer.pack, own_state))
+        state = trainer.rank_parts.joined(own_state)
         if trainer.rank_parts.rank:
-            return b"collected"
-        state = joined([own_state, *map(state_transfer.unpack, others)])
-        if self._writer is None and others and (lacking := own_state.tensors.keys() - state.tensors.keys()):
+            return b"joined"
+        if self._writer is None and (lacking := own_state.tensors.keys() - state.tensors.keys()):
             kinds = sorted({name.partition("/")[0] for name in lacking})
-            trainer.events.notice(f"checkpoints of a model in stages leave out {', '.join(kinds)}, which begin again")
+            trainer.events.notice(f"checkpoints of a shared model leave out {', '.join(kinds)}, which begin again")
         kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)

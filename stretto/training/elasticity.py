@@ -77,7 +77,7 @@ class ElasticAgent:
         if not state.facts:
             return
         trainer, facts = self._trainer, state.facts
-        self._taken = state
+        self._taken = state = trainer.rank_parts.part_of(state)
         own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stretto.checkpoint import state_transfer
 from stretto.checkpoint.final_model import save_final
 from stretto.checkpoint.state_transfer import state_dict_of
 from stretto.checkpoint.storage import KINDS
@@ -239,9 +237,7 @@ class Evaluator:
 
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the whole model at rank 0 of the worker, for a file; all its ranks call this."""
-        own = _saveable_tensors(self._trainer.model)
-        others = self._trainer.rank_parts.collect(functools.partial(state_transfer.pack_own, ({}, own)))
-        return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), own)
+        return self._trainer.rank_parts.joined_tensors(_saveable_tensors(self._trainer.model))
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
         counts, trained = summary.counts, {}

@@ -57,7 +57,7 @@ class Trainer:
             agree_on_start(transport, model, recipe.spelled() if recipe else "", data)
             same_start(transport, model)
             part_random_states(transport, section.number)
-        self.rank_parts = self._begin_parts(arguments)
+        self.rank_parts = self._begin_parts(arguments, context.timeout_s)
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source
@@ -79,7 +79,7 @@ class Trainer:
         for text in advice(recipe, optimizers) if recipe is not None and transport.workers > 1 else ():
             self.events.notice(text)
 
-    def _begin_parts(self, arguments: Arguments) -> RankParts:
+    def _begin_parts(self, arguments: Arguments, timeout_s: float) -> RankParts:
         """Return this rank's part of the model, as the layout divides it."""
         transport = self.transport
         if transport.siblings is None:
@@ -97,6 +97,7 @@ class Trainer:
             self.events.notice,
             on_split=lambda: self.strategy.begin_epoch(True),
             on_exchange=lambda: self.progress.count_round(),
+            timeout_s=timeout_s,
         )
         parts = create_parts(arguments.layout, context)
         state = self.section.state if transport.arrives else None

@@ -335,7 +335,9 @@ def ring(
     """Return one rank of a ring."""
     link: Any = OneRank()
     callbacks = bytes, print, lambda: None, lambda: None
-    return BlockRing(layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, *callbacks))
+    return BlockRing(
+        layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, *callbacks, 20.0)
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import LaunchError, RecipeError
 from stretto.launcher.config import check, described, settled
-from stretto.recipe.layout import LAYOUTS, Layout, catalogue, pipeline, whole
+from stretto.recipe.layout import LAYOUTS, Layout, catalogue, pipeline, sharded, whole
 from stretto.recipe.parser import parse_layout
 from stretto.run_config import RunConfig
 
@@ -20,7 +20,7 @@ PIPELINES = st.builds(
 ) | st.builds(pipeline, stages=st.just(3), split=st.just("blocks.1, blocks.4"))
 
 
-@given(PIPELINES | st.just(whole()))
+@given(PIPELINES | st.just(whole()) | st.builds(sharded, over=st.integers(2, 256)))
 def test_printed_layout_can_be_parsed(layout: Layout) -> None:
     assert parse_layout(str(layout)) == layout
 
@@ -35,6 +35,8 @@ def test_printed_layout_can_be_parsed(layout: Layout) -> None:
         ('pipeline(3, split="a")', 'try: pipeline(stages=3, split="blocks.4, blocks.8")'),
         ('pipeline(3, split="a, a")', "2 different names of modules"),
         ("pipeline(2) 3", "expected: the end"),
+        ("sharded(over=1)", "expected: a whole number at least 2 and at most 256"),
+        ("sharded(stages=2)", "expected: the options over"),
     ],
 )
 def test_wrong_layouts_are_refused_with_what_to_type(text: str, expected: str) -> None:
@@ -61,6 +63,7 @@ def test_processes_are_divided_into_workers(tmp_path: Path) -> None:
     found = settled(asked)
     assert (found.workers, found.ranks, settled(found).workers) == (2, 4, 2)
     assert "2 workers of 4 processes each, pipeline(stages=4)" in described(found)
+    assert settled(config(tmp_path, layout="sharded(2)")).workers == 4
     assert settled(config(tmp_path, layout="whole()")).workers == 8
     assert settled(config(tmp_path, workers=4)).elastic
 

@@ -37,12 +37,15 @@ ALL_KILLS = [
 ]
 
 
+@pytest.mark.parametrize("layout", ["pipeline(stages=2)", "sharded(over=2)"])
 @pytest.mark.parametrize(
     ("recipe", "victim"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL_KILLS)]
 )
-def test_a_killed_rank_costs_its_replica_only(tmp_path: Path, recipe: str, victim: tuple[str, ...]) -> None:
-    layout = ("-n", "4", "--layout", "pipeline(stages=2)", "--recipe", recipe, "--failure-timeout", "60s")
-    folder = run(tmp_path, "run", *layout, script=("6", *victim))
+def test_a_killed_rank_costs_its_replica_only(
+    tmp_path: Path, layout: str, recipe: str, victim: tuple[str, ...]
+) -> None:
+    options = ("-n", "4", "--layout", layout, "--recipe", recipe, "--failure-timeout", "60s")
+    folder = run(tmp_path, "run", *options, script=("6", *victim))
     events = read_events(folder / "events.jsonl")
     failed = [event for event in events if event.get("what") == "failed"]
     assert [(event["worker"], event.get("rank", 0), event["why"]) for event in failed] == [
@@ -61,8 +64,67 @@ def test_the_only_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> 
     assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-6
 
 
+def test_a_sharded_run_equals_a_single_process_and_is_resumed_under_other_layouts(tmp_path: Path) -> None:
+    saves = ("--checkpoint-every", "5 rounds")
+    whole = run(tmp_path, "whole", "-n", "1", *saves)
+    shared = run(tmp_path, "shared", "-n", "2", "--layout", "sharded(over=2)", *saves)
+    assert difference(shared, whole) < 1e-5
+    assert not [event for event in read_events(shared / "events.jsonl") if event.get("what") == "failed"]
+    longer = run(tmp_path, "longer", "-n", "1", script=("3",))
+    for name, origin, options in (
+        ("three", "shared", ("-n", "3", "--layout", "sharded(3)")),
+        ("staged", "shared", ("-n", "2", "--layout", "pipeline(2)")),
+        ("one", "shared", ("-n", "1")),
+        ("from_whole", "whole", ("-n", "2", "--layout", "sharded(2)")),
+    ):
+        resumed = run(tmp_path, name, *options, "--resume", origin, script=("3",))
+        assert difference(resumed, longer) < 1e-5, name
+
+
+def test_the_only_sharded_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
+    layout = ("-n", "2", "--layout", "sharded(2)", "--checkpoint-every", "4 rounds")
+    folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within"))
+    warnings = [event["text"] for event in read_events(folder / "events.jsonl") if event["event"] == "warning"]
+    assert any("continues from the checkpoint of round" in text for text in warnings), warnings
+    assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-5
+
+
 def test_a_script_that_calls_a_part_of_the_model_gets_one_error(tmp_path: Path) -> None:
     layout = ("-n", "2", "--layout", 'pipeline(stages=2, split="blocks.9")')
     error = run(tmp_path, "run", *layout, fails=True)
     assert "no stage can begin with the module blocks.9" in error
     assert "expected: one of blocks.0, blocks.0.norm, blocks.0.mlp, blocks.1" in error
+
+
+PENALTY = """
+import torch, stretto
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+for x, y in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, batch_size=4)):
+    (net(x).mean() + sum((one ** 2).sum() for one in net.parameters())).backward()
+"""
+
+
+def test_a_penalty_on_parts_of_parameters_says_what_to_do(tmp_path: Path) -> None:
+    error = run(tmp_path, "run", "-n", "2", "--layout", "sharded(2)", fails=True, text=PENALTY)
+    assert "weight_decay= of the optimizer in place of a penalty in the loss" in error
+
+
+EVALUATED_ALONE = """
+import threading, torch, stretto
+from stretto.process_config import worker_config
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+for x, y in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, batch_size=4)):
+    if worker_config().rank:
+        threading.Event().wait()
+    net(x)
+"""
+
+
+def test_a_model_that_one_rank_calls_alone_ends_in_an_error(tmp_path: Path) -> None:
+    options = ("-n", "2", "--layout", "sharded(2)", "--timeout", "5")
+    error = run(tmp_path, "run", *options, fails=True, text=EVALUATED_ALONE)
+    assert "expected: the same calls in all processes of a worker" in error

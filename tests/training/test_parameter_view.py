@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 import stretto
 from stretto.errors import ModelError, ReplicasDifferError
+from stretto.strategies import gradient_allreduce
 from stretto.strategies.flat_buffers import FlatParameters, in_buffers
 from stretto.strategies.parameter_view import parameter_view
+from stretto.transport.in_memory import InMemoryTransport
 
-SCRIPT = Path(__file__).parents[1] / "sharded_replicas.py"
 RECIPES = (
     "allreduce",
     "gd_sec(xi=1.0, beta=0.1)",
@@ -109,21 +110,64 @@ def test_flat_buffers_hold_the_values_of_owned_parameters_within_a_block_alone()
     assert parameters.holds([plain, own])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_replicas_sharded_over_ranks_train_as_plain_ones(tmp_path: Path, ranks: int) -> None:
-    """Each replica is a DTensor model on a mesh; rank i of each replica exchanges with rank i of the other."""
-    command = [sys.executable, str(SCRIPT)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+class Watching(torch.autograd.Function):
+    """The identity, which calls a function in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.act()
+        return gradient, None
+
+
+@pytest.mark.parametrize("is_owned", [True, False])
+def test_exchanges_of_owned_gradients_begin_when_the_backward_pass_has_ended(
+    is_owned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within it the ranks of a replica wait for each other, which must not wait for another replica then."""
+    monkeypatch.setattr(gradient_allreduce, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(gradient_allreduce, "BUCKET_BYTES", 1)
+    submit = InMemoryTransport.submit
+    submitted: list[int] = []
+
+    def noted(transport: InMemoryTransport, op: Any) -> Any:
+        submitted.append(threading.get_ident())
+        return submit(transport, op)
+
+    def count() -> int:
+        return submitted.count(threading.get_ident())
+
+    monkeypatch.setattr(InMemoryTransport, "submit", noted)
+
+    def work(_worker: int) -> tuple[bool, bool]:
+        net = owned(small_net()) if is_owned else small_net()
+        loader: Any = stretto.distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(regression(4)))
+        x, y = next(iter(loader))
+        before, within = count(), []
+        h = Watching.apply(net[:2](x), lambda: within.append(count()))
+        nn.functional.mse_loss(net[2:](h), y).backward()
+        return within == [before], count() > before
+
+    assert run_workers(2, work, "allreduce") == [(is_owned, True)] * 2
+
+
+def test_owned_gradients_that_the_script_frees_are_freed() -> None:
+    def work(_worker: int) -> bool:
+        net = owned(small_net())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(regression(8)))
+        for x, y in loader:
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            freed = weakref.ref(next(net.parameters()).grad)
+            optimizer.zero_grad()
+        return freed() is None
+
+    assert run_workers(2, work, "allreduce") == [True, True]
 
 
 def test_owned_parameters_that_differ_between_replicas_are_found() -> None:

@@ -1,0 +1,43 @@
+"""A model sharded over the ranks of a worker trains as the whole model does, in the script's own loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sharded_replicas import LOOPS, OPTIMIZERS, results
+
+SINGLE = [
+    *(f"plain/{make}/float32/allreduce" for make in OPTIMIZERS),
+    *(f"{loop}/momentum/float64/allreduce" for loop in LOOPS if loop not in ("scaled", "normalised")),
+    "scaled/adamw/float32/allreduce",
+    "saved/adamw/float64/allreduce",
+]
+RECIPES = (
+    "allreduce",
+    "allreduce(how=cast('bf16'))",
+    "local_sgd(every=2)",
+    'local_sgd(every=2, optimizer_state="average")',
+    "diloco(every=2)",
+    "gossip",
+)
+SEVERAL = [f"clipped/momentum/float64/{recipe}" for recipe in RECIPES] + [
+    "accumulated/momentum/float64/allreduce",
+    "plain/adamw/float32/local_sgd(every=2)",
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sharded_model_trains_as_in_one_process(ranks: int, tmp_path: Path) -> None:
+    found = results(tmp_path, 1, ranks, SINGLE)
+    wrong = {job: one for job, one in found.items() if max(one.values()) > (1e-5 if "float32" in job else 1e-12)}
+    assert not wrong
+    assert found.keys() == set(SINGLE)
+
+
+def test_sharded_replicas_equal_whole_workers(tmp_path: Path) -> None:
+    found = results(tmp_path, 2, 2, SEVERAL)
+    tolerances = {job: 1e-3 if "bf16" in job else 1e-5 if "float32" in job else 1e-12 for job in SEVERAL}
+    wrong = {job: one for job, one in found.items() if one["parameters"] > tolerances[job]}
+    assert not wrong
+    assert found.keys() == set(SEVERAL)
