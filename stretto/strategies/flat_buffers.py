@@ -117,7 +117,7 @@ class FlatParameters:
 def zeros(length: int, slots: Sequence[ParameterSlice]) -> Tensor:
     """Return zeros like these parameters. If these keep their memory, zeros on a CPU take none before they are used."""
     like = slots[0].source.local
-    if like.device.type != "cpu" or not slots[0].source.copies:
+    if like.device.type != "cpu" or not slots[0].source.copies or not length:
         return torch.zeros(length, dtype=like.dtype, device=like.device)
     return torch.from_numpy(np.zeros(length * like.element_size(), np.uint8)).view(like.dtype)
 

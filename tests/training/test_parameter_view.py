@@ -110,6 +110,11 @@ def test_flat_buffers_hold_the_values_of_owned_parameters_within_a_block_alone()
     assert parameters.holds([plain, own])
 
 
+def test_owned_parameters_may_have_no_elements_here() -> None:
+    (part,) = FlatParameters([("empty", Owned(torch.ones(0, 2)))]).parts
+    assert part.theta.shape == (0,)
+
+
 class Watching(torch.autograd.Function):
     """The identity, which calls a function in its backward pass."""
 
