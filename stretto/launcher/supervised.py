@@ -15,6 +15,9 @@ FIRST_S, LONGEST_S = 0.2, 10.0
 has run longer than the longest one.
 """
 
+SIBLING_S = 0.5
+"""Time in which the exit of the rank that failed first follows that of a rank which stopped itself because of it."""
+
 
 def pause_s(restart: int) -> float:
     """Seconds before the restart of this number, from 0.
@@ -43,6 +46,8 @@ class Supervised:
     stopped_s: float = 0.0
     finished: set[int] = field(default_factory=set)
     """Ranks that have exited without a failure."""
+    stopped_themselves: set[int] = field(default_factory=set)
+    """Ranks that have exited since they are no longer members."""
 
     def rank_of(self, process: Process | None) -> int | None:
         """Return the rank of a process; None for a process of an earlier incarnation."""
@@ -57,7 +62,13 @@ class Supervised:
         """Begin the next incarnation, whose processes are not there yet."""
         self.incarnation, self.short_lives = self.incarnation + 1, self.short_lives + 1
         self.state, self.began = "running", now
-        self.back_after_s, self.stopped_s, self.finished = None, 0.0, set()
+        self.back_after_s, self.stopped_s, self.finished, self.stopped_themselves = None, 0.0, set(), set()
+
+    def may_follow(self, rank: int) -> bool:
+        """Return True, once for each rank that stopped itself, if the failure of another rank may be the reason."""
+        is_new = rank not in self.stopped_themselves
+        self.stopped_themselves.add(rank)
+        return is_new and len(self.processes) > 1
 
     def end_ranks(self, exited: Process) -> None:
         """Release the process that has exited, and kill the other ranks: they fail together."""

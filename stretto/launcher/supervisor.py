@@ -16,6 +16,7 @@ import msgspec
 from stretto.errors import LogError
 from stretto.events import COORDINATOR, RELAY, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
+from stretto.launcher import supervised
 from stretto.launcher.engines.agents import AgentExited
 from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
 from stretto.launcher.exit_notifier import ExitNotifier
@@ -92,8 +93,7 @@ class Supervisor:
             news = self._next()
             match news:
                 case Exited():
-                    cause = self._handle(news)
-                    if cause is not None:
+                    if (cause := self._handle(news)) is not None:
                         self._cause = cause
                         return cause
                 case AgentExited():
@@ -159,6 +159,10 @@ class Supervisor:
         end = replace(end, rank=rank)
         if not end.failed:
             self._note_finished(member, end, process)
+            return None
+        if end.code == EVICTED and member.may_follow(rank):  # that failure is handled first
+            process.release()
+            self._later(time.perf_counter() + supervised.SIBLING_S, lambda: self._inbox.put(end))
             return None
         if not self._is_survivable(end):
             member.end_ranks(process)

@@ -296,7 +296,7 @@ class _Means:
 
     def start(self, tensor: Tensor) -> _SharedMeanHandle:
         """Start a mean, which is written into the tensor if it is contiguous."""
-        mean = self._group.start_mean(tensor, in_place=True)
+        mean = self._group.start_mean(tensor)
         if nbytes(tensor) >= ALONE_BYTES:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="means", daemon=True)

@@ -25,7 +25,7 @@ from stretto.transport.interface import (
     made,
     nbytes,
 )
-from stretto.transport.peer_means import Mean, start_mean
+from stretto.transport.peer_means import Mean, PairsMean, start_ring
 
 
 class PeerGroup:
@@ -69,7 +69,9 @@ class PeerGroup:
             check_peer(op, self.worker, self.workers)
             return self.start(op.peer, op.tensor, op.channel)
         if isinstance(op, AllReduceMean):
-            return self.start_mean(op.tensor)
+            mean = PairsMean(self, op.tensor, in_place=False)
+            self._pending.append(mean)
+            return mean
         return _GatherHandle(op.tensor, self.start_all([op.tensor] * self.workers))
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
@@ -100,9 +102,9 @@ class PeerGroup:
         """Refuse further operations."""
         self._is_closed = True
 
-    def start_mean(self, tensor: Tensor, in_place: bool = False) -> Mean:
-        """Start a mean, `in_place` if it is to be written into the tensor."""
-        mean = start_mean(self, tensor, in_place)
+    def start_mean(self, tensor: Tensor) -> Mean:
+        """Start a mean, which is written into the tensor; around a ring if it is long."""
+        mean = start_ring(self, tensor, in_place=True)
         self._pending.append(mean)
         return mean
 

@@ -11,6 +11,7 @@ from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
+from stretto.launcher import supervised
 
 HEAD = """
 import os, pathlib, time
@@ -99,6 +100,21 @@ def test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole(pla
     assert place.left() == []
 
 
+def test_a_killed_rank_is_named_if_the_exit_of_one_that_noticed_it_comes_first(
+    place_with_ranks: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "SIBLING_S", 10.0)
+    noticed = """    if rank == 1:
+        os._exit(75)
+    until_exited(int(pathlib.Path("begun-1-1-0").read_text()))
+    os.kill(os.getpid(), 9)
+"""
+    killed = MEMBERS[MEMBERS.index("    if rank == 1:") : MEMBERS.index("if worker == 1:\n")]
+    folder = place_with_ranks.run(HEAD + MEMBERS.replace(killed, noticed), workers=2, failure_timeout_s=20.0)
+    (failure,) = [event for event in read_events(folder / "events.jsonl") if event.get("what") == "failed"]
+    assert (failure["worker"], failure.get("rank", 0), failure["why"]) == (1, 0, "killed by SIGKILL")
+
+
 def test_the_error_of_a_rank_names_it_and_ends_the_run(place_with_ranks: Place) -> None:
     text = """
 until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")
@@ -128,4 +144,8 @@ else:
     assert (place_with_ranks.folder / "last").exists()
 
 
-test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole.limit_s = 90  # type: ignore[attr-defined]
+for one in (
+    test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole,
+    test_a_killed_rank_is_named_if_the_exit_of_one_that_noticed_it_comes_first,
+):
+    one.limit_s = 120  # type: ignore[attr-defined]

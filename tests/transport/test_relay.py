@@ -134,7 +134,7 @@ def test_strangers_are_refused_and_logged_and_members_connect(
 def test_more_connections_without_a_request_close_the_oldest(running: RelayThread) -> None:
     strangers = [plain(running) for _ in range(2 * MAX_STRANGERS)]
     assert all(is_closed(one) for one in strangers[:MAX_STRANGERS])
-    assert "too many connections" in running.relay.notices[0]
+    assert any("too many connections" in one for one in running.relay.notices)
 
 
 @pytest.mark.parametrize("place", range(0, REQUEST_BYTES, 3))
