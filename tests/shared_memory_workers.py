@@ -41,10 +41,10 @@ PIECE = 65_536
 def traces() -> list[str]:
     """Return the memory files that this process has mapped or opened."""
     with open("/proc/self/maps") as maps:
-        found = [line.split()[-2] for line in maps if "memfd:stretto" in line]
+        found = [line.split()[-2] for line in maps if "memfd:stretto (" in line]
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "memfd:stretto" in (name := os.readlink(f"/proc/self/fd/{entry}")):
+            if "memfd:stretto (" in (name := os.readlink(f"/proc/self/fd/{entry}")):
                 found.append(name)
     return found
 

@@ -50,7 +50,7 @@ def only_connections(patch: pytest.MonkeyPatch) -> None:
 
 def mappings() -> int:
     """Return the number of memory files that this process maps, each counted once for each mapping."""
-    return Path("/proc/self/maps").read_text().count("memfd:stretto")
+    return Path("/proc/self/maps").read_text().count("memfd:stretto (")
 
 
 def open_files() -> int:
@@ -58,7 +58,7 @@ def open_files() -> int:
     found = 0
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor of the directory
-            found += "memfd:stretto" in str(file.readlink())
+            found += "memfd:stretto (" in str(file.readlink())
     return found
 
 
