@@ -8,6 +8,7 @@ of a segment on its standard output and waits for a line on its standard input b
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import select
@@ -112,7 +113,8 @@ class WorkerGroup:
         """Let the side run one segment; return the seconds of its slowest worker, and the processor seconds of all."""
         for worker in self._workers:
             assert worker.stdin is not None
-            worker.stdin.write(b"go\n")
+            with contextlib.suppress(BrokenPipeError):  # it has failed: its report says so
+                worker.stdin.write(b"go\n")
         seconds = [self._report(worker) for worker in self._workers]
         return Seconds(max(one.wall for one in seconds), sum(one.processor for one in seconds))
 

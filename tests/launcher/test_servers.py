@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from run_place import Place, config_of, staff, until
@@ -114,12 +115,19 @@ def test_only_the_server_holds_its_socket(place: Place) -> None:
     found = [config_of(one).get("servers") for one in place.left()]
     ports = [int(one.rpartition(":")[2]) for one in next(filter(None, found))]
     assert [refuses(port) for port in ports] == [False, False]
+    until(lambda: not ports_of(process.pid) & set(ports))  # it has passed the sockets on
     process.send_signal(signal.SIGSTOP)  # so that it cannot end the others
     os.kill(place.server(), signal.SIGKILL)
     until(lambda: [refuses(port) for port in ports] == [True, True])
     assert len(place.left()) == 3  # the launcher, its reaper, the worker
     process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=10) == 1
+
+
+def ports_of(pid: int) -> set[int]:
+    """Return the ports at which a process listens."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
 
 
 def refuses(port: int) -> bool:
