@@ -12,6 +12,15 @@ from safetensors.torch import load_file
 
 from stretto.events import read_events
 
+RECIPES = (
+    "allreduce",
+    "allreduce(how=cast('bf16'))",
+    "local_sgd(every=2)",
+    'local_sgd(every=2, optimizer_state="average")',
+    "diloco(every=2)",
+    "gossip",
+)
+"""Recipes under which replicas of several ranks train as whole workers do."""
 SCRIPT = """
 import os, sys, torch, stretto
 from staged_net import loss_of, make_net, words

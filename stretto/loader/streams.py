@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from stretto.errors import LoaderError, explain
+from stretto.runtime.device_random import seed_of
 from stretto.transport import Transport
 
 DIGEST_BYTES = 8
@@ -65,7 +66,7 @@ class CommonRandom:
     """The global random generators in a state that all workers share, while they read a stream."""
 
     def __init__(self, text: bytes) -> None:
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        seed = seed_of(text)
         source = np.random.RandomState(seed % (1 << 32))
         self._states: tuple[Any, ...] = (
             torch.Generator().manual_seed(seed).get_state(),

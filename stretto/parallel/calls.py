@@ -13,6 +13,7 @@ cuts between its first and its last use.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,10 @@ class Calls(msgspec.Struct, frozen=True):
     """Calls at which the model can be cut, with the place of the tensor among the flat arguments of the call."""
     used: dict[str, list[int]]
     """First and last call that use each parameter and buffer."""
+
+    def stage_of(self, name: str, begins: Sequence[int]) -> int:
+        """Return the stage that holds a parameter or buffer, given the first calls of all stages."""
+        return bisect_right(begins, self.used.get(plain_name(name), [0, 0])[0]) - 1
 
     def why_not(self, call: int) -> str:
         """Return the reason why the model can't be cut at a call."""

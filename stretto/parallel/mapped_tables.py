@@ -25,6 +25,6 @@ class MappedTables:
         return found.copy_(table)
 
     def release(self) -> None:
-        """Let memory drop all pages; what is used is read again, from the system's cache of the file or from disk."""
+        """Let memory drop all pages; a page in use is read again, from the system's cache of the file or from disk."""
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)

@@ -12,7 +12,6 @@ draws the random numbers of all units, so the values do not depend on who keeps 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import opened
-from stretto.runtime.device_random import kept_random_states, seed_devices
-from stretto.strategies.parameter_view import hold_elsewhere, hold_here
+from stretto.runtime.device_random import kept_random_states, seed_devices, seed_of
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here, without_memory
 
 _unbuilt = WeakIdKeyDictionary()
 """Tensors that have no values yet."""
@@ -39,7 +38,7 @@ def place_meta(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for tensor in _tensors(module):
             if tensor.device.type == "meta":
-                empty: Tensor = _without_memory(tensor, device)
+                empty: Tensor = without_memory(tensor, device)
                 if isinstance(tensor, nn.Parameter):
                     empty = nn.Parameter(empty, tensor.requires_grad)
                 torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
@@ -55,8 +54,8 @@ def is_unbuilt(model: nn.Module) -> bool:
 def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[[str], bool] = lambda _: True) -> None:
     """Give values to the tensors that have none, and keep those whose names `keeps` accepts.
 
-    The random numbers are those that follow `random_state`, or the present state of torch's generator, which stays as
-    it is. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
+    Random numbers are drawn from `random_state` on, or from the present state of torch's generator, which does not
+    change. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
     """
     if not is_unbuilt(model):
         return
@@ -67,8 +66,7 @@ def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[
         if random_state is not None:
             torch.set_rng_state(random_state)
         if device.type != "cpu":
-            digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()
-            seed_devices(int.from_bytes(digest, "little") >> 1)
+            seed_devices(seed_of(torch.get_rng_state().numpy().tobytes()))
         for name, unit in units:
             with _memory(unit) as unbuilt:
                 _reset(name, unit)
@@ -89,7 +87,7 @@ def with_memory(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _memory(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield the tensors of a unit that have no values, with memory; those that have none afterwards lose it."""
+    """Yield the tensors of a unit without values, and give them memory; tensors still without values lose it again."""
     unbuilt = [tensor for tensor in _all_tensors(modules) if tensor in _unbuilt]
     for tensor in unbuilt:
         tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -98,7 +96,7 @@ def _memory(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
     finally:
         for tensor in unbuilt:
             if tensor in _unbuilt:
-                tensor.data = _without_memory(tensor, tensor.device)
+                tensor.data = without_memory(tensor, tensor.device)
 
 
 def _units(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
@@ -144,8 +142,3 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _all_tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Return the tensors of these modules, each once."""
     return list({id(one): one for module in modules for one in _tensors(module)}.values())
-
-
-def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -20,7 +20,6 @@ pass. Parameters of other ranks stay in the model and in the optimizer, without 
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,10 +37,9 @@ from stretto.parallel.norm import GradientNorm
 from stretto.parallel.remote import RemoteTensor, received, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
-from stretto.runtime.device_random import kept_random_states
-from stretto.strategies.model_sync import plain_name
+from stretto.runtime.device_random import kept_random_states, seed_of
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.parameter_view import hold_elsewhere, is_held
+from stretto.strategies.parameter_view import hold_elsewhere, is_held, without_memory
 
 
 @dataclass(slots=True)
@@ -121,20 +119,17 @@ class Pipeline:
         """Give up the memory of other stages' parameters; return this stage's."""
         own = []
         for name, parameter in self._model.named_parameters():
-            if self._stage_of_tensor(name) == self._link.rank:
+            if self._calls.stage_of(name, self._begins) == self._link.rank:
                 own.append(parameter)
                 continue
-            parameter.data = parameter.data.new_full((), float("nan")).expand(parameter.shape)
+            parameter.data = without_memory(parameter, parameter.device)
             hold_elsewhere(parameter)
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         for name, buffer in self._model.named_buffers():
-            if self._stage_of_tensor(name) != self._link.rank:
+            if self._calls.stage_of(name, self._begins) != self._link.rank:
                 hold_elsewhere(buffer)
         return own
-
-    def _stage_of_tensor(self, name: str) -> int:
-        return self._stage_of(self._calls.used.get(plain_name(name), [0, 0])[0])
 
     def _stage_of(self, call: int) -> int:
         return bisect_right(self._begins, call) - 1
@@ -225,7 +220,7 @@ class Pipeline:
     def _seed(self, turn: int) -> int:
         """Return the seed of a turn, which differs at each rank. The script's random state is equal at all ranks."""
         text = f"{torch.initial_seed()}:{self._passes}:{turn}:{self._link.rank}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return seed_of(text.encode())
 
     def _pieces(self, flat: list[Any]) -> list[list[Any]]:
         """Return the arguments of each micro-batch: tensors as long as the first one are cut."""

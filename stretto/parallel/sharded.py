@@ -15,7 +15,6 @@ rank without samples in a short batch runs one of the others', with share 0, sin
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,7 +36,7 @@ from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
-from stretto.runtime.device_random import kept_random_states
+from stretto.runtime.device_random import kept_random_states, seed_of
 from stretto.strategies.parameter_view import note_own_shard
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -141,7 +140,7 @@ class ShardedModel(RankParts):
 
     def _seed(self) -> int:
         text = f"{torch.initial_seed()}:{self._passes}:{self.rank}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return seed_of(text.encode())
 
     # --- whole states -------------------------------------------------------------------------------------------
 
@@ -180,7 +179,7 @@ class WeightedReduceScatter:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost layers in lists of layers, but for those that share a parameter with another module."""
+    """Return the outermost layers in lists of layers, except layers that share a parameter with another module."""
     uses = _uses(model)
     return [layer for layer in _in_lists(model) if (own := _uses(layer)) and all(uses[one] == own[one] for one in own)]
 

@@ -55,7 +55,7 @@ class Shards:
         return found
 
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of whole tensors; other tensors as they are."""
+        """Return this rank's parts of whole tensors; other tensors are not changed."""
         return {name: self._part(tensor, self._parameter_of(name)) for name, tensor in tensors.items()}
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:

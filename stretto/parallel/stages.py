@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.refusals import refuse_indivisible
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
-from stretto.strategies.model_sync import plain_name
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -35,10 +33,6 @@ class Chosen(msgspec.Struct, frozen=True):
     begins: list[int]
     random_state: bytes
     """State of the random generator from which a model of the meta device gets its values."""
-
-    def stage_of(self, name: str) -> int:
-        """Return the stage that holds a parameter or buffer."""
-        return bisect_right(self.begins, self.calls.used.get(plain_name(name), [0])[0]) - 1
 
 
 class PipelineStages(RankParts):
@@ -131,7 +125,7 @@ class PipelineStages(RankParts):
     def _apply(self, chosen: Chosen) -> None:
         self._chosen = chosen
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
-        build(self._model, random_state, lambda name: chosen.stage_of(name) == self.rank)
+        build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins)
 
 

@@ -106,8 +106,8 @@ class sharded(Layout):
 class blocks(Layout):
     """All processes factorise one matrix: each trains rows of its own, and column blocks rotate among them.
 
-    `rows` names the tables (embeddings, parameters) that have an entry for each row of the matrix, `columns` those that
-    have one for each column, with commas between them: blocks("users, user_bias", "items, item_bias"). A sample of the
+    `rows` names the tables (embeddings, parameters) with an entry for each row of the matrix, `columns` the tables with
+    an entry for each column, with commas between them: blocks("users, user_bias", "items, item_bias"). A sample of the
     loader begins with the number of its row and that of its column. Each process trains the samples of its rows and of
     the column block that it has, then sends this block to the next process.
 
@@ -167,7 +167,7 @@ LAYOUTS: dict[str, type[Layout]] = {layout.__name__: layout for layout in (whole
 
 
 def as_option(layout: object) -> str:
-    """Return the option of the command line for a layout or its text, as it is typed in a shell.
+    """Return the option of the command line for a layout or its text, quoted for a shell.
 
     >>> print(as_option('blocks("users", "items")'))
     --layout 'blocks("users", "items")'

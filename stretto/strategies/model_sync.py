@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.loader.data_digest import refuse_different_rows
-from stretto.runtime.device_random import seed_devices
+from stretto.runtime.device_random import seed_devices, seed_of
 from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
@@ -200,7 +200,7 @@ def part_random_states(transport: Transport, section: int = 1) -> None:
 
 def draw_from(text: bytes) -> None:
     """Put all random generators of this process where this text says."""
-    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    own = seed_of(text)
     torch.default_generator.manual_seed(own)
     seed_devices(own)
     random.seed(own)

@@ -28,6 +28,12 @@ def hold_here(tensor: Tensor) -> None:
     _elsewhere.pop(tensor, None)  # type: ignore[no-untyped-call]
 
 
+def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape and dtype that has the memory of one number: NaN, or 0 for integers."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
 def is_held(tensor: Tensor) -> bool:
     """Return False if another rank of the replica holds the values of a parameter or buffer."""
     return tensor not in _elsewhere

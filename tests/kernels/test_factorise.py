@@ -1,4 +1,4 @@
-"""The kernels that factorise a matrix equal their reference bit for bit, and refuse what is outside the matrix."""
+"""The kernels that factorise a matrix equal their reference bit for bit, and refuse numbers outside of the matrix."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layout_runs import RECIPES
 from stage_threads import TIMEOUT_S, joined, largest_difference
 from staged_net import loss_of, make_net, words
 from thread_workers import run_workers
@@ -22,14 +23,6 @@ from stretto.transport import in_memory
 from stretto.transport.in_memory import InMemoryTransport
 from stretto.transport.interface import Collectives
 
-RECIPES = (
-    "allreduce",
-    "allreduce(how=cast('bf16'))",
-    "local_sgd(every=2)",
-    'local_sgd(every=2, optimizer_state="average")',
-    "diloco(every=2)",
-    "gossip",
-)
 DATA = TensorDataset(*words(0, 46))
 
 

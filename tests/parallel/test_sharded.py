@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from layout_runs import RECIPES
 from sharded_replicas import LOOPS, OPTIMIZERS, results
 
 SINGLE = [
@@ -13,14 +14,6 @@ SINGLE = [
     "scaled/adamw/float32/allreduce",
     "saved/adamw/float64/allreduce",
 ]
-RECIPES = (
-    "allreduce",
-    "allreduce(how=cast('bf16'))",
-    "local_sgd(every=2)",
-    'local_sgd(every=2, optimizer_state="average")',
-    "diloco(every=2)",
-    "gossip",
-)
 SEVERAL = [f"clipped/momentum/float64/{recipe}" for recipe in RECIPES] + [
     "accumulated/momentum/float64/allreduce",
     "plain/adamw/float32/local_sgd(every=2)",
