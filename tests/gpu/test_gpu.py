@@ -98,3 +98,42 @@ def test_nccl_and_gloo_compute_the_same_mean(device: str, tmp_path: Path) -> Non
     assert "pass through the memory" not in nccl.output
     gloo = train(tmp_path / "gloo", "cuda", "allreduce", CUDA_VISIBLE_DEVICES="0")
     assert nccl.losses == pytest.approx(gloo.losses, rel=1e-4)
+
+
+LOOPS = [
+    pytest.param(loop, layout, id=f"{loop}-{layout}")
+    for loop in ("plain", "scaled", "compiled", "meta")
+    for layout in ("whole()", "pipeline(stages=2)", "sharded(over=2)")
+]
+
+
+@pytest.mark.parametrize(("loop", "layout"), LOOPS)
+@pytest.mark.parametrize("device", [CPU_LONG, NCCL])
+def test_loops_and_layouts_on_the_device_equal_one_process(device: str, loop: str, layout: str, tmp_path: Path) -> None:
+    """Within 1e-5, or 1e-2 in half precision. One process has the batches of all workers."""
+    batch = "16" if layout == "whole()" else "8"
+    single = ("--loop", "plain" if loop == "compiled" else loop, "--batch", batch)
+    alone = train(tmp_path / "alone", device, "allreduce", script=single, workers=1)
+    run = train(tmp_path / "run", device, "allreduce", "--layout", layout, script=("--loop", loop))
+    run.check(device, is_synchronous="sharded" not in layout)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-2 if loop == "scaled" else 1e-5)
+
+
+@pytest.mark.parametrize("device", [CPU_LONG, CUDA])
+def test_processes_of_a_sharded_worker_that_share_a_gpu_train(device: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", device, "local_sgd(every=4)", "--layout", "sharded(over=2)", workers=4)
+    run.check(device)
+
+
+@pytest.mark.parametrize("device", [CPU_LONG, CUDA])
+def test_workers_on_the_device_exchange_encrypted(device: str, tmp_path: Path) -> None:
+    train(tmp_path / "run", device, "diloco(every=4)", "--listen", "127.0.0.1").check(device)
+
+
+@pytest.mark.parametrize("layout", ["pipeline(stages=2)", "sharded(over=2)"])
+@pytest.mark.parametrize("device", [CPU_LONG, NCCL])
+def test_a_killed_rank_on_the_device_is_replaced(device: str, layout: str, tmp_path: Path) -> None:
+    script = ("--epochs", "6", "--kill", "1")
+    run = train(tmp_path / "run", device, "local_sgd(every=4)", "--layout", layout, script=script, workers=4)
+    run.check(device)
+    assert run.failures == 1

@@ -3,7 +3,8 @@
 Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 in its
 second epoch, while the others wait for it; a restarted worker does not get it again. The device `far` is the second
 device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as a host
-of its own, so that NCCL accepts several of them.
+of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision and
+scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stretto
 from stretto.process_config import WorkerConfig, worker_config
 
-SAMPLES, BATCH = 256, 8
+SAMPLES = 256
 
 
 def device_of(name: str) -> torch.device:
@@ -43,26 +44,38 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--loop", choices=["plain", "scaled", "compiled", "meta"], default="plain")
     options = parser.parse_args()
     device, config = device_of(options.device), worker_config() or WorkerConfig()
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, 16)
     data = TensorDataset(x, x @ torch.randn(16, 4))
-    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device)
+    scaled = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=options.loop == "scaled")
+    half = torch.autocast(device.type, torch.float16, enabled=options.loop == "scaled")
+    with torch.device("meta" if options.loop == "meta" else device):
+        net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    call = torch.compile(net) if options.loop == "compiled" else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5, foreach=True)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"loss": float(nn.functional.mse_loss(model(x.to(device)), data.tensors[1].to(device)))}
 
-    loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True), evaluate=evaluate)
+    loader = stretto.distribute(
+        net, optimizer, DataLoader(data, batch_size=options.batch, shuffle=True), evaluate=evaluate
+    )
     for epoch in range(options.epochs):
         for step, (inputs, targets) in enumerate(loader):
             if (epoch, step) == (1, 3) and config.worker == options.kill and config.incarnation == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            nn.functional.mse_loss(net(inputs.to(device)), targets.to(device)).backward()
+            with half:
+                loss = nn.functional.mse_loss(call(inputs.to(device)), targets.to(device))
+            scaled.scale(loss).backward()
+            scaled.unscale_(optimizer)
             nn.utils.clip_grad_norm_(net.parameters(), 10.0)
-            optimizer.step()
+            scaled.step(optimizer)
+            scaled.update()
     state = b"".join(one.detach().cpu().numpy().tobytes() for one in net.state_dict().values())
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     print(f"worker {config.worker} on {place}: state {hashlib.blake2b(state, digest_size=8).hexdigest()}", flush=True)

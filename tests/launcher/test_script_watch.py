@@ -114,3 +114,12 @@ def test_tensorboard_folder_of_several_workers_is_named() -> None:
     named_in_bytes = Written([])
     named_in_bytes.note(b"/logs/events.out.tfevents.17.host.0.0")
     assert list(named_in_bytes.paths) == ["/logs/events.out.tfevents.17.host.0.0"]
+
+
+@pytest.mark.parametrize("cache", ["__pycache__", "torchinductor_me", ".triton"])
+def test_files_of_compilers_are_written_by_several_without_a_notice(tmp_path: Path, cache: str) -> None:
+    written = Written([])
+    written.note(tmp_path / cache / "locks" / "a.lock")
+    assert not written.paths
+    written.note(tmp_path / "a.lock")
+    assert [*written.paths] == [str(tmp_path / "a.lock")]
