@@ -1,6 +1,6 @@
 """A plain loop on a device, for tests on GPUs and, reduced, on machines without one.
 
-Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 in its
+Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 (to its last rank) in its
 second epoch, while the others wait for it; a restarted worker does not get it again. The device `far` is the second
 device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as a host
 of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision and
@@ -27,7 +27,7 @@ SAMPLES = 256
 def device_of(name: str) -> torch.device:
     """Return the device, and register that of the tests."""
     if name == "nccl":
-        os.environ["NCCL_HOSTID"] = f"worker {(worker_config() or WorkerConfig()).worker}"
+        os.environ["NCCL_HOSTID"] = f"process {os.getpid()}"
         return torch.device("cuda", 0)
     if name == "far":
         import device_group
@@ -66,7 +66,8 @@ def main() -> None:
     )
     for epoch in range(options.epochs):
         for step, (inputs, targets) in enumerate(loader):
-            if (epoch, step) == (1, 3) and config.worker == options.kill and config.incarnation == 0:
+            place = (config.worker, config.rank, config.incarnation)
+            if (epoch, step) == (1, 3) and place == (options.kill, config.ranks - 1, 0):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             with half:
