@@ -28,7 +28,7 @@ from stretto.simulator.event_queue import EventQueue
 from stretto.simulator.isolation.process_state import ProcessSnapshot, ProcessState
 from stretto.simulator.isolation.profiler_patch import without_profiler_ranges
 from stretto.simulator.network.flows import ARRIVAL, RESUME, Flows, SimNetwork
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 
 IDLE_EVENTS = 200_000
 """Number of events in a row without a switch to a worker after which only recurring faults can be left: a deadlock."""

@@ -53,7 +53,7 @@ from stretto.simulator.isolation.shared_memory import SharedArrays
 from stretto.simulator.isolation.virtual_time import ScriptTime
 from stretto.simulator.isolation.written_files import WrittenFiles
 from stretto.simulator.network.flows import ARRIVAL
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 from stretto.training.worker_context import WorkerContext, current_context, fields_of
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport

@@ -26,7 +26,7 @@ from stretto.simulator.cluster.collective import SimGroup, SimTransport
 from stretto.simulator.engine import CostModel, Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 
 Live = Callable[[Worker, SimTransport], None]
 

@@ -39,7 +39,7 @@ from stretto.report.run_record import record
 from stretto.simulator.compute import speed as speeds
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.network import flows, topology
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 from stretto.simulator.network.wire_bytes import connect_bytes, handshake_bytes
 from stretto.simulator.runner import simulate
 

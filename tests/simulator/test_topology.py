@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
 from stretto.simulator.event_queue import EventQueue
-from stretto.simulator.network import topology
 from stretto.simulator.network.flows import SimNetwork
+from stretto.simulator.network.links import SEGMENT_BYTES, Exchange, Links
 from stretto.simulator.network.max_min_fairness import FluidModel
-from stretto.simulator.network.topology import Exchange, Link, Links, Network, parse
+from stretto.simulator.network.topology import Link, Network, parse
 from stretto.transport import shared_memory
 
 rates = st.floats(min_value=0, exclude_min=True, allow_infinity=True)
@@ -328,7 +328,7 @@ def test_workers_of_a_host_add_there_and_the_first_of_each_host_exchange() -> No
     assert one.all_reduce(12.0, [7, 4])[1] == (0.0, one.path(4, 8)[0][:1] + one.path(8, 4)[0][1:], 0.0)
     assert one.all_reduce(12.0, [0, 4, 8]) == [(2 * 2 / 3 * 12.0, one.gather(1.0, [0, 4, 8])[1], 4 * 0.005)]
     assert one.all_reduce(9 << 20)[1][2] == 3 * 4 * 0.005
-    assert topology.SEGMENT_BYTES == shared_memory.SEGMENT_BYTES
+    assert SEGMENT_BYTES == shared_memory.SEGMENT_BYTES
 
 
 def test_collectives_of_members_exclude_other_workers() -> None:
@@ -344,3 +344,31 @@ def test_the_slowest_hop_counts() -> None:
     one = Links(parse("hosts of 2 on 80Mbit/s 9ms, 8Mbit/s 5ms between"), workers=4)
     assert one.gather(1.0)[2] == 3 * 0.009
     assert one.broadcast(0, 1.0, [0, 2])[2] == 0.005
+
+
+@pytest.mark.parametrize(
+    ("room", "ranks", "hosts"),
+    [
+        (4, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (6, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (8, 4, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (2, 4, [[0, 2], [4, 6], [1, 3], [5, 7]]),
+        (3, 4, [[0, 2, 4], [6], [1, 3, 5], [7]]),
+    ],
+)
+def test_the_ranks_of_a_worker_share_a_host_that_has_room(room: int, ranks: int, hosts: list[list[int]]) -> None:
+    one = Links(parse(f"hosts of {room} on 80Mbit/s 1ms, 8Mbit/s 5ms between"), 2, ranks=ranks)
+    places = {process: next(number for number, host in enumerate(hosts) if process in host) for process in range(8)}
+    assert one.processes(1) == [1, 3, 5, 7]
+    assert [one.at_rank(rank) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert one.hosts(range(8)) == sorted(map(sorted, hosts))
+    for process in range(1, 8):
+        assert one.path(0, process)[1] == (0.001 if places[process] == places[0] else 0.005)
+
+
+def test_rank_i_exchanges_with_rank_i_over_links_of_its_own() -> None:
+    one = Links(parse("80Mbit/s 20ms"), 3, ranks=2)
+    first, second = one.all_reduce(3e6, one.at_rank(0)), one.all_reduce(3e6, one.at_rank(1))
+    assert first == Links(parse("80Mbit/s 20ms"), 3).all_reduce(3e6)
+    assert [(amount, latency) for amount, _, latency in first] == [(amount, latency) for amount, _, latency in second]
+    assert not set(first[0][1]) & set(second[0][1])

@@ -31,7 +31,7 @@ from stretto.simulator.event_queue import EventQueue
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
 from stretto.simulator.network.flows import SimNetwork
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 from stretto.transport import gloo_ring
 
 NUMBERS = 100_000

@@ -52,7 +52,7 @@ from stretto.simulator.config import Simulation
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 
 # --- any worker, at any time ---------------------------------------------------------------------------------------
 

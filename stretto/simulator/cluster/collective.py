@@ -16,8 +16,8 @@ from stretto.membership.loop_positions import EVEN, LoopPosition, are_apart, exp
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
-from stretto.simulator.network.topology import Exchange as Flow
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Exchange as Flow
+from stretto.simulator.network.links import Links
 from stretto.transport import gloo_ring
 from stretto.transport.interface import Message, PairKey, PairNumbers, Traffic, Transport, check_peer, made
 

@@ -26,7 +26,7 @@ from stretto.membership.messages import (
 from stretto.run_config import RunConfig
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 
 EXIT_NOTICE_S = 0.01
 """Seconds from a process's exit until the coordinator is notified, as measured live on one machine."""

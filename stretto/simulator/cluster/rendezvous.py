@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.membership.messages import GenerationView
 from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.engine import Engine, Worker
-from stretto.simulator.network.topology import Links
+from stretto.simulator.network.links import Links
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.rendezvous import LastWorkerTransport
 

@@ -18,7 +18,8 @@ from stretto.simulator.config import Simulation
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.isolation.script import DiscardedOutput
-from stretto.simulator.network.topology import Links, Network
+from stretto.simulator.network.links import Links
+from stretto.simulator.network.topology import Network
 from stretto.simulator.runner import Simulator
 
 MOST_STEPS = 200

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import isfinite, prod
 
 from stretto.simulator.event_queue import Event, EventQueue
+from stretto.simulator.network.links import Links
 from stretto.simulator.network.max_min_fairness import FluidModel
-from stretto.simulator.network.topology import Links
 
 ARRIVAL, RESUME, SETTLE = 1, 2, 3
 """Priorities of events of the same time: arrivals, then workers, then the new rates of the flows they started."""
@@ -276,7 +276,10 @@ class SimNetwork:
     def _resources(self, endpoints: Iterable[int]) -> list[int]:
         """Return the uplinks and downlinks of these endpoints, with repetitions where endpoints share them."""
         return [
-            resource for endpoint in endpoints for resource in {self._links.up(endpoint), self._links.down(endpoint)}
+            resource
+            for endpoint in endpoints
+            for process in self._links.processes(endpoint)
+            for resource in {self._links.up(process), self._links.down(process)}
         ]
 
     def _update_capacity(self, resource: int) -> None:

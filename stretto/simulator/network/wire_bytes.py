@@ -12,7 +12,7 @@ import msgspec
 
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
 from stretto.parameter_server.messages import Header
-from stretto.simulator.network.topology import SEGMENT_BYTES
+from stretto.simulator.network.links import SEGMENT_BYTES
 from stretto.transport.gloo_ring import with_headers
 
 # --- collective operations: gloo over TCP -------------------------------------------------------------------------
