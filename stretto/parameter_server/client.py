@@ -282,12 +282,20 @@ class ParameterServerClient(Transport):
 
     # --- requests of one worker --------------------------------------------------------------------------------
 
-    def open(self, parameter_set: int, recipe: str, parts: Sequence[Tensor], stored: RuleState | None = None) -> None:
+    def open(
+        self,
+        parameter_set: int,
+        recipe: str,
+        parts: Sequence[Tensor],
+        stored: RuleState | None = None,
+        widths: Sequence[int] = (),
+    ) -> None:
         """Send the shards their ranges of the parameters and the update rule, with the rule's earlier state if there is
-        one."""
+        one. `widths` are those of the rows of each part, 0 for a part without."""
         stored = stored or RuleState()
         tensors = [*parts, *itertools.chain.from_iterable(stored.tensors.values())]
-        shares = [[host_copy(tensor) for tensor in share] for share in split_among_shards(tensors, self.shards)]
+        split = split_among_shards(tensors, self.shards, [*widths] * (1 + len(stored.tensors)))
+        shares = [[host_copy(tensor) for tensor in share] for share in split]
         snapshot, is_open = self._op + 1, False
         while not is_open:
             body = m.Open(
@@ -298,6 +306,7 @@ class ParameterServerClient(Transport):
                 self.recovery_epoch,
                 list(stored.tensors),
                 stored.arrivals,
+                list(widths),
             )
             try:
                 for channel, share in zip(self.channels, shares, strict=True):
@@ -370,11 +379,26 @@ class ParameterServerClient(Transport):
             self._has_left_barrier = True
             self._dispatcher.send(m.LeaveBarrier(self._op, self.barriers_passed))
 
-    def read(self, lengths: Sequence[int], flush: bool = False) -> PushHandle:
+    def read(self, lengths: Sequence[int], flush: bool = False, widths: Sequence[int] = ()) -> PushHandle:
         """Request the newest version; `flush` applies the updates that are being collected."""
-        return PushHandle(
-            self.channels, [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels], lengths
-        )
+        request_ids = [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels]
+        return PushHandle(self.channels, request_ids, lengths, widths=widths)
+
+    def read_rows(self, parameter_set: int, table: int, numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return rows of a table, flat and of the dtype of `like`, by their numbers at each shard, in their order.
+
+        Raises RollbackRequiredError if a service was lost.
+        """
+        body = m.ReadRows(parameter_set, table, self.recovery_epoch)
+        pairs = zip(self.channels, numbers, strict=True)
+        pending = [(channel, channel.send(body, [rows])) for channel, rows in pairs if rows.numel()]
+        try:
+            replies = [channel.wait(request_id)[1] for channel, request_id in pending]
+        except RollbackRequiredError:
+            for channel, request_id in pending:
+                channel.discard(request_id)
+            raise
+        return torch.cat([like.new_empty(0, device="cpu"), *(chunk for (chunks,) in replies for chunk in chunks)])
 
     def read_rule_state(self, parts: int) -> RuleState:
         """Return the update rule's state for `parts` parts of the parameters, at a barrier with no request pending.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -127,16 +128,18 @@ class Channel(Protocol):
         ...
 
 
-def ranges(length: int, shards: int) -> list[tuple[int, int]]:
-    """Return the start and end of each shard's part of a flat tensor."""
-    step = -(-length // shards // ALIGNMENT) * ALIGNMENT
+def ranges(length: int, shards: int, width: int = 0) -> list[tuple[int, int]]:
+    """Return the start and end of each shard's part of a flat tensor; one of rows of this `width` has whole rows."""
+    unit = math.lcm(ALIGNMENT, max(width, 1))
+    step = -(-length // shards // unit) * unit
     bounds = [min(shard * step, length) for shard in range(shards)] + [length]
     return list(itertools.pairwise(bounds))
 
 
-def split_among_shards(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
-    """Return for each shard its range of every part."""
-    bounds = [ranges(part.numel(), shards) for part in parts]
+def split_among_shards(parts: Sequence[Tensor], shards: int, widths: Sequence[int] = ()) -> list[list[Tensor]]:
+    """Return for each shard its range of every part; `widths` are those of the parts' rows, 0 for a part without."""
+    widths = widths or [0] * len(parts)
+    bounds = [ranges(part.numel(), shards, width) for part, width in zip(parts, widths, strict=True)]
     return [
         [part[slice(*shard_bounds[shard])] for part, shard_bounds in zip(parts, bounds, strict=True)]
         for shard in range(shards)
@@ -289,6 +292,8 @@ class PushHandle:
     lengths: Sequence[int] = ()
     kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
     """Tensors being sent, referenced until they are."""
+    widths: Sequence[int] = ()
+    """Widths of the rows of each part, 0 for a part without; empty if no part has rows."""
 
     def poll(self) -> bool:
         """Return True if all shards have replied, without waiting."""
@@ -325,7 +330,9 @@ class PushHandle:
             raise
 
     def _sink_of(self, shard: int, take: Sink) -> Sink:
-        starts = [ranges(length, len(self.channels))[shard][0] for length in self.lengths]
+        widths = self.widths or [0] * len(self.lengths)
+        pairs = zip(self.lengths, widths, strict=True)
+        starts = [ranges(length, len(self.channels), width)[shard][0] for length, width in pairs]
         return lambda part, offset, chunk: take(part, starts[part] + offset, chunk)
 
 

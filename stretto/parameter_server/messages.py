@@ -53,12 +53,16 @@ class Open(_Message):
     recovery_epoch: int = 0
     names: list[str] = []
     arrivals: list[int] = []
+    widths: list[int] = []
+    """Width of the rows of each range, 0 for a range without; empty if none has rows. Ranges with rows come last."""
 
 
 class Push(_Message):
     """A worker's update, encoded by the recipe's codec; the reply brings the newest version.
 
     `batches` of epoch `epoch_number` are the work in the update. `recovery_epoch` is the number of rollbacks so far.
+    After the tensors of the ranges come two for each table of rows: the numbers of the rows that changed, in ascending
+    order from the shard's first row on, and their changes. The reply has no rows (see `ReadRows`).
     """
 
     parameter_set: int
@@ -140,6 +144,17 @@ class Read(_Message):
     """Request for the newest version, after applying the updates that are being collected if `flush`."""
 
     flush: bool
+    recovery_epoch: int = 0
+
+
+class ReadRows(_Message):
+    """Request for rows of a table. Its tensor holds their numbers as in `Push`.
+
+    The rows are those of the newest version, or of the version in the worker's last reply if the recipe has a bound.
+    """
+
+    parameter_set: int
+    table: int
     recovery_epoch: int = 0
 
 
@@ -313,6 +328,10 @@ class PushReply(_Message):
     blocked_s: float = 0.0
 
 
+class Rows(_Message):
+    """The requested rows of a table, one after another."""
+
+
 class Result(_Message):
     """The requested tensors."""
 
@@ -423,6 +442,7 @@ Request: TypeAlias = (
     | Push
     | EnterBarrier
     | Read
+    | ReadRows
     | ReadRuleState
     | Contribute
     | ExchangeTensors
@@ -450,6 +470,7 @@ Request: TypeAlias = (
 )
 Reply: TypeAlias = (
     PushReply
+    | Rows
     | Result
     | MembersResult
     | Leased

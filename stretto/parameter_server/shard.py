@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto.parameter_server.framing import with_offsets
+from stretto.parameter_server.row_tables import RowChange, split_by_width
 from stretto.parameter_server.versioned_buffers import Version, Versions
 from stretto.parameter_server.worker_record import Applied, Draft, WorkerRecord
 from stretto.recipe.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
@@ -42,6 +44,8 @@ class Update:
     samples: int
     numbers: Sequence[Sequence[Tensor]]
     lr: float = 0.0
+    rows: Sequence[RowChange] = ()
+    """Changes of the rows of each table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +69,21 @@ class Shard:
     single process.
     """
 
-    def __init__(self, theta: Sequence[Tensor], when: on_arrival, then: OnParameters, workers: int) -> None:
+    def __init__(
+        self,
+        theta: Sequence[Tensor],
+        when: on_arrival,
+        then: OnParameters,
+        workers: int,
+        widths: Sequence[int] = (),
+    ) -> None:
         self._when, self._then, self._first_workers = when, then, workers
         if workers == 1:
             self._when = on_arrival(every=when.every, overlap=when.overlap)
             self._then = then if isinstance(then, replace) else _for_single_worker(then)
         self._weight = self._then.weight if isinstance(self._then, add) else constant(1.0)
         self.members = {worker: WorkerRecord() for worker in range(workers)}
+        theta, self.tables = split_by_width(theta, widths)
         self._versions = Versions(theta)
         self._held_back: list[Update] = []
         self._group: list[tuple[Update, int]] = []
@@ -81,7 +93,7 @@ class Shard:
         for member in self.members.values():
             self._note_read(member)
         compensated = isinstance(self._weight, delay_compensated)
-        self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated
+        self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated and not self.tables
 
     @property
     def _workers(self) -> int:
@@ -169,6 +181,10 @@ class Shard:
             self._note_read(self.members[worker])
         return self._versions.read()
 
+    def read_rows(self, worker: int, table: int, numbers: Tensor) -> Tensor:
+        """Return rows of a table, in the version that this worker has of the other parameters if there is a bound."""
+        return self.tables[table].read(numbers, self.members[worker].version)
+
     def take_applied(self, worker: int) -> tuple[Applied, ...]:
         """Return the worker's updates applied since the last call."""
         member = self.members.get(worker)
@@ -249,14 +265,20 @@ class Shard:
     def state(self) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the state for a snapshot, when no request of any worker is pending."""
         self.flush()
-        facts = {"ranges": len(self.current.ranges), "version": self.version, "arrivals": self.arrivals}
-        return facts, [*self.current.ranges, *chain.from_iterable(self.rule_state().values())]
+        widths = [*(0 for _ in self.current.ranges), *(table.width for table in self.tables)]
+        facts = {"ranges": len(widths), "widths": widths, "version": self.version, "arrivals": self.arrivals}
+        return facts, [*self.parameters, *chain.from_iterable(self.rule_state().values())]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Ranges of the newest version, and the tables, which change in place."""
+        return [*self.current.ranges, *(table.flat for table in self.tables)]
 
     def restore(self, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Restore a state in a new shard; versions are counted from there."""
         self.current.number = facts["version"]
         ranges, names = facts["ranges"], list(self.rule_state())
-        for flat, stored in zip(self.current.ranges, tensors[:ranges], strict=True):
+        for flat, stored in zip(self.parameters, tensors[:ranges], strict=True):
             flat.copy_(stored)
         self.restore_rule(by_name(names, tensors[ranges:], ranges), facts["arrivals"])
         for member in self.members.values():
@@ -338,7 +360,8 @@ class Shard:
     def _take(self, member: WorkerRecord, update: Update) -> None:
         member.note(update.seq)
         draft = self._draft_of(member, update)
-        if not (draft.finite if draft is not None else all(map(is_finite, update.numbers))):
+        numbers = [*update.numbers, *([change.changes] for change in update.rows)]
+        if not (draft.finite if draft is not None else all(map(is_finite, numbers))):
             member.refused.append(update.seq)
             if draft is not None:
                 self.drop(update.worker)
@@ -377,6 +400,8 @@ class Shard:
                 stop = offset + chunk.numel()
                 torch.add(current[offset:stop], chunk, alpha=weight, out=out[offset:stop])
         self._publish_one(member, update, following, staleness)
+        for table, change in zip(self.tables, update.rows, strict=True):
+            table.add(change, weight, self._version_to_remember)
 
     def _add_draft(self, member: WorkerRecord, update: Update, draft: Draft, staleness: int) -> None:
         """Publish a version that was written while the update arrived, rebased if its base is no longer the newest
@@ -405,7 +430,9 @@ class Shard:
         for total, chunks in zip(self._sums, self._compensated(member, update), strict=True):
             for offset, chunk in with_offsets(chunks):
                 total[offset : offset + chunk.numel()].add_(chunk, alpha=weight)
-        self._group.append((dataclasses.replace(update, numbers=()), staleness))  # their sum is in self._sums
+        for table, change in zip(self.tables, update.rows, strict=True):
+            table.collect(change, weight)
+        self._group.append((dataclasses.replace(update, numbers=(), rows=()), staleness))  # their sum is in self._sums
 
     def _apply_group(self) -> None:
         group, self._group = self._group, []
@@ -418,11 +445,21 @@ class Shard:
             mean = total.div_(samples) if samples else self._mean_of_none(current, total)
             self._then.arrive(current, mean, arrived, self._velocity[index] if self._velocity else None, out)
         self._versions.publish(following)
+        for table in self.tables:
+            table.apply(samples, partial(self._arrive, arrived), self._version_to_remember)
         for update, staleness in group:
             if member := self.members.get(update.worker):
                 member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
         if len({update.worker for update, _ in group}) == 1 and (only := self.members.get(group[0][0].worker)):
             only.own_versions.append(self.version)
+
+    def _arrive(self, arrived: Arrived, now: Tensor, mean: Tensor, out: Tensor) -> None:
+        self._then.arrive(now, mean, arrived, None, out)
+
+    @property
+    def _version_to_remember(self) -> int | None:
+        """Number of the newest version if tables have to remember the rows before it; workers may read them so."""
+        return self.version if self._when.bound is not None else None
 
     def _mean_of_none(self, current: Tensor, zeros: Tensor) -> Tensor:
         """Return the mean of no samples: no change, or where parameters are sent, the current ones."""
@@ -453,6 +490,10 @@ class Shard:
         """Store the newest version as one that the worker may compute on, if compensation needs it."""
         if isinstance(self._weight, delay_compensated) and self.version not in member.read:
             member.read[self.version] = self.read()
+        member.version = self.version
+        oldest = min(other.version for other in self.members.values())
+        for table in self.tables:
+            table.forget(oldest)
 
     def _release_before(self, member: WorkerRecord, version: int) -> None:
         """Release versions before `version`: no further update of the worker is computed on them."""

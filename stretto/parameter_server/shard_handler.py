@@ -24,6 +24,7 @@ from stretto.parameter_server.handler import (
     ShardCollectives,
     listed,
 )
+from stretto.parameter_server.row_tables import ROW_NUMBERS, RowTable
 from stretto.parameter_server.shard import Reply, Shard, Update, by_name
 from stretto.parameter_server.snapshots import SnapshotStore
 from stretto.parameter_server.versioned_buffers import Version
@@ -134,14 +135,21 @@ class ShardHandler:
 
     def expects(self, worker: int, header: m.Header) -> None:
         """Check that an update has the lengths of this shard's ranges in the recipe's encoding."""
-        if not isinstance(header.body, m.Push) or header.body.recovery_epoch != self._recovery_epoch:
+        body = header.body
+        if not isinstance(body, m.Push | m.ReadRows) or body.recovery_epoch != self._recovery_epoch:
             return
-        shard = self._opened_shard(header.body.parameter_set)
-        if not math.isfinite(header.body.lr):
-            raise FramingError(f"an update with a learning rate of {header.body.lr}")
+        shard = self._opened_shard(body.parameter_set)
         if worker not in shard.members:
             raise FramingError(f"worker {worker} has left")
-        if not self._fits(header.tensors):
+        if isinstance(body, m.ReadRows):
+            tables = shard.tables[body.table : body.table + 1]
+            if [dtype for dtype, _ in header.tensors] != [ROW_NUMBERS] or not _has_rows(tables, header.tensors):
+                raise FramingError(f"a request for {listed(header.tensors)} of table {body.table}")
+            return
+        if not math.isfinite(body.lr):
+            raise FramingError(f"an update with a learning rate of {body.lr}")
+        ranges = len(self._update_layout)
+        if not self._fits(header.tensors[:ranges]) or not _are_row_changes(shard.tables, header.tensors[ranges:]):
             raise FramingError(f"an update of {listed(header.tensors)} for a shard of {listed(self._update_layout)}")
 
     def _fits(self, tensors: Sequence[tuple[str, int]]) -> bool:
@@ -177,6 +185,8 @@ class ShardHandler:
             return self._contribute(worker, header, body, tensors)
         if isinstance(body, m.Read):
             return self._read(worker, request_id, body.flush)
+        if isinstance(body, m.ReadRows):
+            return self._read_rows(worker, request_id, body, tensors)
         if isinstance(body, m.ReadRuleState):
             return self._read_rule_state(worker, request_id)
         if isinstance(body, m.Open):
@@ -197,7 +207,7 @@ class ShardHandler:
         if isinstance(body, m.Open):
             return body.recovery_epoch < self._recovery_epoch
         return (
-            isinstance(body, m.Push | m.Read | m.ReadRuleState | m.Snapshot)
+            isinstance(body, m.Push | m.Read | m.ReadRows | m.ReadRuleState | m.Snapshot)
             and body.recovery_epoch != self._recovery_epoch
         )
 
@@ -322,7 +332,7 @@ class ShardHandler:
         self._store.discard_after(body.snapshot)
         self._recovery_epoch, self._last_snapshot = body.recovery_epoch, body.snapshot
         theta = [flat.clone() for flat in tensors[: facts["ranges"]]]
-        self._restart(parse(facts["recipe"]), facts["arena"], theta)
+        self._restart(parse(facts["recipe"]), facts["arena"], theta, facts["widths"])
         assert self._shard is not None
         self._shard.restore(facts, tensors)
         self._shard.exempt_all()
@@ -336,16 +346,16 @@ class ShardHandler:
             for worker in blocked
         ]
 
-    def _restart(self, recipe: Recipe, parameter_set: int, theta: list[Tensor]) -> None:
+    def _restart(self, recipe: Recipe, parameter_set: int, theta: list[Tensor], widths: Sequence[int]) -> None:
         assert isinstance(recipe.when, on_arrival)
         assert isinstance(recipe.then, OnParameters)
-        self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
+        self._shard = Shard(theta, recipe.when, recipe.then, self._workers, widths)
         for worker in sorted(self._shard.members.keys() - self._members):
             self._shard.leave(worker)
         for worker in sorted(self._members - self._shard.members.keys()):
             self._shard.join(worker)
         self._recipe, self._parameter_set = recipe, parameter_set
-        self._update_layout = [_update_layout(recipe.how, flat) for flat in theta]
+        self._update_layout = [_update_layout(recipe.how, flat) for flat in self._shard.current.ranges]
         self._copies, self._batches_by_worker = {}, {}
         for worker in sorted(self._members):
             self._reset_copy(worker, theta)
@@ -373,7 +383,8 @@ class ShardHandler:
             raise FramingError(f"parameters of {', '.join(integers)}, which can't be added to")
         flat = [concatenated(chunks, dtype).clone() for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)]
         parts = len(flat) // (1 + len(body.names))
-        self._restart(recipe, body.parameter_set, flat[:parts])
+        _check_widths(recipe, body.widths, flat[:parts])
+        self._restart(recipe, body.parameter_set, flat[:parts], body.widths)
         assert self._shard is not None
         self._shard.restore_rule(by_name(body.names, flat[parts:], parts), body.arrivals)
         self._recovery_epoch = body.recovery_epoch
@@ -382,10 +393,17 @@ class ShardHandler:
 
     def _push(self, worker: int, request_id: int, body: m.Push, tensors: list[Chunks]) -> list[OutgoingMessage]:
         shard = self._opened_shard(body.parameter_set)
-        numbers = [self._decoded(chunks, like) for chunks, like in zip(tensors, shard.current.ranges, strict=True)]
+        ranges = shard.current.ranges
+        numbers = [self._decoded(chunks, like) for chunks, like in zip(tensors[: len(ranges)], ranges, strict=True)]
+        rows = [
+            table.change_of(concatenated(of_rows, ROW_NUMBERS), concatenated(changes, dtype_name(table.flat)))
+            for table, of_rows, changes in zip(
+                shard.tables, tensors[len(ranges) :: 2], tensors[len(ranges) + 1 :: 2], strict=True
+            )
+        ]
         if self._pending.is_pending(worker, UPDATE_REPLY):
             raise FramingError(f"an update of worker {worker} while its last is held back")
-        released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
+        released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr, rows))
         self._batches_of(worker).note(body)
         replies = [*released, *shard.pull(worker)]
         immediate = next((reply for reply in replies if reply.worker == worker), None)
@@ -455,7 +473,16 @@ class ShardHandler:
         body = m.PushReply(
             version.number, [(update.seq, update.version, update.staleness, update.samples) for update in applied]
         )
-        return [OutgoingMessage(worker, request_id, body, version.ranges, version.release)]
+        tables = [table.flat.clone() for table in self._shard.tables]  # which change while the message is sent
+        return [OutgoingMessage(worker, request_id, body, [*version.ranges, *tables], version.release)]
+
+    def _read_rows(
+        self, worker: int, request_id: int, body: m.ReadRows, tensors: list[Chunks]
+    ) -> list[OutgoingMessage]:
+        shard = self._opened_shard(body.parameter_set)
+        numbers = shard.tables[body.table].checked(concatenated(tensors[0], ROW_NUMBERS))
+        rows = shard.read_rows(worker, body.table, numbers)
+        return [OutgoingMessage(worker, request_id, m.Rows(), [rows.flatten()])]
 
     def _read_rule_state(self, worker: int, request_id: int) -> list[OutgoingMessage]:
         if self._shard is None:
@@ -487,6 +514,34 @@ def _update_layout(how: Codec, theta: Tensor) -> tuple[str, int]:
         how.encode(theta[:0].clone(), None) if how.linear and how.elementwise else theta.new_empty(0, dtype=torch.uint8)
     )
     return dtype_name(message), how.bytes_of(theta) // message.element_size()
+
+
+def _has_rows(tables: Sequence[RowTable], tensors: Sequence[tuple[str, int]]) -> bool:
+    """Return True if there is a table, with at least as many rows as the tensor has numbers."""
+    return len(tables) == 1 and tensors[0][1] <= len(tables[0])
+
+
+def _are_row_changes(tables: Sequence[RowTable], tensors: Sequence[tuple[str, int]]) -> bool:
+    """Return True if the tensors are the numbers and the changes of rows of each table."""
+    if len(tensors) != 2 * len(tables):
+        return False
+    return all(
+        of_rows[0] == ROW_NUMBERS
+        and of_rows[1] <= len(table)
+        and changes == (dtype_name(table.flat), of_rows[1] * table.width)
+        for table, of_rows, changes in zip(tables, tensors[::2], tensors[1::2], strict=True)
+    )
+
+
+def _check_widths(recipe: Recipe, widths: Sequence[int], theta: Sequence[Tensor]) -> None:
+    """Raise FramingError for tables that do not fit the parameters, or that the recipe's server can't add rows to."""
+    if not widths:
+        return
+    is_fitting = len(widths) == len(theta) and list(widths) == sorted(widths, key=bool) and min(widths) >= 0
+    if not is_fitting or any(width and flat.numel() % width for flat, width in zip(theta, widths, strict=True)):
+        raise FramingError(f"tables of widths {list(widths)} for parameters of {[flat.numel() for flat in theta]}")
+    if not recipe.moves_rows:
+        raise FramingError(f"tables of rows under {recipe}")
 
 
 def _combine(operations: Mapping[int, CollectiveOp]) -> list[Tensor]:

@@ -46,6 +46,8 @@ class WorkerRecord:
     refused: list[int] = field(default_factory=list)
     read: dict[int, Version] = field(default_factory=dict)
     """Versions that the worker computes on, if the weight of updates needs them."""
+    version: int = 0
+    """Version that the worker has read last."""
     previous: Version | None = None
     """Version before its last update, if the rule moves worker and server by the same difference."""
     is_waiting: bool = False

@@ -8,7 +8,19 @@ from typing import Any
 
 from stretto.codecs import Codec, exact
 from stretto.errors import RecipeError, explain
-from stretto.recipe.then import OnParameters, Then, add, constant, frozen_variance, mix, outer, pull, replace, step
+from stretto.recipe.then import (
+    OnParameters,
+    Then,
+    add,
+    constant,
+    delay_compensated,
+    frozen_variance,
+    mix,
+    outer,
+    pull,
+    replace,
+    step,
+)
 from stretto.recipe.what import What, gradient_differences, gradients, momenta, parameters, updates
 from stretto.recipe.when import When, on_arrival, together
 from stretto.recipe.whom import Whom, everyone
@@ -84,6 +96,12 @@ class Recipe(Answer):
         """Import path of its strategy, named by the first of then, whom, when and what that names one."""
         named = (answer.strategy for answer in (self.then, self.whom, self.when, self.what))
         return next(path for path in named if path)
+
+    @property
+    def moves_rows(self) -> bool:
+        """True if its server adds changes to each number alone, so that rows without a change need not travel."""
+        is_added = isinstance(self.then, add) and not isinstance(self.then.weight, delay_compensated)
+        return self.asynchronous and is_added and self.how == exact()
 
     def sources(self) -> tuple[str, ...]:
         """Return the papers of all answers, each once."""

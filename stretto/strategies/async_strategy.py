@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleState
@@ -20,6 +21,7 @@ from stretto.strategies.model_sync import Named
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
+from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, watch_lookups
 
 
 class AsyncStrategy(RecipeStrategy):
@@ -49,6 +51,9 @@ class AsyncStrategy(RecipeStrategy):
             parameter_sets = max(context.transport.join_position.parameter_set - 1, 0)
         super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
         self._client: ParameterServerClient = context.transport.server
+        self._row_tables: list[SparseTable] = []
+        """Tables whose rows are exchanged by themselves."""
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def server(self) -> AsyncServer:
@@ -69,6 +74,8 @@ class AsyncStrategy(RecipeStrategy):
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps parameters that no exchange includes."""
         self._refuse_late(self.sets[0])
+        if self._server is not None:
+            self._server.before_step(index)
 
     def after_step(self, index: int, steps: int) -> bool:
         """Push an update if it is due. Return False: the parameters of the workers differ."""
@@ -94,6 +101,7 @@ class AsyncStrategy(RecipeStrategy):
     def close(self) -> None:
         """Detach from the client, and remove the hooks from the optimizer."""
         super().close()
+        self._stop_watching()
         if self._server is not None:
             self._server.release()
 
@@ -116,6 +124,7 @@ class AsyncStrategy(RecipeStrategy):
         if not own:
             self.server.start_from_read()
         is_changed = not averaged.resume(own)
+        self.server.resume()
         replies = self._transport.all_gather_bytes(b"changed" if is_changed else b"")
         return any(reply == b"changed" for reply in replies)
 
@@ -134,6 +143,25 @@ class AsyncStrategy(RecipeStrategy):
             self._transport.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         super()._rebuild(parameter_set, by_name, late)
 
+    def _tables(self, by_name: Named) -> Container[int]:
+        found = sparse_tables(self._model, by_name, self._optimizers, self.recipe)
+        for line in notice_of(found):
+            self._context.events.notice(line)
+        self._row_tables = [table for table in found if not table.reason]
+        return {id(table.parameter) for table in self._row_tables}
+
+    def _watch_lookups(self, server: AsyncServer) -> None:
+        """Let the modules of tables read the rows that they look up."""
+        self._stop_watching()
+        modules = {id(table.parameter): table for table in self._row_tables}
+        for each in server.tables:
+            self._hooks += watch_lookups(modules[id(each.parameter)], each.look_up)
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     def _create_exchange(self, parameter_set: ParameterSet, rule_state: RuleState | None = None) -> None:
         assert parameter_set.flat_parameters is not None
         server = AsyncServer(
@@ -151,6 +179,7 @@ class AsyncStrategy(RecipeStrategy):
             server.read()
             server.start_from_read()
         self._server = server
+        self._watch_lookups(server)
 
     # --- figures and state ----------------------------------------------------------------------------------------
 

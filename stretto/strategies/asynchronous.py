@@ -26,18 +26,17 @@ from stretto.parameter_server.client_types import (
     RollbackRequiredError,
     RuleState,
     Update,
-    ranges,
 )
 from stretto.parameter_server.shard import is_finite
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import add, delay_compensated, pull
-from stretto.recipe.what import gradients, parameters
+from stretto.recipe.what import gradients
 from stretto.recipe.when import on_arrival
-from stretto.state import save
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, in_buffers
-from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.traffic_counters import Tally
+from stretto.strategies.flat_buffers import FlatParameters, in_buffers
+from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.row_ranges import RowRange
+from stretto.strategies.server_ranges import FlatRange, ServerRange, groups_of
 from stretto.transport.device_memory import device_copy
 
 P = ParamSpec("P")
@@ -46,20 +45,6 @@ Messages = list[list[Tensor]]
 """For each shard, one message for each flat buffer's range of that shard."""
 Outcome = tuple[int, int, int, int]
 """An update that a server has applied: round, version, staleness, samples."""
-
-
-class _FlatRange:
-    """State of one flat buffer between exchanges."""
-
-    def __init__(self, part: FlatBuffer, how: Codec, shards: int, tally: Tally) -> None:
-        self.part = part
-        self.mark = part.theta.clone()
-        self.change = torch.empty_like(part.theta)
-        self.bounds = ranges(part.theta.numel(), shards)
-        self.states = [how.init_state(part.theta[a:b], tally.context(part, a, b)) for a, b in self.bounds]
-        save(self.states, f"the state of {how}")  # raises now, and not when a checkpoint is due
-        self.known = part.theta.clone() if how.reply is not None else None
-        """The server's parameters, as decoded from its replies; None if replies are not encoded."""
 
 
 @dataclass(slots=True)
@@ -107,18 +92,29 @@ class AsyncServer:
         self._sync_account = tally.account("evaluation_sync")
         self._skips = context.skips_non_finite
         self._parameter_set = parameter_set
-        self._groups = _groups(optimizers)
+        self._groups = groups_of(optimizers)
         self._is_elastic_averaging = isinstance(recipe.then, pull) and transport.expected > 1
         with in_buffers(flat_parameters.parts):
-            self.ranges = [_FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts]
+            self.ranges = [
+                FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts if not part.width
+            ]
+        tables = [part for part in flat_parameters.parts if part.width]
+        self.tables = [
+            RowRange(part, transport.shards, functools.partial(self._read_rows, index, part.theta))
+            for index, part in enumerate(tables)
+        ]
+        """Tables whose rows are exchanged by themselves."""
+        self._all: list[ServerRange] = [*self.ranges, *self.tables]
+        self._widths = [each.part.width for each in self._all] if tables else []
         self._reply_buffers = (
             [torch.empty_like(flat_range.mark, device="cpu") for flat_range in self.ranges]
             if self._is_elastic_averaging
             else []
         )
         """CPU buffers that hold a reply until it is complete, for a recipe that must not merge a part of one."""
-        self._lengths = [part.theta.numel() for part in flat_parameters.parts]
+        self._lengths = [each.part.theta.numel() for each in self._all]
         self._nbytes = sum(part.theta.nbytes for part in flat_parameters.parts)
+        self._reply_nbytes = sum(each.part.theta.nbytes for each in self.ranges)
         self.versions = self._computed_on = [0] * transport.shards
         self.versions_read = self.versions
         """Version of each shard at the last read."""
@@ -154,8 +150,8 @@ class AsyncServer:
         while not is_open:
             first = self._transport.worker == 0
             if first:
-                parts = [flat_range.part.theta for flat_range in self.ranges]
-                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state)
+                parts = [each.part.theta for each in self._all]
+                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state, self._widths)
             is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanges ----------------------------------------------------------------------------------------------
@@ -168,6 +164,13 @@ class AsyncServer:
     def continue_counts(self, before: AsyncServer) -> None:
         """Continue the counts of the exchange before this one."""
         self.blocked_s, self._outcomes = before.blocked_s, before.take_outcomes()
+
+    def before_step(self, index: int) -> None:
+        """Remember the rows of tables that a step of the optimizer with this number is about to change."""
+        held = set(map(id, parameters_of(self._optimizers.each[index]))) if self.tables else ()
+        for table in self.tables:
+            if id(table.parameter) in held:
+                table.before_step()
 
     def stepped(self) -> None:
         """Note that the optimizer has done a step."""
@@ -261,7 +264,7 @@ class AsyncServer:
         """
         self._merge_reply()
         while True:
-            own = [flat_range.part.theta.clone() for flat_range in self.ranges]
+            own = [each.part.theta.clone() for each in self._all]
             try:
                 self._read(flush=False)
             except RollbackRequiredError:
@@ -272,8 +275,13 @@ class AsyncServer:
     @_in_buffers
     def put_back(self, own: Sequence[Tensor]) -> None:
         """Set the parameters to this worker's own again, after `read_alone`."""
-        for flat_range, theta in zip(self.ranges, own, strict=True):
-            flat_range.part.theta.copy_(theta)
+        for each, theta in zip(self._all, own, strict=True):
+            each.put_back(theta)
+
+    def resume(self) -> None:
+        """Continue training: tables are no longer as they were read as a whole."""
+        for table in self.tables:
+            table.resume()
 
     def read_for_evaluation(self) -> bool:
         """Read the newest version. Return False if the servers rolled back: older parameters are void then."""
@@ -284,13 +292,12 @@ class AsyncServer:
     def _read(self, flush: bool = True) -> list[int]:
         """Read the newest version without a retry. Raises RollbackRequiredError if a server failed."""
         with self._timer.on("exchanging"):
-            result = self._transport.read(self._lengths, flush=flush).wait(self._copy_piece)
+            result = self._transport.read(self._lengths, flush, self._widths).wait(self._copy_piece)
         if self._sync_account is not None:
             self._sync_account.received += self._nbytes
             self._sync_account.raw_received += self._nbytes
-        for flat_range in self.ranges:
-            if flat_range.known is not None:
-                flat_range.known.copy_(flat_range.part.theta)
+        for each in self._all:
+            each.was_read()
         self._note_outcomes(result)
         self.versions_read = result.versions
         return result.versions
@@ -317,8 +324,8 @@ class AsyncServer:
     def start_from_read(self) -> None:
         """Continue from the version that was read, which the parameters hold."""
         self.versions = self._computed_on = self.versions_read
-        for flat_range in self.ranges:
-            flat_range.mark.copy_(flat_range.part.theta)
+        for each in self._all:
+            each.start_from_read()
 
     # --- push and reply -----------------------------------------------------------------------------------------
 
@@ -329,8 +336,8 @@ class AsyncServer:
             samples = sum(lease.samples for lease in valid)
         if valid or not leases:
             return self._push(samples, valid)
-        for flat_range in self.ranges:
-            flat_range.part.theta.copy_(flat_range.mark)
+        for each in self._all:
+            each.undo()
         self._no_steps_since_exchange = True
         return True
 
@@ -346,15 +353,16 @@ class AsyncServer:
         batches = [lease.batch for lease in leases]
         update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
         self._count_traffic(update)
-        self._sent = _Sent(self._transport.push(self._parameter_set, update, self._lengths), leases)
-        for flat_range in self.ranges:
-            flat_range.mark.copy_(flat_range.part.theta)
+        lengths = self._lengths[: len(self.ranges)]  # those of the reply, which has no rows
+        self._sent = _Sent(self._transport.push(self._parameter_set, update, lengths), leases)
+        for each in self._all:
+            each.sent()
         self._computed_on, self._no_steps_since_exchange = self.versions, True
         return not is_left_out
 
     def _encode_finite(self) -> Messages | None:
         """Return the messages to the shards; None if the update is left out because it holds NaN or infinity."""
-        changes = [flat_range.change for flat_range in self.ranges]
+        changes = [each.change for each in self._all]
         if not self._is_skipped(changes):
             norm = self._tally.norm_of(changes)
             messages = self._encode()
@@ -367,41 +375,26 @@ class AsyncServer:
 
     def _encode(self) -> Messages:
         """Encode a message to each shard for its range of every flat buffer."""
-        return [
-            [
-                self._how.encode(flat_range.change[slice(*flat_range.bounds[shard])], flat_range.states[shard])
-                for flat_range in self.ranges
-            ]
-            for shard in range(self._transport.shards)
-        ]
+        self._messages = [[each.encode(shard) for shard in range(self._transport.shards)] for each in self._all]
+        return [[message for each in shard for message in each] for shard in zip(*self._messages, strict=True)]
 
     def _count_traffic(self, update: Update) -> None:
         if self._account is None:
             return
         self._account.count_raw(self._nbytes)
         self._account.sent += update.nbytes
-        for shard, messages in enumerate(update.messages):
-            for flat_range, message in zip(self.ranges, messages, strict=True):
-                self._tally.count_values(self._how, message, flat_range.change[slice(*flat_range.bounds[shard])])
+        for each, messages in zip(self._all, self._messages, strict=True):
+            each.count_values(messages)
 
     def _compute_empty_change(self) -> None:
         """Set `change` to an update without effect: the server must learn that the round has ended."""
-        for flat_range in self.ranges:
-            if isinstance(self._recipe.what, parameters):
-                flat_range.change.copy_(flat_range.part.theta)
-            else:
-                flat_range.change.zero_()
+        for each in self._all:
+            each.compute_empty_change(self._recipe.what)
 
     def _compute_change(self) -> float:
-        """Write the update into `change`. Return the learning rate, or 0.0 if the parameter groups have several."""
-        what = self._recipe.what
-        for flat_range in self.ranges:
-            if isinstance(what, parameters):
-                flat_range.change.copy_(flat_range.part.theta)
-            elif isinstance(what, gradients):
-                _descent(flat_range, self._groups)
-            else:
-                torch.sub(flat_range.part.theta, flat_range.mark, out=flat_range.change)
+        """Compute the update. Return the learning rate, or 0.0 if the parameter groups have several."""
+        for each in self._all:
+            each.compute_change(self._recipe.what, self._groups)
         rates = {float(group["lr"]) for group in self._optimizers.param_groups if "lr" in group}
         return rates.pop() if len(rates) == 1 else 0.0
 
@@ -441,8 +434,23 @@ class AsyncServer:
         except TransportError as error:
             raise self._not_finite() or error from None
         if self._account is not None:
-            self._account.received += self._nbytes
+            self._account.received += self._reply_nbytes
         return result
+
+    def _read_rows(self, table: int, like: Tensor, numbers: list[Tensor]) -> Tensor:
+        """Return rows of a table, by their numbers at each shard."""
+        while True:
+            try:
+                with self._timer.on("exchanging"):
+                    rows = self._transport.read_rows(self._parameter_set, table, numbers, like)
+            except RollbackRequiredError:
+                self._transport.roll_back()
+            else:
+                break
+        if self._account is not None:
+            self._account.sent += sum(one.nbytes for one in numbers)
+            self._account.received += rows.nbytes
+        return rows
 
     def _receive_whole(self, ticket: PushHandle) -> PushResult:
         """Merge a reply when it is complete: a reply that breaks off is sent again, and no part may be merged twice."""
@@ -475,7 +483,7 @@ class AsyncServer:
 
     def _copy_piece(self, part: int, at: int, version: Tensor) -> None:
         """Copy a piece of a version into the parameters."""
-        self.ranges[part].part.theta[at : at + version.numel()].copy_(version)
+        self._all[part].part.theta[at : at + version.numel()].copy_(version)
 
     def _merge_piece(self, part: int, at: int, version: Tensor) -> None:
         """Merge a piece of a version, keeping the steps since the last exchange."""
@@ -500,8 +508,8 @@ class AsyncServer:
             return False
         if not self._skips:
             raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")
-        for flat_range in self.ranges:
-            flat_range.part.theta.copy_(flat_range.mark)
+        for each in self._all:
+            each.undo()
         for _, state in self._optimizers.states():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
@@ -510,25 +518,9 @@ class AsyncServer:
 
     def _not_finite(self) -> NotFiniteError | None:
         """Return the error that names the parameter whose pushed update is not finite; None if all are finite."""
-        for flat_range in self.ranges:
-            for slot in flat_range.part.slots:
-                if not bool(torch.isfinite(flat_range.change[slot.start : slot.stop]).all()):
-                    return NotFiniteError(f"the update of {slot.name} is NaN or infinite; it was not sent")
-        return None
-
-
-def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:
-    return {id(parameter): group for group in optimizers.param_groups for parameter in group["params"]}
-
-
-def _descent(flat_range: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
-    """Write the gradient step of every parameter, `-lr * g`, into `change`."""
-    flat_range.change.zero_()
-    for slot in flat_range.part.slots:
-        gradient = slot.source.gradient
-        if gradient is not None and slot.home is None:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            slot.view(flat_range.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))
+        names = (each.not_finite() for each in self._all)
+        name = next((one for one in names if one is not None), None)
+        return NotFiniteError(f"the update of {name} is NaN or infinite; it was not sent") if name else None
 
 
 def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:

@@ -10,7 +10,7 @@ as for parameters that are not in a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,8 +47,10 @@ class ParameterSlice:
 class FlatBuffer:
     """The parameters of one dtype and device, as one flat tensor `theta`."""
 
-    def __init__(self, slots: Sequence[ParameterSlice], length: int) -> None:
+    def __init__(self, slots: Sequence[ParameterSlice], length: int, width: int = 0) -> None:
         self.slots = slots
+        self.width = width
+        """Width of the rows of the one parameter, if its rows are exchanged by themselves; else 0."""
         self.theta = zeros(length, slots)
         with torch.no_grad():
             for slot in slots:
@@ -98,14 +100,19 @@ def in_buffers(parts: Sequence[FlatBuffer]) -> Iterator[None]:
 class FlatParameters:
     """All flat buffers of a model. The last parameters come first, as the backward pass reaches them.
 
-    With `spare` the last element of every buffer belongs to no parameter.
+    With `spare` the last element of every buffer belongs to no parameter. `tables` are the ids of parameters whose rows
+    are exchanged by themselves: each has a buffer of its own, after the others.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]], spare: bool = False) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], spare: bool = False, tables: Container[int] = ()
+    ) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
         for name, parameter in reversed(named):
-            groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+            if id(parameter) not in tables:
+                groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
         self.parts = [_flat_buffer(group, spare) for group in groups.values()]
+        self.parts += [_table(name, parameter) for name, parameter in named if id(parameter) in tables]
         self.slots = [slot for part in self.parts for slot in part.slots]
 
     def holds(self, parameters: Sequence[Parameter]) -> bool:
@@ -136,6 +143,11 @@ def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuf
         start = _aligned(slot.stop, local.element_size())
     last = slots[-1]
     return FlatBuffer(slots, _aligned(last.stop + 1, last.source.local.element_size()) if spare else start)
+
+
+def _table(name: str, parameter: Parameter) -> FlatBuffer:
+    slot = ParameterSlice(name, parameter_view(parameter), 0, parameter.numel())
+    return FlatBuffer([slot], parameter.numel(), parameter.shape[1])
 
 
 def _aligned(index: int, itemsize: int) -> int:

@@ -459,7 +459,8 @@ def _sparse(gradient_slot: GradientSlot) -> str:
         f"the gradient of {gradient_slot.slot.name} is sparse, which the exchange of gradients can't carry",
         got="a sparse gradient",
         expected="dense gradients",
-        to_type="nn.Embedding(..., sparse=False), or a recipe that exchanges parameters, as local_sgd()",
+        to_type="--recipe async_sgd, which exchanges the rows of a batch alone; nn.Embedding(..., sparse=False); or a "
+        "recipe that exchanges parameters, as local_sgd()",
     )
 
 

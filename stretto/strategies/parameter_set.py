@@ -6,7 +6,7 @@ head. A set detects a change before the next step; the workers agree on it at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 import torch
@@ -44,9 +44,9 @@ class ParameterSet:
         self._before: dict[int, Tensor] = {}
         """Values of parameters outside the flat buffers before their first step, by the parameter's id."""
 
-    def flatten(self, named: Named, spare: bool) -> None:
-        """Lay these parameters into flat buffers."""
-        self.flat_parameters, self._before = FlatParameters(named, spare), {}
+    def flatten(self, named: Named, spare: bool, tables: Container[int] = ()) -> None:
+        """Lay these parameters into flat buffers; `tables` are the ids of those whose rows are exchanged alone."""
+        self.flat_parameters, self._before = FlatParameters(named, spare, tables), {}
         self.see()
 
     def see(self) -> None:

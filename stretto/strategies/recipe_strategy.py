@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor, nn
 
@@ -128,10 +128,14 @@ class RecipeStrategy(Strategy):
             parameter_set.see()
             return
         ranges = [*self._ranges_of(parameter_set), *late]
-        parameter_set.flatten(by_name, spare=self.in_rounds)
+        parameter_set.flatten(by_name, self.in_rounds, self._tables(by_name))
         self._count_and_create(parameter_set)
         carry_over(ranges, self._ranges_of(parameter_set))
         add_residuals(self.recipe.how, before, self._pieces(parameter_set))
+
+    def _tables(self, by_name: Named) -> Container[int]:
+        """Return the ids of the parameters whose rows are exchanged by themselves."""
+        return ()
 
     def _count_and_create(self, parameter_set: ParameterSet) -> None:
         self.parameter_sets += 1

@@ -23,11 +23,14 @@ from stretto.loader.epoch_order import draw, parted
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.recipe.parser import parse
+from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.flat_buffers import FlatParameters
 
 BATCHES, SIZE, EPOCHS = 12, 2, 3
 APART = 16
 """Distance between the elements that two consecutive batches change, so that every shard holds some of them."""
+WIDTH = 3
+"""Width of the rows of the table."""
 STEPS = 20_000
 """Number of messages that is enough for any run here."""
 
@@ -38,17 +41,34 @@ class Results:
     def __init__(self) -> None:
         self.counted: dict[int, list[int]] = {}
         self.last: torch.Tensor | None = None
+        self.last_rows: torch.Tensor | None = None
         self.snapshots = 0
         """Number of snapshots taken in the middle of an epoch."""
 
 
-def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
-    """Return a worker's script: each batch adds 1 to its own element, so the sum shows which batches were applied."""
+def step_row(exchange: AsyncServer, rows: nn.Parameter, number: int) -> None:
+    """Add 1 to a row of the table, as a loop does that looks it up."""
+    for table in exchange.tables:
+        table.look_up(torch.tensor([number, (number + APART) % len(rows)]))
+    rows.grad = torch.sparse_coo_tensor(
+        torch.tensor([[number]]), -torch.ones(1, WIDTH), rows.shape, check_invariants=True
+    )
+    exchange.before_step(0)
+    with torch.no_grad():
+        rows[number] += 1.0
+
+
+def script(recipe: str, barrier_every: int | None, results: Results, has_table: bool) -> Any:
+    """Return a worker's script: each batch adds 1 to its own element, and to its own row of a table, of which rows are
+    exchanged alone. So the sums show which batches were applied.
+    """
 
     def run(worker: Worker) -> None:
         client, net = worker.client, nn.Module()
         net.w = nn.Parameter(torch.zeros(BATCHES * APART))
-        arena = FlatParameters([("w", cast("nn.Parameter", net.w))])
+        net.rows = nn.Parameter(torch.zeros(BATCHES * APART, WIDTH))
+        named = [(name, cast("nn.Parameter", one)) for name, one in net.named_parameters()]
+        arena = FlatParameters(named, tables=[id(net.rows)] if has_table else ())
         data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
         leases: list[Any] = []
         epochs: list[LeasedEpoch] = []
@@ -57,7 +77,7 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
             now, leases[:] = list(leases), []
             return sum(lease.samples for lease in now), now
 
-        optimizer = torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)
+        optimizer = torch.optim.SGD(list(net.parameters()), lr=1.0)
         context = codecs.CodecContext(worker.number, worker.cluster.workers)
         exchange = open_exchange(
             client, arena, parse(recipe), optimizer, context, lambda settled: epochs[0].settle(settled)
@@ -75,7 +95,7 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
             """Check a snapshot in the middle of an epoch: the parameters hold exactly the batches recorded as done."""
             exchange.wait_at_barrier()
             exchange.read()
-            theta = arena.parts[0].theta[: BATCHES * APART : APART].clone()
+            theta, rows = net.w.detach()[::APART].clone(), net.rows.detach()[::APART].clone()
 
             def check() -> bytes:
                 try:
@@ -87,6 +107,7 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
                 weight = 1 / worker.cluster.workers if recipe.startswith("stale") else 1.0
                 wanted = [weight * (number - (batch in remaining)) for batch in range(BATCHES)]
                 np.testing.assert_allclose(theta.numpy(), wanted, rtol=1e-5)
+                np.testing.assert_allclose(rows.numpy(), np.tile(wanted, (WIDTH, 1)).T, rtol=1e-5)
                 assert bool(done) == (len(remaining) < BATCHES)
                 results.snapshots += 1
                 return b"kept"
@@ -111,8 +132,10 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
                 wait_at_barriers(epochs[0].barriers_due())
                 if assigned is None:
                     break
+                element = APART * int(assigned.batch[0][0])
+                step_row(exchange, cast("nn.Parameter", net.rows), element)
                 with torch.no_grad():
-                    arena.parts[0].theta[APART * int(assigned.batch[0][0])] += 1.0
+                    net.w[element] += 1.0
                 leases.append(assigned.lease)
                 exchange.stepped()
                 exchange.run(*unsent())
@@ -128,7 +151,7 @@ def script(recipe: str, barrier_every: int | None, results: Results) -> Any:
             counted = epochs[0].counted()
             assert counted is not None
             results.counted[number] = counted.tolist()
-            results.last = arena.parts[0].theta[: BATCHES * APART : APART].clone()
+            results.last, results.last_rows = net.w.detach().clone(), net.rows.detach().clone()
             message = client.broadcast_bytes(lambda: b"evaluated")
             assert message == b"evaluated"
             exchange.start_from_read()
@@ -196,10 +219,18 @@ def faults(*kinds: str, most: int = 4) -> st.SearchStrategy[list[tuple[int, str,
 
 
 def run(
-    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: list[tuple[int, str, int]]
+    seed: int,
+    workers: int,
+    shards: int,
+    recipe: str,
+    barrier_every: int | None,
+    planned: list[tuple[int, str, int]],
+    has_table: bool = False,
 ) -> Results:
     results = Results()
-    cluster = FaultyCluster(workers, shards, seed, script(recipe, barrier_every, results), snapshot_interval_s=60)
+    cluster = FaultyCluster(
+        workers, shards, seed, script(recipe, barrier_every, results, has_table), snapshot_interval_s=60
+    )
     grads = torch.is_grad_enabled()
     try:
         run_with_faults(cluster, planned)
@@ -224,15 +255,25 @@ def check_all_count_once(results: Results, recipe: str, workers: int) -> None:
     """Assert that every batch counts once in each epoch, and was applied as often to every shard."""
     assert results.counted == {number: [1] * (BATCHES * SIZE) for number in range(1, EPOCHS + 1)}
     assert results.last is not None
+    assert results.last_rows is not None
     weight = 1 / workers if recipe.startswith("stale") else 1.0
-    np.testing.assert_allclose(results.last.numpy(), np.full(BATCHES, EPOCHS * weight), rtol=1e-5)
+    wanted = np.zeros(BATCHES * APART)
+    wanted[::APART] = EPOCHS * weight
+    np.testing.assert_allclose(results.last.numpy(), wanted, rtol=1e-5)
+    np.testing.assert_allclose(results.last_rows.numpy(), np.tile(wanted, (WIDTH, 1)).T, rtol=1e-5)
 
 
 def check_run(
-    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: list[tuple[int, str, int]]
+    seed: int,
+    workers: int,
+    shards: int,
+    recipe: str,
+    barrier_every: int | None,
+    planned: list[tuple[int, str, int]],
+    has_table: bool = False,
 ) -> None:
     """Assert that a run with these faults ends, and that every batch counts once."""
-    check_all_count_once(run(seed, workers, shards, recipe, barrier_every, planned), recipe, workers)
+    check_all_count_once(run(seed, workers, shards, recipe, barrier_every, planned, has_table), recipe, workers)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -321,6 +362,14 @@ def test_every_batch_counts_once_when_workers_servers_and_connections_fail(
     seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
 ) -> None:
     check_run(seed, workers, shards, recipe, barrier_every, planned)
+
+
+@given(**CONFIGURATION, planned=faults("worker", "server", "coordinator", "link"))
+@SETTINGS
+def test_every_row_counts_once_where_rows_are_exchanged_alone(
+    seed: int, workers: int, shards: int, recipe: str, barrier_every: int | None, planned: Faults
+) -> None:
+    check_run(seed, workers, shards, recipe, barrier_every, planned, has_table=True)
 
 
 LAST = [(6, "at the end, server", 0), (8, "at the end, worker", 1)]

@@ -1,0 +1,95 @@
+"""Embeddings with sparse gradients whose rows are exchanged by themselves, and why others are exchanged whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.utils.hooks import RemovableHandle
+
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.model_sync import Named
+from stretto.strategies.optimizers import Optimizers
+
+_OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
+    SGD: ("momentum", "weight_decay"),
+    Adagrad: ("weight_decay",),
+    SparseAdam: (),
+}
+"""Optimizers whose step changes the rows in a sparse gradient alone, with the options that change others."""
+
+
+@dataclass
+class SparseTable:
+    """A parameter of modules that look up its rows. `reason` says why it is exchanged whole; empty if it is not."""
+
+    name: str
+    parameter: nn.Parameter
+    modules: list[nn.Module] = field(default_factory=list)
+    reason: str = ""
+
+
+def sparse_tables(model: nn.Module, named: Named, optimizers: Optimizers, recipe: Recipe) -> list[SparseTable]:
+    """Return the trained parameters that embeddings with sparse gradients hold."""
+    found: dict[int, SparseTable] = {}
+    named_by_id = {id(parameter): (name, parameter) for name, parameter in named}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in named_by_id:
+            table = found.setdefault(id(module.weight), SparseTable(*named_by_id[id(module.weight)]))
+            table.modules.append(module)
+    for table in found.values():
+        table.reason = _reason(table, model, optimizers, recipe)
+    return list(found.values())
+
+
+def _reason(table: SparseTable, model: nn.Module, optimizers: Optimizers, recipe: Recipe) -> str:
+    parameter = table.parameter
+    others = [each for each in model.modules() if any(own is parameter for own in each._parameters.values())]
+    if len(others) > len(table.modules):
+        return "other modules use the weight as well"
+    if any(module.max_norm is not None for module in table.modules):
+        return "max_norm changes rows in the forward pass"
+    if hasattr(parameter, "to_local"):
+        return "another library holds it"
+    if not recipe.moves_rows:
+        return f"{recipe} needs the whole table"
+    for optimizer in optimizers:
+        group = next((one for one in optimizer.param_groups if any(own is parameter for own in one["params"])), None)
+        if group is not None and (problem := _changes_others(optimizer, group)):
+            return problem
+    return ""
+
+
+def _changes_others(optimizer: Optimizer, group: dict[str, Any]) -> str:
+    """Return why steps of an optimizer may change rows without a gradient; empty if they do not."""
+    kind = type(optimizer).__name__
+    options = [name for name in _OPTIONS.get(type(optimizer), ()) if group[name]]
+    if type(optimizer) not in _OPTIONS:
+        return f"{kind} may change rows without a gradient; SGD, Adagrad and SparseAdam do not"
+    return f"{options[0]} of {kind} changes rows without a gradient" if options else ""
+
+
+def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequence[RemovableHandle]:
+    """Call `look_up` with the numbers of rows before each forward pass of the modules; return the hooks."""
+    found = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
+
+    def call(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if (there := found()) is not None:
+            there(given[0] if given else named["input"])
+
+    return [module.register_forward_pre_hook(call, with_kwargs=True) for module in table.modules]
+
+
+def notice_of(tables: Sequence[SparseTable]) -> list[str]:
+    """Return the lines that say how the tables are exchanged."""
+    alone = [f"{one.name} ({len(one.parameter):,} rows)" for one in tables if not one.reason]
+    lines = [
+        f"{one.name} is exchanged whole, though its gradients are sparse: {one.reason}" for one in tables if one.reason
+    ]
+    if alone:
+        lines.append(f"only the rows of a batch are exchanged of {', '.join(alone)}")
+    return lines
