@@ -100,7 +100,7 @@ class AsyncServer:
             ]
         tables = [part for part in flat_parameters.parts if part.width]
         self.tables = [
-            RowRange(part, transport.shards, functools.partial(self._read_rows, index, part.theta))
+            RowRange(part, recipe.how, transport.shards, tally, functools.partial(self._read_rows, index, part.theta))
             for index, part in enumerate(tables)
         ]
         """Tables whose rows are exchanged by themselves."""

@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.codecs import Codec
 from stretto.errors import ModelError, explain
 from stretto.parameter_server.client_types import ranges
 from stretto.recipe.what import What, gradients
 from stretto.strategies.flat_buffers import FlatBuffer
 from stretto.strategies.server_ranges import Groups
+from stretto.strategies.traffic_counters import Tally
 from stretto.transport.device_memory import device_copy, host_copy
 
 Read = Callable[[list[Tensor]], Tensor]
@@ -37,8 +39,8 @@ Read = Callable[[list[Tensor]], Tensor]
 class RowRange:
     """State of one table between exchanges."""
 
-    def __init__(self, part: FlatBuffer, shards: int, read: Read) -> None:
-        self.part, self._read = part, read
+    def __init__(self, part: FlatBuffer, how: Codec, shards: int, tally: Tally, read: Read) -> None:
+        self.part, self._how, self._tally, self._read = part, how, tally, read
         (self._slot,) = part.slots
         self.parameter = self._slot.parameter
         self._table = part.theta.view(-1, part.width)
@@ -139,7 +141,9 @@ class RowRange:
         return [numbers, host_copy(self.change[start * self.part.width : stop * self.part.width])]
 
     def count_values(self, messages: list[list[Tensor]]) -> None:
-        """Count nothing: figures of the values sent are about codecs."""
+        """Count the values in the messages to all shards."""
+        for (_, changes), (start, stop) in zip(messages, self._bounds, strict=True):
+            self._tally.count_values(self._how, changes, self._table[start:stop])
 
     def sent(self) -> None:
         """Begin the next update: all rows have to be read again."""

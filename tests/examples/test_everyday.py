@@ -78,6 +78,14 @@ SCRIPTS = [
         ("local_sgd(every=4)", "async_sgd"),
         "examples.package.train",
     ),
+    Script(
+        "recommender.py",
+        "--epochs 3 --ratings 4000 --batch 32 --lr 0.2",
+        3 * 3600,
+        "rmse",
+        (0, 1.4),
+        ("async_sgd(shards=2)", "local_sgd(every=4)"),
+    ),
 ]
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.file)
 
@@ -150,7 +158,7 @@ def test_the_line_alone_changes_no_bit(script: Script, place: Place) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    mostly_long([(script, recipe) for script in SCRIPTS for recipe in script.recipes], short=(0, 3, 4, 7, 9)),
+    mostly_long([(script, recipe) for script in SCRIPTS for recipe in script.recipes], short=(0, 3, 4, 7, 9, 10)),
     ids=lambda case: f"{case[0].file}-{case[1]}",
 )
 def test_three_workers_end_with_one_model_and_take_each_sample_once(case: tuple[Script, str], place: Place) -> None:

@@ -59,6 +59,13 @@ def test_shakespeare_runs_and_learns():
     assert last("validation_loss", ended.stderr) < 4.17  # less than a uniform guess among 65 characters
 
 
+def test_recommender_learns_movielens():
+    needs("ml-latest-small/ratings.csv")
+    ended = run(EXAMPLES / "recommender.py", "--epochs", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert last("test_rmse", ended.stdout) < 0.96  # the mean alone has 1.06
+
+
 STRETTO = "import sys; from stretto.cli.main import main; sys.exit(main())"
 
 
@@ -68,10 +75,11 @@ STRETTO = "import sys; from stretto.cli.main import main; sys.exit(main())"
         ("digits.py", "local_sgd(every=4)", ["--epochs", "2"]),
         ("mnist.py", "diloco(every=4)", ["--epochs", "1", "--samples", "640"]),
         ("shakespeare.py", "allreduce", ["--layers", "1", "--width", "32", "--characters", "20000"]),
+        ("recommender.py", "async_sgd(shards=2)", ["--epochs", "1", "--ratings", "20000"]),
     ],
 )
 def test_two_workers_run_it(script, recipe, options, tmp_path):
-    if script != "digits.py":
+    if script in ("mnist.py", "shakespeare.py"):
         needs("mnist/train-images-idx3-ubyte.gz", "tinyshakespeare/input.txt")
     command = [sys.executable, "-c", STRETTO, "run", "-n", "2", "--recipe", recipe]
     command += ["--out", str(tmp_path / "run"), str(EXAMPLES / script), *options]
@@ -102,7 +110,7 @@ def test_the_line_alone_changes_no_bit(tmp_path):
     assert digests[0] == digests[1] != ""
 
 
-@pytest.mark.parametrize("script", ["digits.py", "mnist.py", "shakespeare.py"])
+@pytest.mark.parametrize("script", ["digits.py", "mnist.py", "shakespeare.py", "recommender.py"])
 def test_an_example_is_a_plain_loop_and_one_line(script):
     source = (EXAMPLES / script).read_text()
     calls = re.findall(r"stretto\.(\w+)\(", source)

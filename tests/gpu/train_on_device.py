@@ -1,10 +1,10 @@
 """A plain loop on a device, for tests on GPUs and, reduced, on machines without one.
 
-Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 (to its last rank) in its
-second epoch, while the others wait for it; a restarted worker does not get it again. The device `far` is the second
-device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as a host
-of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision and
-scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory.
+Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 (to its
+last rank) in its second epoch, while the others wait for it; a restarted worker does not get it again. The device `far`
+is the second device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker
+counts as a host of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half
+precision and scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory.
 """
 
 from __future__ import annotations

@@ -159,6 +159,8 @@ def test_only_the_rows_of_a_batch_travel(tmp_path: Path) -> None:
     assert sum(counts[1] for counts in traffic) == sent
     assert sum(counts[3] for counts in traffic) == received
     assert sum(counts[0] for counts in traffic) > 3 * sent
+    values, entries = map(sum, zip(*(end["values_sent"] for end in events_of(tmp_path, "end")), strict=True))
+    assert values < 0.3 * entries
 
 
 @pytest.mark.parametrize(
