@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec import structs
@@ -33,6 +33,7 @@ from stretto.simulator.sweep.results import read as read_sweep
 from stretto.simulator.sweep.runner import run as run_sweep
 
 if TYPE_CHECKING:
+    from stretto.simulator.compute.step_time import Measured
     from stretto.simulator.config import Simulation
 
 CLUSTER, GRID = "Simulated cluster", "Sweep"
@@ -43,6 +44,7 @@ CLUSTER, GRID = "Simulated cluster", "Sweep"
     "module",
     "workers",
     "recipe",
+    "layout",
     "seed",
     "global_batch",
     "lr_scale",
@@ -163,11 +165,15 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
+    if sweep and config.layout is not None:
+        problem, layout = "a sweep has workers of one process each", f"--layout '{config.layout}'"
+        raise mistyped(problem, f"--sweep {layout}", "one of the two", f"stretto simulate -n {config.workers} {layout}")
     display = ProgressDisplay(quiet=quiet, out=2 if _to_stdout(json_to) else 1)
     if not sweep:
         program = shlex.join(masked(typed(config.script, config.module, config.args)))
         recipe = f"recipe {config.recipe}" if config.recipe else "its own recipe"
-        display.note(f"simulating {config.workers} workers of {program}, {recipe}")
+        divided = f" processes in workers of {config.layout}," if config.layout else " workers"
+        display.note(f"simulating {config.workers}{divided} of {program}, {recipe}")
     from stretto.simulator.options import simulation  # and with it torch
 
     given_options = {name: value for name, value in options.items() if value is not None}
@@ -197,7 +203,7 @@ def _measure_points(grid: SweepConfig, step_time: str, say: Callable[[str], None
     for point in points(grid):
         if point.cost_group not in step_times and "step_time" not in point.values:
             simulated = simulation(structs.replace(grid.config, args=point.args), point.options)
-            cost_model = _measure(simulated, step_time)
+            cost_model = _measure(simulated, step_time).cost_model
             first = steps.setdefault(simulated.contending_processes, cost_model)
             step_times[point.cost_group] = str(replace(cost_model, step_s=first.step_s, epoch_s=first.epoch_s))
             say(f'measured for {point.cost_group}: --step-time "{step_times[point.cost_group]}"')
@@ -221,6 +227,7 @@ def _run(
     quiet: bool,
     json_to: Path | None,
 ) -> None:
+    from stretto.recipe.layout import as_option
     from stretto.report.summary import conclude
     from stretto.simulator.isolation.script import ForwardedOutput
     from stretto.simulator.runner import create_run, simulate
@@ -228,10 +235,10 @@ def _run(
     if notice is not None:
         display.note(notice)
     with handled(_stop):
-        cost_model = _measure(simulation, step_time)
+        simulation = _measure(simulation, step_time, display.note)
         if step_time.startswith(AUTO):
-            display.note(f'measured: --step-time "{cost_model}"')
-        simulation = replace(simulation, cost_model=cost_model)
+            layout = f"{as_option(simulation.config.layout)} " if simulation.config.layout else ""
+            display.note(f'measured: {layout}--step-time "{simulation.cost_model}"')
         folder = create_run(simulation, out)
         display.begin(folder, simulation.config)
         try:
@@ -251,23 +258,33 @@ def _stop(number: int) -> None:
     raise Stopped(number)
 
 
-def _measure(simulation: Simulation, step_time: str) -> CostModel:
-    """Return the cost model that was given or is measured, rounded as its text, so the text reproduces the run."""
-    cost_model = parse_cost_model(
-        step_time, lambda: replace(_measure_script(simulation), **_measure_transports(simulation))
-    )
-    return parse_cost_model(str(cost_model))
+def _measure(simulation: Simulation, step_time: str, notice: Callable[[str], None] = lambda _: None) -> Simulation:
+    """Return the simulation with the costs that were given or are measured, and the layout that was measured.
+
+    Costs are rounded as their text, so that the text reproduces the run.
+    """
+    layout = simulation.config.layout
+
+    def measured() -> CostModel:
+        nonlocal layout
+        found = _measure_script(simulation, notice)
+        costs: dict[str, Any] = _measure_transports(simulation)
+        layout = found.layout
+        return replace(found.cost_model, **costs)
+
+    cost_model = parse_cost_model(str(parse_cost_model(step_time, measured)))
+    return replace(simulation, cost_model=cost_model, config=structs.replace(simulation.config, layout=layout))
 
 
-def _measure_script(simulation: Simulation) -> CostModel:
+def _measure_script(simulation: Simulation, notice: Callable[[str], None]) -> Measured:
     """Measure the script's step time; where workers share processors, with as much contention."""
     from stretto.simulator.compute.step_time import measure
 
     if simulation.contending_processes is None:
-        return measure(simulation, wall_clock, lambda: None)
+        return measure(simulation, wall_clock, lambda: None, notice)
 
-    def act() -> CostModel:
-        return measure(simulation, contention.seconds, lambda: None)
+    def act() -> Measured:
+        return measure(simulation, contention.seconds, lambda: None, notice)
 
     with contention.beside(simulation.contending_processes, act):
         return act()

@@ -42,6 +42,10 @@ class Calls(msgspec.Struct, frozen=True):
     """Calls at which the model can be cut, with the place of the tensor among the flat arguments of the call."""
     used: dict[str, list[int]]
     """First and last call that use each parameter and buffer."""
+    sizes: dict[int, int]
+    """Bytes of the tensor of each cut."""
+    output_bytes: int
+    """Bytes of what the model returns."""
 
     def stage_of(self, name: str, begins: Sequence[int]) -> int:
         """Return the stage that holds a parameter or buffer, given the first calls of all stages."""
@@ -114,6 +118,8 @@ class _Recorder:
         self.parameters: dict[int, str] = {}
         """Names of the model's parameters by the ids of their remote tensors."""
         self.inputs: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.output_bytes = 0
         self.excluded: list[tuple[int, int]] = []
         self.used: dict[str, list[int]] = {}
         self._closed = 0
@@ -164,6 +170,7 @@ class _Recorder:
                 self._use(self._label(flat[place]), now - 1)
             if len(dependent) == 1:
                 self.inputs[now] = dependent[0]
+                self.sizes[now] = _bytes_of(flat[dependent[0]])
                 flat[dependent[0]].label = now
             else:
                 for place in dependent:
@@ -185,10 +192,11 @@ class _Recorder:
         return call
 
     def end(self, outputs: Any) -> None:
-        """Note the use of what the model returns."""
+        """Note what the model returns, and its use."""
         for one in tree_flatten(outputs)[0]:
             if isinstance(one, RemoteTensor):
                 self._use(self._label(one), self.now)
+                self.output_bytes += _bytes_of(one)
 
 
 def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
@@ -215,7 +223,12 @@ def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     if not cuts:
         tied = [name for name, calls in shared.items() if any(_is_in(call, [calls]) for call in places)]
         raise ModelError(_cannot_be_cut(recorder, tied))
-    return Calls(recorder.names, cuts, recorder.used)
+    sizes = {call: recorder.sizes[call] for call in cuts}
+    return Calls(recorder.names, cuts, recorder.used, sizes, recorder.output_bytes)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_in(call: int, ranges: Iterable[tuple[int, int]]) -> bool:

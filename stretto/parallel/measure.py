@@ -34,7 +34,7 @@ def measured_costs(
     Random states and buffers are as before afterwards.
     """
     seconds = [0.0] * len(calls.names)
-    sending_s: dict[int, float] = {}
+    sending_s = {call: 2 * nbytes * byte_s for call, nbytes in calls.sizes.items()}
     wait = functools.partial(wait_for, device)
     at = [-1, 0]  # the last call, and the number of closed modules around the present place
 
@@ -46,9 +46,6 @@ def measured_costs(
                 return forward(*args, **kwargs)
             at[0] += 1
             now = at[0]
-            if now in calls.cuts:
-                sent = tree_flatten((args, kwargs))[0][calls.cuts[now]]
-                sending_s[now] = 2 * sent.numel() * sent.element_size() * byte_s
             if is_open:
                 return forward(*args, **kwargs)
             at[1] += 1
@@ -69,7 +66,7 @@ def measured_costs(
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return Costs(seconds, sending_s, _held(model, calls), free_memory(device))
+    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device))
 
 
 def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) -> float:
@@ -101,7 +98,8 @@ def _leaves(heads: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def _held(model: nn.Module, calls: Calls) -> list[int]:
+def held_bytes(model: nn.Module, calls: Calls) -> list[int]:
+    """Return the bytes of the trained parameters that each call is the first to use, and of what belongs to them."""
     held = [0] * len(calls.names)
     for name, one in model.named_parameters():
         if one.requires_grad:

@@ -102,9 +102,7 @@ class Pipeline:
         self._is_first, self._is_last = link.rank == 0, link.rank == link.ranks - 1
         self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()))
         """Input of the operation, for ranks without a trained parameter."""
-        self._batch_norms = [
-            name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        ]
+        self._batch_norms = list(refusals.batch_norms(model))
         self._parameters = self._let_go(optimizers)
         self._norm = GradientNorm(model, optimizers, link)
         for name, is_open in opened(model).items():
@@ -380,8 +378,7 @@ def _check_rows(whole: _Pass, pieces: Sequence[Sequence[Tensor]]) -> None:
     for each in pieces:
         for turn, one in zip(whole.turns, each, strict=True):
             rows = next(len(given) for given in turn.flat if isinstance(given, Tensor) and given.dim())
-            if not one.dim() or len(one) != rows:
-                raise ModelError(refusals.not_by_rows(one, rows))
+            refusals.refuse_other_rows(one, rows)
 
 
 def _joined_shape(pieces: Sequence[Tensor]) -> torch.Size:

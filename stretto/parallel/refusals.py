@@ -154,6 +154,11 @@ def other_calls(name: str, expected: str | None) -> str:
     )
 
 
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the batch normalisations of a model by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)}
+
+
 def batch_norm(name: str, layout: pipeline) -> str:
     """Return the error of batch normalisation over micro-batches."""
     return explain(
@@ -164,8 +169,13 @@ def batch_norm(name: str, layout: pipeline) -> str:
     )
 
 
-def not_by_rows(output: Tensor, rows: int) -> str:
-    """Return the error of outputs without a row for each sample."""
+def refuse_other_rows(output: Tensor, rows: int) -> None:
+    """Raise ModelError for outputs of micro-batches without a row for each sample."""
+    if not output.dim() or len(output) != rows:
+        raise ModelError(_not_by_rows(output, rows))
+
+
+def _not_by_rows(output: Tensor, rows: int) -> str:
     return explain(
         "the outputs of the micro-batches cannot be joined to that of the batch",
         got=f"a model that returns a tensor of shape {tuple(output.shape)} for {rows} samples",

@@ -122,12 +122,10 @@ class ShardedModel(RankParts):
 
     def _seeded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model's forward pass with other random numbers at each rank, as for other samples."""
-        batch_norms = [
-            one for one in self._model.named_modules() if isinstance(one[1], nn.modules.batchnorm._BatchNorm)
-        ]
+        batch_norms = refusals.batch_norms(self._model)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name := next((name for name, one in batch_norms if one.training), None):
+            if name := next((name for name, one in batch_norms.items() if one.training), None):
                 raise ModelError(refusals.batch_norm_of_part(name))
             self._passes += 1
             if not self._model.training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -101,7 +101,7 @@ class PipelineStages(RankParts):
 
     def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
         """Return the stages, at rank 0 of the first worker."""
-        part_args, part_kwargs = self._micro_batch(args, kwargs)
+        part_args, part_kwargs = micro_batch(self._layout, args, kwargs)
         calls = record_calls(self._model, part_args, part_kwargs)
         names = self._layout.begins
         if names is not None:
@@ -114,19 +114,25 @@ class PipelineStages(RankParts):
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
         return msgspec.msgpack.encode(Chosen(calls, list(split.begins), self._random_state.numpy().tobytes()))
 
-    def _micro_batch(self, args: Any, kwargs: Any) -> Any:
-        """Return the arguments of one micro-batch."""
-        rows = next((len(one) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), 0)
-        size = -(-rows // self._layout.micro_batches)
-        return tree_map_only(
-            Tensor, lambda one: one[:size] if one.dim() and len(one) == rows else one, (tuple(args), dict(kwargs))
-        )
-
     def _apply(self, chosen: Chosen) -> None:
         self._chosen = chosen
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins)
+
+
+def micro_batch(layout: pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the arguments of one micro-batch, given those of a batch."""
+    rows = rows_of(args, kwargs)
+    size = -(-rows // layout.micro_batches)
+    return tree_map_only(
+        Tensor, lambda one: one[:size] if one.dim() and len(one) == rows else one, (tuple(args), dict(kwargs))
+    )
+
+
+def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the number of rows of a batch; 0 for one without a tensor of rows."""
+    return next((len(one) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), 0)
 
 
 def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:

@@ -22,6 +22,8 @@ class Layout(Answer):
     example: ClassVar[str] = "whole()"
     carried_out_by: ClassVar[str] = "stretto.parallel.rank_parts.RankParts"
     """Import path of the class that divides a worker among its ranks."""
+    simulated_by: ClassVar[str] = "stretto.simulator.layouts.replica.Replica"
+    """Import path of the class of such workers in a simulation; empty if they cannot be simulated."""
     takes_recipe: ClassVar[bool] = True
     """True if a recipe says what the workers exchange; False if there is only one worker, whatever its processes."""
 
@@ -57,6 +59,7 @@ class pipeline(Layout):
 
     papers = ("Huang et al. 2018 (GPipe, 1811.06965)",)
     carried_out_by = "stretto.parallel.stages.PipelineStages"
+    simulated_by = "stretto.simulator.layouts.stages.StagedReplica"
     builds_parts = True
 
     def __post_init__(self) -> None:
@@ -97,6 +100,7 @@ class sharded(Layout):
 
     papers = ("Rajbhandari et al. 2020 (ZeRO, 1910.02054)", "Zhao et al. 2023 (FSDP, 2304.11277)")
     carried_out_by = "stretto.parallel.sharded.ShardedModel"
+    simulated_by = "stretto.simulator.layouts.shards.ShardedReplica"
 
     def ranks_in(self, processes: int) -> int:
         return self.over
@@ -125,6 +129,7 @@ class blocks(Layout):
 
     papers = ("Gemulla et al. 2011 (DSGD, 10.1145/2020408.2020426)",)
     carried_out_by = "stretto.parallel.blocks.BlockRing"
+    simulated_by = ""
     takes_recipe = False
 
     def __post_init__(self) -> None:

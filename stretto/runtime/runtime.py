@@ -61,7 +61,7 @@ class Runtime:
         place = {"rank": self.rank, "ranks": self.ranks} if self.ranks > 1 else {}
         return {"pid": os.getpid(), "host": socket.gethostname(), **place}
 
-    def on_distribute(self, model: nn.Module, loader: Any) -> None:
+    def on_distribute(self, model: nn.Module, optimizers: Any, loader: Any, recipe: Any) -> None:
         """Note that the script has called `distribute` with these arguments."""
 
     def loader_processes(self, loader: DataLoader[Any]) -> int:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from stretto.errors import mistyped
+from stretto.errors import LaunchError, mistyped
 from stretto.faults import plan
 from stretto.faults.plan import Fault
 from stretto.launcher.config import check as check_config
 from stretto.launcher.config import settled
-from stretto.recipe.parser import parse
+from stretto.recipe.layout import as_option, whole
+from stretto.recipe.parser import parse, parse_layout
 from stretto.run_config import RunConfig
 from stretto.simulator.cluster.membership import heartbeat_s
 from stretto.simulator.compute.contention import copies
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.speed import Equal, Pace, Speeds
 from stretto.simulator.isolation.script import Program
+from stretto.simulator.layouts.replica import Replica, create_replica
+from stretto.simulator.network.links import Links
 from stretto.simulator.network.topology import Network
 from stretto.units import spelled
 
@@ -57,10 +60,19 @@ class Simulation:
         """Number of shards of the parameter server, or the most that the script's recipe may ask for."""
         return parse(self.config.recipe).shards if self.config.recipe else MAX_SHARDS
 
+    def replica(self, notice: Callable[[str], None], links: Links | None = None) -> Replica:
+        """Return the workers as their layout divides them. Raise LaunchError if they cannot be simulated."""
+        config = self.config
+        layout = parse_layout(config.layout or str(whole()))
+        if not layout.simulated_by:
+            raise _not_simulated(config)
+        links = links or Links(self.network, config.workers, 0, config.ranks)
+        return create_replica(layout, links, self.cost_model, notice)
+
     @property
     def has_network(self) -> bool:
         """True if workers communicate over links of finite speed."""
-        return self.config.workers > 1 and self.network != Network()
+        return self.config.workers * self.config.ranks > 1 and self.network != Network()
 
     @property
     def contending_processes(self) -> int | None:
@@ -99,8 +111,27 @@ def check(simulation: Simulation) -> Simulation:
         _refuse_ineffective(fault, simulation.network)
         _refuse_partial(fault, simulation.network)
     Pace(simulation.speeds, config.workers, config.seed)
+    _check_layout(simulation)
     Program(config.script, config.args, config.seed, config.module)
     return simulation
+
+
+def _check_layout(simulation: Simulation) -> None:
+    """Raise LaunchError for workers of several processes that cannot be simulated."""
+    simulation.replica(lambda _: None)
+    if simulation.config.ranks > 1 and simulation.processors is not None:
+        problem = "the processes of a worker have a processor each in a simulation"
+        got = f"--processors {simulation.processors:g} {as_option(simulation.config.layout)}"
+        raise mistyped(
+            problem, got, "no --processors, or workers of one process", str(as_option(simulation.config.layout))
+        )
+
+
+def _not_simulated(config: RunConfig) -> LaunchError:
+    problem = "processes that rotate blocks of a matrix exchange no models, and are not simulated"
+    processes, option = config.workers * config.ranks, as_option(config.layout)
+    expected = "whole(), pipeline(...) or sharded(...)"
+    return mistyped(problem, option, expected, f"stretto run -n {processes} {option}, which runs them")
 
 
 def _silence_s(fault: Fault) -> float:

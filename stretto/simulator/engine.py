@@ -50,6 +50,8 @@ class Worker:
         """True if its greenlet has ended; true if it was killed or evicted."""
         self.steps, self.codec_calls = steps, 0
         """Number of steps that it has computed; number of tensors or updates that it has encoded or decoded."""
+        self.rank_bytes = 0
+        """Bytes that its ranks have sent to each other in this incarnation, where it has several."""
         self.suspended_s = 0.0
         """Seconds of real time in which this worker's greenlet was suspended."""
         self.processor_flow: int | None = None
@@ -114,6 +116,10 @@ class Worker:
         self._local_time = fault_injector.end_of_computing(
             self.number, queue.now, fault_injector.paused_s(self.number, began, ended[0])
         )
+
+    def count_rank_bytes(self, nbytes: int) -> None:
+        """Count bytes that one of its ranks sends to another."""
+        self.rank_bytes += nbytes
 
     def sleep(self, seconds: float) -> None:
         """Advance this worker's virtual time by `seconds` without computing."""

@@ -33,6 +33,7 @@ from stretto.launcher.worker_main import failure
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RunOverError
+from stretto.recipe.layout import whole
 from stretto.recipe.recipe import Recipe
 from stretto.run_dir import make_folder, write_run
 from stretto.simulator.cluster.barriers import SimBarrier, SimBarriers
@@ -52,8 +53,10 @@ from stretto.simulator.isolation.script import DiscardedOutput, Program, extend_
 from stretto.simulator.isolation.shared_memory import SharedArrays
 from stretto.simulator.isolation.virtual_time import ScriptTime
 from stretto.simulator.isolation.written_files import WrittenFiles
+from stretto.simulator.layouts.replica import Replica
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.links import Links
+from stretto.strategies.optimizers import Optimizers
 from stretto.training.worker_context import WorkerContext, current_context, fields_of
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
@@ -114,14 +117,15 @@ class Simulator:
         config = simulation.config
         self._simulation, self._folder, self._log = simulation, folder, log
         shards = simulation.shards
-        links = Links(simulation.network, config.workers, shards)
+        links = Links(simulation.network, config.workers, shards, config.ranks)
         self.engine = self.make_engine(links, shards)
         self.program = Program(config.script, config.args, config.seed, config.module)
         self.shared_arrays = SharedArrays()
         self._err = err or sys.stderr
         self._shown: set[str] = set()
         self._memory_estimate = MemoryEstimate(config.workers)
-        self._group = SimGroup(self.engine, links)
+        self.replica = self.make_replica(links)
+        self._group = SimGroup(self.engine, links, replica=self.replica)
         self._servers: SimServers | None = None
         self._postponed: list[tuple[float, FaultEvent]] = []
         """Faults of servers that are postponed until the first worker creates them."""
@@ -129,7 +133,7 @@ class Simulator:
         """Failed worker incarnations of which servers are notified when they are created."""
         self._may_have_servers = True
         """True if servers exist or may still be created."""
-        self._generations = Generations(self.engine, links)
+        self._generations = Generations(self.engine, links, self.replica)
         self._coordinator: SimCoordinator | None = None
         if simulation.workers_can_fail:
             self._coordinator = SimCoordinator(
@@ -183,6 +187,10 @@ class Simulator:
         simulation, config = self._simulation, self._simulation.config
         plan = faults.schedule(simulation.faults, config.workers, shards, config.seed)
         return Engine(config.workers, links, simulation.cost_model, plan, simulation.processors, shards)
+
+    def make_replica(self, links: Links) -> Replica:
+        """Create the workers as their layout divides them."""
+        return self._simulation.replica(self._print_once, links)
 
     def make_state(self, worker: Worker, out: TextIO) -> ProcessState:
         """Return the initial process state of a worker."""
@@ -329,7 +337,7 @@ class Simulator:
         config = self._simulation.config
         runtime = self.runtime(worker)
         return SimWorkerContext(
-            **fields_of(config),
+            **fields_of(config) | {"layout": str(whole())},
             worker=worker.number,
             run=self._folder,
             seed=config.seed,
@@ -346,10 +354,13 @@ class Simulator:
     def runtime(self, worker: Worker) -> SimRuntime:
         """Create a worker's runtime."""
         workers = self._simulation.config.workers
-        return SimRuntime(worker, self._speed, self._limit, self._log, self.on_distribute, workers)
+        return SimRuntime(worker, self._speed, self._limit, self._log, self.on_distribute, workers, self.replica)
 
-    def on_distribute(self, worker: Worker, model: nn.Module, loader: Any) -> None:
+    def on_distribute(
+        self, worker: Worker, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None
+    ) -> None:
         """Handle a script's call of `distribute`: share the data that all workers load, and check memory."""
+        self.replica.follow(worker, model, optimizers, recipe)
         if processes := getattr(loader, "num_workers", 0):
             self._print_once(f"the loader's {processes} processes are not started: batches are loaded in this process")
         if hasattr(loader, "dataset"):

@@ -171,7 +171,9 @@ class Sections:
                     to_type="one recipe for all, with --recipe or in every call of stretto.distribute",
                 )
             )
-        self._context.runtime.on_distribute(arguments.model, arguments.loader)  # before the others are waited for
+        self._context.runtime.on_distribute(  # before the others are waited for
+            arguments.model, arguments.optimizers, arguments.loader, recipe
+        )
         if self._transport is None:
             self._kind = kind
             self._transport = self._context.transport_for(recipe, arguments.device)

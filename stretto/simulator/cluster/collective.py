@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange, Messages, answer, swapped
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, StrettoError, TransportError, UnevenLoopsError, explain
 from stretto.membership.loop_positions import EVEN, LoopPosition, are_apart, explained, named
+from stretto.recipe.layout import whole
+from stretto.simulator.cluster.contributions import (
+    BroadcastBytes,
+    Combined,
+    Exchanging,
+    GatherBytes,
+    Paired,
+    Rendezvous,
+    Submitted,
+    Work,
+)
+from stretto.simulator.cluster.rank_peers import RankPeers
 from stretto.simulator.engine import Engine, Worker
+from stretto.simulator.layouts.replica import Replica
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
 from stretto.simulator.network.links import Exchange as Flow
 from stretto.simulator.network.links import Links
-from stretto.transport import gloo_ring
 from stretto.transport.interface import Message, PairKey, PairNumbers, Traffic, Transport, check_peer, made
 
-_all_reduce_bytes = gloo_ring.all_reduce_bytes
-_all_reduce_messages = functools.lru_cache(gloo_ring.all_reduce_messages)
-_sum_bytes = functools.lru_cache(wire_bytes.sum_bytes)
 _broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
+Found = TypeVar("Found")
 Key: TypeAlias = int | PairKey
 """Number of a collective of all workers, or key of an exchange."""
 
@@ -46,13 +56,6 @@ class _Collective:
     transfers: list[Transfer] = field(default_factory=list)
 
 
-class _Work(NamedTuple):
-    """Processor work of a collective for each worker: messages sent and received, and conversions from and to bytes."""
-
-    messages: float
-    conversions: int = 0
-
-
 class SimGroup:
     """The group of all workers, or of some `members`.
 
@@ -61,14 +64,15 @@ class SimGroup:
     Workers are identified by their ranks within the group.
     """
 
-    def __init__(self, engine: Engine, links: Links, members: Sequence[int] | None = None) -> None:
-        self._engine, self.links = engine, links
+    def __init__(
+        self, engine: Engine, links: Links, members: Sequence[int] | None = None, replica: Replica | None = None
+    ) -> None:
+        self._engine = engine
+        self.replica = replica or Replica(whole(), links, engine.cost_model, lambda _: None)
         self.members = tuple(range(len(engine.workers))) if members is None else tuple(members)
-        self.explicit_members = members
         self._endpoints = None if members is None else frozenset(members)
         self.workers = len(self.members)
-        self._leaders = [host[0] for host in links.hosts(members)]
-        """First worker of each host, which exchanges the sum of its workers; each worker if none shares a host."""
+        self._peers = [RankPeers(links, rank, members) for rank in range(self.replica.ranks)]
         self._collectives: dict[Key, _Collective] = {}
         self._has_failed = False
         """True if no unfinished collective will complete, since a member has failed."""
@@ -88,19 +92,9 @@ class SimGroup:
             self._start(collective)
 
     def mean_bytes(self, rank: int, nbytes: int, item_bytes: int) -> tuple[int, int]:
-        """Return the bytes of a mean on a worker's sockets; within one host, as computed for memory."""
-        leaders, worker = self._leaders, self.members[rank]
-        if len(leaders) in (1, self.workers):
-            return _all_reduce_bytes(rank, self.workers, nbytes, item_bytes)
-        if worker not in leaders:
-            return 0, 0
-        return _sum_bytes(leaders.index(worker), len(leaders), nbytes, item_bytes)
-
-    def mean_messages(self, nbytes: int, item_bytes: int) -> float:
-        """Return the number of messages of a mean that a worker sends and receives."""
-        if len(self._leaders) == self.workers:
-            return _all_reduce_messages(0, self.workers, nbytes, item_bytes)
-        return wire_bytes.sum_messages(len(self._leaders), nbytes, item_bytes)
+        """Return the bytes of a mean on the sockets of all ranks of a worker."""
+        parts = zip(self._peers, self.replica.parts(nbytes, item_bytes), strict=True)
+        return _added(peers.mean_bytes(rank, part, item_bytes) for peers, part in parts)
 
     def is_done(self, number: Key) -> bool:
         """True if the collective is complete or the group is aborted."""
@@ -161,10 +155,10 @@ class SimGroup:
             collective.result, flows, work = self._combine(contributions, collective.ranks)
         except (TransportError, UnevenLoopsError) as error:
             collective.error = error
-            flows, work = [(0.0, (), 0.0)], _Work(0.0)
+            flows, work = [(0.0, (), 0.0)], Work(0.0)
         self._transfer(collective, flows, work)
 
-    def _transfer(self, collective: _Collective, flows: Sequence[Flow], work: _Work) -> None:
+    def _transfer(self, collective: _Collective, flows: Sequence[Flow], work: Work) -> None:
         """Start the transfer over the links and, concurrently, the work of its workers' processors on it.
 
         The messages of a collective depend on each other, so the latency is added at the end and no processor works in
@@ -205,15 +199,20 @@ class SimGroup:
         if are_apart(positions.values()):
             raise UnevenLoopsError(explained({self.members[rank]: position for rank, position in positions.items()}))
 
-    def _combine(self, contributions: list[Any], ranks: Sequence[int]) -> tuple[Any, list[Flow], _Work]:
-        if isinstance(contributions[0], _Paired):
-            first, second = (self.members[rank] for rank in ranks)
-            return contributions[0].combine_with(contributions[1], self.links, first, second)
+    def _combine(self, contributions: list[Any], ranks: Sequence[int]) -> Combined:
+        among = Exchanging(self._peers, self.replica.parts)
+        if isinstance(contributions[0], Paired):
+            return contributions[0].combine_with(contributions[1], among, *ranks)
         if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
             operations = (contribution.operation for contribution in contributions)
             raise TransportError(_mismatch_error(dict(zip(self.members, operations, strict=True))))
-        combined: tuple[Any, list[Flow], _Work] = contributions[0].combine(contributions, self)
+        combined: Combined = contributions[0].combine(contributions, among)
         return combined
+
+
+def _added(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    sent, received = zip(*pairs, strict=True)
+    return sum(sent), sum(received)
 
 
 def _shown(number: Key) -> str:
@@ -235,86 +234,6 @@ def _mismatch_error(operations: dict[int, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Submitted:
-    operation: ClassVar[str] = "the collective of a step"
-    op: CollectiveOp
-
-    def combine(self, contributions: list[_Submitted], group: SimGroup) -> Any:
-        ops = [op.op for op in contributions]
-        if isinstance(self.op, AllReduceMean):
-            tensor = self.op.tensor
-            messages = group.mean_messages(tensor.nbytes, tensor.element_size())
-            return answer(ops), group.links.all_reduce(tensor.nbytes, group.explicit_members), _Work(messages)
-        gathered = Messages(answer(ops))
-        sizes = [op.nbytes for op in gathered]
-        busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
-        hops, path, latency_s = group.links.gather(wire_bytes.LENGTH_BYTES, group.explicit_members)
-        exchange = (
-            hops + busiest,
-            path,
-            latency_s + group.links.gather(0, group.explicit_members)[2] / max(len(sizes) - 1, 1),
-        )
-        return gathered, [exchange], _Work(6 * (len(contributions) - 1), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Paired:
-    """Contribution to an exchange: a frame and then the tensor, in each direction over the links of this direction."""
-
-    op: Exchange
-
-    def combine_with(
-        self, other: _Paired, links: Links, worker: int, other_worker: int
-    ) -> tuple[list[Tensor], list[Flow], _Work]:
-        routes = links.path(worker, other_worker), links.path(other_worker, worker)
-        sizes = [wire_bytes.EXCHANGE_FRAME_BYTES + paired.op.tensor.nbytes for paired in (self, other)]
-        flows: list[Flow] = [(size, path, 2 * latency_s) for size, (path, latency_s) in zip(sizes, routes, strict=True)]
-        return swapped([self.op, other.op]), flows, _Work(sum(map(wire_bytes.exchange_messages, sizes)), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _GatherBytes:
-    operation: ClassVar[str] = "an all-gather of messages"
-    message: bytes
-
-    def combine(self, contributions: list[_GatherBytes], group: SimGroup) -> Any:
-        messages = [contribution.message for contribution in contributions]
-        longest = max(map(len, messages))
-        sent, path, latency_s = group.links.gather(wire_bytes.FRAME_BYTES, group.explicit_members)
-        is_long = longest > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
-        if is_long:
-            sent_again, _, again_s = group.links.gather(longest, group.explicit_members)
-            sent, latency_s = sent + sent_again, latency_s + again_s
-        work = _Work(4 * (1 + is_long) * (len(contributions) - 1), 1 + is_long)
-        return messages, [(sent, path, latency_s)], work
-
-
-@dataclass(frozen=True, slots=True)
-class _BroadcastBytes:
-    operation: ClassVar[str] = "a broadcast of a message"
-    message: bytes
-    root: int
-
-    def combine(self, contributions: list[_BroadcastBytes], group: SimGroup) -> Any:
-        message = contributions[self.root].message
-        is_long = len(message) > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
-        length = wire_bytes.FRAME_BYTES + len(message) * is_long
-        work = _Work(2 * (1 + is_long) * (1 - 1 / len(contributions)), 1 + is_long)
-        return message, [group.links.broadcast(group.members[self.root], length, group.explicit_members)], work
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendezvous:
-    """Contribution to the rendezvous of a generation, which takes `seconds` after all members have arrived."""
-
-    operation: ClassVar[str] = "the rendezvous of a group"
-    seconds: float
-
-    def combine(self, contributions: list[_Rendezvous], group: SimGroup) -> Any:
-        return None, [(0.0, (), self.seconds)], _Work(0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class _Handle:
     transport: SimTransport
     number: Key
@@ -325,11 +244,11 @@ class _Handle:
         self.transport.spend_codec_time()
         if isinstance(self.op, Exchange):
             received: Tensor = result[self.op.peer < self.transport.worker]
-            self.transport.count_exchanged(self.op.tensor.nbytes, received.nbytes)
+            self.transport.count_exchanged(self.op.tensor, received)
             return received
         if isinstance(self.op, AllReduceMean):
             return self.op.tensor.copy_(result)
-        self.transport.count_gathered([message.nbytes for message in result])
+        self.transport.count_gathered(result)
         answered: list[Tensor] = result
         return answered
 
@@ -342,7 +261,9 @@ class SimTransport(Transport):
         super().__init__(group.members.index(worker.number), group.workers)
         self._number = 0
         self._pair_numbers = PairNumbers()
-        self._sent, self._received = wire_bytes.connect_bytes(self.workers)
+        self._replica, self._between_ranks = group.replica, -worker.rank_bytes
+        self._sent = self._received = 0
+        self._count(wire_bytes.connect_bytes(self.workers), self._replica.ranks)
 
     @property
     def begun(self) -> int:
@@ -356,36 +277,49 @@ class SimTransport(Transport):
         self.spend_codec_time()
         if isinstance(op, Exchange):
             key = self._pair_numbers.next_key(op, self.worker)
-            return _Handle(self, self._contribute_to(key, _Paired(op)), op)
+            return _Handle(self, self._contribute_to(key, Paired(op)), op)
         if isinstance(op, AllReduceMean):
             self._count(self._group.mean_bytes(self.worker, op.tensor.nbytes, op.tensor.element_size()))
-        return _Handle(self, self._contribute(_Submitted(op)), op)
+        return _Handle(self, self._contribute(Submitted(op)), op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the message of every worker, in order of ranks."""
-        messages: list[bytes] = self.wait_result(self._contribute(_GatherBytes(made(message))))
-        self._count(wire_bytes.all_gather_message_bytes(self.workers, max(map(len, messages))))
+        messages: list[bytes] = self.wait_result(self._contribute(GatherBytes(made(message))))
+        moved = wire_bytes.all_gather_message_bytes(self.workers, max(map(len, messages)))
+        self._count(moved, self._replica.ranks)
         return messages
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message. Within a backward pass, which cannot wait, `message` is equal at all workers."""
         if self._sim_worker.in_backward:
             payload = made(message)
-            number = self._contribute(_BroadcastBytes(payload, root))
+            number = self._contribute(BroadcastBytes(payload, root))
             self._sim_worker.after_backward(lambda: self._count_broadcast(number, root))
             return payload
-        number = self._contribute(_BroadcastBytes(made(message) if self.worker == root else b"", root))
+        number = self._contribute(BroadcastBytes(made(message) if self.worker == root else b"", root))
         received: bytes = self.wait_result(number)
-        self._count(_broadcast_bytes(self.worker, self.workers, root, len(received)))
+        self._count(_broadcast_bytes(self.worker, self.workers, root, len(received)), self._replica.ranks)
         return received
 
     def _count_broadcast(self, number: Key, root: int) -> None:
         with suppress(BrokenTransportError):  # the next collective, which can wait, raises it
-            self._count(_broadcast_bytes(self.worker, self.workers, root, len(self.wait_result(number))))
+            moved = _broadcast_bytes(self.worker, self.workers, root, len(self.wait_result(number)))
+            self._count(moved, self._replica.ranks)
+
+    def attempt(
+        self, act: Callable[[], Found], again: Callable[[], Found] | None = None, in_pairs: bool = False
+    ) -> Found:
+        """Run operations that belong together. Ranks of a worker agree at their end, and then all workers."""
+        found = act()
+        if self._replica.ranks > 1:
+            self._sim_worker.count_rank_bytes(self._replica.agreement_bytes)
+            self._sim_worker.sleep(self._replica.agreement_s)
+            self.all_gather_bytes(b"")
+        return found
 
     def rendezvous(self, seconds: float) -> None:
         """Wait for all members and then `seconds` of virtual time. Raises BrokenTransportError."""
-        self.wait_result(self._contribute(_Rendezvous(seconds)))
+        self.wait_result(self._contribute(Rendezvous(seconds)))
 
     def abort(self) -> None:
         """Abort all unfinished collectives of the group, for all members."""
@@ -393,7 +327,8 @@ class SimTransport(Transport):
 
     def traffic(self) -> Traffic:
         """Return the bytes so far, as a live transport would count them."""
-        return Traffic(self._sent, self._received, counted=False)
+        between_ranks = self._between_ranks + self._sim_worker.rank_bytes
+        return Traffic(self._sent + between_ranks, self._received + between_ranks, counted=False)
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -401,15 +336,21 @@ class SimTransport(Transport):
     def spend_codec_time(self) -> None:
         """Spend this worker's time for one encoding or decoding."""
         self._sim_worker.codec_calls += 1
-        self._sim_worker.compute(self._sim_worker.cost_model.codec_s)
+        self._sim_worker.compute(self._sim_worker.cost_model.codec_s * self._replica.largest_share)
 
-    def count_gathered(self, sizes: list[int]) -> None:
-        """Count the bytes of an all-gather of messages of these sizes."""
-        self._count(wire_bytes.all_gather_bytes(self.worker, sizes))
+    def count_gathered(self, tensors: Sequence[Tensor]) -> None:
+        """Count the bytes of an all-gather of these tensors."""
+        for sizes in self._sizes(tensors):
+            self._count(wire_bytes.all_gather_bytes(self.worker, sizes))
 
-    def count_exchanged(self, sent: int, received: int) -> None:
-        """Count the bytes of an exchange of tensors of these sizes."""
-        self._count(wire_bytes.exchange_bytes(sent, received))
+    def count_exchanged(self, sent: Tensor, received: Tensor) -> None:
+        """Count the bytes of an exchange of these tensors."""
+        for sizes in self._sizes([sent, received]):
+            self._count(wire_bytes.exchange_bytes(*sizes))
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
+        """Yield, for each rank, the bytes of its parts of these tensors."""
+        yield from zip(*(self._replica.parts(one.nbytes, one.element_size()) for one in tensors), strict=True)
 
     def wait_result(self, number: Key) -> Any:
         """Wait for the result of a collective, and return it."""
@@ -428,6 +369,6 @@ class SimTransport(Transport):
         self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution, place))
         return number
 
-    def _count(self, moved: tuple[int, int]) -> None:
-        self._sent += moved[0]
-        self._received += moved[1]
+    def _count(self, moved: tuple[int, int], times: int = 1) -> None:
+        self._sent += moved[0] * times
+        self._received += moved[1] * times

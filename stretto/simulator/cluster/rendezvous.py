@@ -5,6 +5,7 @@ from __future__ import annotations
 from stretto.membership.messages import GenerationView
 from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.engine import Engine, Worker
+from stretto.simulator.layouts.replica import Replica
 from stretto.simulator.network.links import Links
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.rendezvous import LastWorkerTransport
@@ -17,8 +18,8 @@ four processes of one machine."""
 class Generations:
     """The group of the newest generation."""
 
-    def __init__(self, engine: Engine, links: Links) -> None:
-        self._engine, self._links = engine, links
+    def __init__(self, engine: Engine, links: Links, replica: Replica) -> None:
+        self._engine, self._links, self._replica = engine, links, replica
         self._generation = 0
         self._group: SimGroup | None = None
 
@@ -26,7 +27,7 @@ class Generations:
         """Return the group of a generation; for a generation that is superseded, an aborted one."""
         if self._group is not None and form.generation == self._generation:
             return self._group
-        group = SimGroup(self._engine, self._links, form.numbers)
+        group = SimGroup(self._engine, self._links, form.numbers, self._replica)
         if form.generation > self._generation:
             self._generation, self._group = form.generation, group
         else:

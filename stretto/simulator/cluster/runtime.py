@@ -12,10 +12,13 @@ from torch.utils.data import DataLoader
 
 from stretto.errors import LaunchError, explain
 from stretto.events import EventLog, LogFile
+from stretto.recipe.recipe import Recipe
 from stretto.runtime.phase_timer import Pace, Stopwatch
 from stretto.runtime.runtime import Runtime
 from stretto.simulator.compute.speed import Pace as Speed
 from stretto.simulator.engine import Worker
+from stretto.simulator.layouts.replica import Replica
+from stretto.strategies.optimizers import Optimizers
 
 MAX_FAILURES = 1000
 """Number of failures without progress in samples after which a run ends with an error; at least ten per worker."""
@@ -100,9 +103,13 @@ class Limit:
 class SimPace:
     """Spends the virtual time of this worker's computing."""
 
-    def __init__(self, worker: Worker, speed: Speed, watch: Stopwatch) -> None:
-        self._worker, self._speed, self._watch = worker, speed, watch
-        self._step_s = self._progress = 0.0
+    def __init__(self, worker: Worker, speed: Speed, replica: Replica, watch: Stopwatch) -> None:
+        self._worker, self._speed, self._replica, self._watch = worker, speed, replica, watch
+        self._begun = 0, 0.0
+        """Number of the step under way, and its start in virtual time."""
+        self._step_s: float | None = 0.0
+        """Seconds of the step under way; None before it is known: the first step may split the model."""
+        self._progress = 0.0
 
     def begin_epoch(self) -> None:
         """Spend the time of an epoch besides its steps: starting the loader and closing the previous epoch."""
@@ -110,16 +117,22 @@ class SimPace:
 
     def begin(self) -> None:
         """Start a step."""
-        worker = self._worker
-        self._step_s = self._speed.step_s(worker.number, worker.steps, worker.now(), worker.cost_model.step_s)
-        self._progress = 0.0
-        worker.steps += 1
+        self._begun = self._worker.steps, self._worker.now()
+        self._step_s, self._progress = None, 0.0
+        self._worker.steps += 1
 
     def go_on(self, progress: float = 1.0) -> None:
         """Spend time until this fraction of the step's computing is done."""
+        if self._step_s is None:
+            self._step_s = self._replica.step_s(self._scaled)
+        progress = progress if self._replica.overlaps else 1.0
         seconds, self._progress = (progress - self._progress) * self._step_s, max(progress, self._progress)
         if seconds > 0:
             self._compute(seconds)
+
+    def _scaled(self, seconds: float) -> float:
+        """Return the seconds that this worker takes in this step for some computing."""
+        return self._speed.step_s(self._worker.number, *self._begun, seconds)
 
     def _compute(self, seconds: float) -> None:
         if self._worker.in_backward:
@@ -138,12 +151,13 @@ class SimRuntime(Runtime):
         speed: Speed,
         limit: Limit,
         log: SharedLog | None,
-        on_begin: Callable[[Worker, nn.Module, Any], None],
+        on_begin: Callable[[Worker, nn.Module, Optimizers, Any, Recipe | None], None],
         workers: int,
+        replica: Replica,
     ) -> None:
         super().__init__()
         self._worker, self._speed, self._limit, self._log = worker, speed, limit, log
-        self._on_begin = on_begin
+        self._on_begin, self._replica = on_begin, replica
         self.asynchronous = False
         """True if this worker trains with an asynchronous recipe."""
         self.progress_interval_s = max(Runtime.progress_interval_s, workers / MAX_PROGRESS_PER_S)
@@ -155,7 +169,7 @@ class SimRuntime(Runtime):
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
         """Return the pace that the simulation's speeds determine."""
-        return SimPace(self._worker, self._speed, watch)
+        return SimPace(self._worker, self._speed, self._replica, watch)
 
     def after_backward(self, callback: Callable[[], None]) -> None:
         """Call a function after the backward pass and after all calls that it deferred."""
@@ -174,9 +188,9 @@ class SimRuntime(Runtime):
         """Return 0: batches are loaded in this process."""
         return 0
 
-    def on_distribute(self, model: nn.Module, loader: Any) -> None:
-        """Report the script's model and data loader to the simulator."""
-        self._on_begin(self._worker, model, loader)
+    def on_distribute(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> None:
+        """Report the arguments of the script's call of `distribute` to the simulator."""
+        self._on_begin(self._worker, model, optimizers, loader, recipe)
 
     def ends_before_step(self, steps: int, samples: int, t: float) -> bool:
         """Return True if this worker has reached the limit."""

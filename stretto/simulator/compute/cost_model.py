@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stretto.call_syntax import Words
 from stretto.units import TIMES
@@ -11,6 +12,7 @@ from stretto.units import TIMES
 AUTO = "auto"
 NAMES = {
     "": "step_s",
+    "per micro-batch": "turns_s",
     "per epoch": "epoch_s",
     "encoding": "codec_s",
     "applying": "update_s",
@@ -22,6 +24,8 @@ NAMES = {
     "per MB of RPC messages": "rpc_megabyte_s",
     "per MB over links": "link_megabyte_s",
 }
+STAGES = "turns_s"
+"""Field with a time for each stage of a pipeline."""
 MEGABYTE = 1e6
 
 
@@ -29,11 +33,13 @@ MEGABYTE = 1e6
 class CostModel:
     """Processor time in seconds of the operations of a worker or a server.
 
-    `step_s` is a step without communication, `epoch_s` an epoch besides its steps; `codec_s` encoding one tensor or
-    update, and also decoding its result; `update_s` applying one update at a server. The others are the costs of
-    transports at each end. Collectives: `exchange_s` per operation, `message_s` per message, `megabyte_s` per MB, and
-    `conversion_s` per conversion between bytes and tensors. Parameter server, encryption included: `rpc_message_s` per
-    message, `rpc_megabyte_s` per MB, and `link_megabyte_s` besides for each MB that passes a link.
+    `step_s` is a step without communication, `epoch_s` an epoch besides its steps; of a worker in pipeline stages
+    `turns_s` are the forward and backward passes of a micro-batch in each stage, and `step_s` is a step besides them;
+    `codec_s` encoding one tensor or update, and also decoding its result; `update_s` applying one update at a server.
+    The others are the costs of transports at each end. Collectives: `exchange_s` per operation, `message_s` per
+    message, `megabyte_s` per MB, and `conversion_s` per conversion between bytes and tensors. Parameter server,
+    encryption included: `rpc_message_s` per message, `rpc_megabyte_s` per MB, and `link_megabyte_s` besides for each MB
+    that passes a link.
     """
 
     step_s: float
@@ -47,6 +53,7 @@ class CostModel:
     link_megabyte_s: float = 0.0
     epoch_s: float = 0.0
     conversion_s: float = 0.0
+    turns_s: tuple[float, ...] = ()
 
     def collective_s(self, messages: float, nbytes: float, conversions: int = 0) -> float:
         """Return the processor time of one worker for a collective in which it sends and receives this much."""
@@ -64,7 +71,7 @@ class CostModel:
     def __str__(self) -> str:
         """Return the text that `parse` reads, rounded to 0.1 microseconds."""
         times = ((getattr(self, field), name) for name, field in NAMES.items())
-        return ", ".join(f"{1e3 * time:.4f}ms {name}".rstrip() for time, name in times if time or not name)
+        return ", ".join(f"{_times(time)} {name}".rstrip() for time, name in times if time or not name)
 
 
 def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostModel:
@@ -76,7 +83,7 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
 
     Raises LaunchError.
     """
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     words = Words(
         text,
         "--step-time",
@@ -88,13 +95,22 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
         if start == 0 and measured is not None and words.skip(AUTO):
             is_auto = True
             continue
-        time, offset = words.quantity(TIMES), words.at
+        times = [words.quantity(TIMES)]
+        while words.next[:1].isdigit():
+            times.append(words.quantity(TIMES))
+        offset = words.at
         field = NAMES.get(words.typed() if words.next not in ("", ",") else "")
         if field is None or field in values:
             raise words.refused(f"nothing, or once each: {', '.join(NAMES)[2:]}", offset)
-        values[field] = time
+        if field != STAGES and len(times) > 1:
+            raise words.refused("`per micro-batch` after the times of several stages", offset)
+        values[field] = tuple(times) if field == STAGES else times[0]
     if measured is not None and is_auto:
         return replace(measured(), **values)
     if "step_s" not in values:
         raise words.refused(problem="--step-time has no time of a step")
     return CostModel(**values)
+
+
+def _times(value: float | tuple[float, ...]) -> str:
+    return " ".join(f"{1e3 * time:.4f}ms" for time in (value if isinstance(value, tuple) else (value,)))

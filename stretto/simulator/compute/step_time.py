@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
-from typing import TextIO
+from typing import Any, TextIO
 
 from msgspec import structs
+from torch import nn
 
+from stretto.recipe.recipe import Recipe
 from stretto.runtime.phase_timer import Pace, Stopwatch
 from stretto.simulator.cluster.runtime import SimRuntime
 from stretto.simulator.compute.cost_model import CostModel
@@ -18,9 +20,11 @@ from stretto.simulator.config import Simulation
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.isolation.script import DiscardedOutput
+from stretto.simulator.layouts.replica import Measurement
 from stretto.simulator.network.links import Links
 from stretto.simulator.network.topology import Network
 from stretto.simulator.runner import Simulator
+from stretto.strategies.optimizers import Optimizers
 
 MOST_STEPS = 200
 LEAST_STEPS = 10
@@ -35,12 +39,29 @@ TURN_S = 1e-6
 COMMUNICATION_PHASES = ("encoding", "exchanging", "waiting", "evaluating")
 
 
-def measure(simulation: Simulation, wall_clock: Callable[[], float], tick: Callable[[], None]) -> CostModel:
-    """Return the median times of a step of the script, and of encoding and applying under its recipe."""
-    config = simulation.config
+@dataclass(frozen=True)
+class Measured:
+    """Measured costs, and the layout with what was measured for it; None without a layout."""
+
+    cost_model: CostModel
+    layout: str | None
+
+
+def measure(
+    simulation: Simulation,
+    wall_clock: Callable[[], float],
+    tick: Callable[[], None],
+    notice: Callable[[str], None] = lambda _: None,
+) -> Measured:
+    """Return the median times of a step of the script, and of encoding and applying under its recipe.
+
+    The measured workers have one process each, whatever their layout.
+    """
+    config, measurement = simulation.config, simulation.replica(notice).measurement()
+    workers = min(config.workers, MEASURED_WORKERS)
     measured = replace(
         simulation,
-        config=structs.replace(config, workers=min(config.workers, MEASURED_WORKERS), keep_states=False),
+        config=structs.replace(config, workers=workers, ranks=1, layout=None, keep_states=False),
         cost_model=CostModel(0.0),
         network=Network(),
         speeds=Equal(),
@@ -49,7 +70,7 @@ def measure(simulation: Simulation, wall_clock: Callable[[], float], tick: Calla
         samples=inf,
         time_s=inf,
     )
-    simulator = _MeasuringSimulator(measured, wall_clock)
+    simulator = _MeasuringSimulator(measured, wall_clock, measurement)
     try:
         simulator.run(DiscardedOutput(), tick)
     except BaseException as error:
@@ -58,12 +79,13 @@ def measure(simulation: Simulation, wall_clock: Callable[[], float], tick: Calla
         simulator.shared_arrays.close()
     first_pace = simulator.paces[0]
     updates = simulator.engine.update_seconds
-    return CostModel(
+    whole = CostModel(
         step_s=first_pace.step_s(),
         epoch_s=first_pace.epoch_s(),
         codec_s=first_pace.encoding_s() / max(simulator.engine.workers[0].codec_calls, 1),
         update_s=statistics.median(updates) if updates else 0.0,
     )
+    return Measured(measurement.cost_model(whole), str(measurement.layout) if config.layout is not None else None)
 
 
 class _StepRecorder:
@@ -120,8 +142,8 @@ class _StepRecorder:
 class _MeasuringSimulator(Simulator):
     """A simulation whose workers run in real time."""
 
-    def __init__(self, simulation: Simulation, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock, self._began = wall_clock, wall_clock()
+    def __init__(self, simulation: Simulation, wall_clock: Callable[[], float], measurement: Measurement) -> None:
+        self._wall_clock, self._began, self._measurement = wall_clock, wall_clock(), measurement
         self.paces: dict[int, _StepRecorder] = {}
         super().__init__(simulation, None, None, DiscardedOutput())  # the simulation will repeat the notices
 
@@ -139,6 +161,14 @@ class _MeasuringSimulator(Simulator):
     def make_engine(self, links: Links, shards: int) -> Engine:
         """Create an engine that measures real time."""
         return Engine(self._simulation.config.workers, links, CostModel(0.0), wall_clock=self._wall_clock)
+
+    def on_distribute(
+        self, worker: Worker, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None
+    ) -> None:
+        """Measure the model of the first worker, too."""
+        super().on_distribute(worker, model, optimizers, loader, recipe)
+        if worker.number == 0:
+            self._measurement.follow(model)
 
     def ends(self, steps: int, measured_enough: bool) -> bool:
         """Return True if all workers end after this step: the first not started when one had `measured_enough`."""
@@ -158,6 +188,7 @@ class _MeasuringRuntime(SimRuntime):
             None,
             simulator.on_distribute,
             simulator._simulation.config.workers,
+            simulator.replica,
         )
         self._simulator, self._wall_clock = simulator, wall_clock
         self._began = wall_clock()

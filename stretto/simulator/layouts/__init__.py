@@ -1,0 +1,1 @@
+"""Workers of several processes in a simulation: whole models whose time and bytes are those of their ranks."""
