@@ -11,10 +11,12 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | kind | fields |
 | --- | --- |
 | start | workers, servers, pid, host, device, threads, recipe; rank, ranks of a worker with several ranks |
+| stages | layout, modules, micro_batches, predicted_s, computing, activations, balance: the stages of a measured |
+| | pipeline, with the predicted seconds of a pass and the bytes that it keeps (rank 0 of worker 0) |
 | warning | text: a message for the user |
 | log | step, samples, values: the arguments of `stretto.log` |
 | progress | step, samples, rounds, time_breakdown, bytes_sent, bytes_received, bytes_counted, blocked_s, traffic, |
-| | values_sent, residual_norms: totals of this worker process so far |
+| | values_sent, residual_norms: totals of this worker process so far; stage, memory of a rank of several |
 | update_applied | updates: [round, version, staleness, samples] of each update of this worker that was applied |
 | evaluation | epoch, step, samples, training_s, metrics: of the averaged model (written by worker 0); versions |
 | epoch | epoch, step, samples, training_s, sample_counts, drift, workers: one summary per worker (written by |
@@ -47,6 +49,9 @@ the transport multiplies them or adds headers (bytes_sent and bytes_received are
 `values_sent` holds the number of values in this worker's messages and the number of values they were selected from.
 `residual_norms` holds the norm of the last input of the codec and that of its residual afterwards. In a single process
 all three are absent, and `residual_norms` is present only for codecs with a residual.
+
+`stage` holds the number of passes (forward and back) of a rank's stage, their seconds, and those in which it waited for
+other ranks. `memory` holds bytes: of a rank's parameters, gradients and optimizer state, and the peak of its process.
 
 Only asynchronous runs have `update_applied` (about twice a second), `blocked_s` (seconds for which the staleness bound
 blocked this worker, part of `waiting`) and `versions` (of each shard of the parameter server). `step` is then the step

@@ -17,7 +17,7 @@ from stretto.compare.runner import Comparison
 from stretto.compare.trials import Question, ask, trials
 from stretto.launcher.local import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
-from stretto.report.tables import show
+from stretto.report.tables import sheets, show
 from stretto.report.verdict import verdict
 from stretto.run_config import OUTPUT, WORKERS, RunConfig
 from stretto.run_dir import make_folder
@@ -106,12 +106,12 @@ def _run(question: Question, folder: Path, quiet: bool) -> Comparison:
 
 def _conclude(comparison: Comparison, json_to: Path | None) -> None:
     """Write the page and the JSON, and print the tables and the verdict."""
-    from stretto.report import html_report
+    from stretto.report import html_report, stages_section
 
     records, target = list(comparison.records.values()), comparison.question.target
     written = html_report.write(comparison.folder)
     console = Console(stderr=str(json_to) == STANDARD_OUTPUT)
-    show(console, records, target)
+    show(console, [*sheets(records, target), *stages_section.of_recipes(records)])
     console.print(Text(str(verdict(records, target)), style="bold"))
     for failed in comparison.failed():
         first_line = str(failed["failed"]).partition("\n")[0]

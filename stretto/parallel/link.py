@@ -19,7 +19,8 @@ FORWARD, BACKWARD, OUTPUT = range(3)
 CPU = torch.device("cpu")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
-Waiting = Callable[[], AbstractContextManager[object]]
+Waiting = Callable[..., AbstractContextManager[object]]
+"""Context of a wait for another rank; its argument is the phase of this rank's time, `waiting` without one."""
 
 
 @dataclass(slots=True)

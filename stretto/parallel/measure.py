@@ -33,7 +33,7 @@ def measured_costs(
 
     Random states and buffers are as before afterwards.
     """
-    seconds = [0.0] * len(calls.names)
+    seconds, kept = [0.0] * len(calls.names), [0] * len(calls.names)
     sending_s = {call: 2 * nbytes * byte_s for call, nbytes in calls.sizes.items()}
     wait = functools.partial(wait_for, device)
     at = [-1, 0]  # the last call, and the number of closed modules around the present place
@@ -52,6 +52,7 @@ def measured_costs(
             try:
                 with with_memory(model.get_submodule(name)):
                     seconds[now] = min(_time(forward, args, kwargs, wait) for _ in range(TIMES))
+                    kept[now] = _kept(model.get_submodule(name), forward, args, kwargs)
                     return forward(*args, **kwargs)
             finally:
                 at[1] -= 1
@@ -66,7 +67,7 @@ def measured_costs(
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device))
+    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device), kept)
 
 
 def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) -> float:
@@ -81,6 +82,23 @@ def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) 
             torch.autograd.grad(heads, _leaves(heads), [torch.ones_like(one) for one in heads], allow_unused=True)
         wait()
         return time.perf_counter() - began
+
+
+def _kept(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    """Return the bytes that a forward pass keeps for its backward pass, besides the module's own tensors."""
+    own = {one.untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    given = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), (args, kwargs))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(*given[0], **given[1])
+    return sum(found.values())
 
 
 def _leaves(heads: Sequence[Tensor]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
+from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.remote import RemoteTensor, received, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
@@ -93,8 +95,10 @@ class Pipeline:
         link: Link,
         calls: Calls,
         begins: Sequence[int],
+        record: PassRecord | None = None,
     ) -> None:
         self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
+        self._record = record or PassRecord()
         self._plain = model.forward
         self._turn: _Turn | None = None
         self._shapes: dict[Any, Any] = {}
@@ -236,6 +240,10 @@ class Pipeline:
 
     def run(self, whole: _Pass) -> list[Tensor]:
         """Run the forward pass of all micro-batches, and return the outputs of the whole batch at all ranks."""
+        with self._record.within() if whole.with_gradients else nullcontext():
+            return self._run(whole)
+
+    def _run(self, whole: _Pass) -> list[Tensor]:
         if not self._is_first:
             for turn in whole.turns:
                 turn.coming = self._link.receive(self._link.rank - 1, FORWARD)
@@ -285,6 +293,10 @@ class Pipeline:
 
     def run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of this rank's parameters, given those of the outputs of the whole batch."""
+        with self._record.within(is_backward=True):
+            return self._run_back(whole, gradients)
+
+    def _run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         if whole.is_over:
             raise ModelError(refusals.second_backward())
         whole.is_over = True

@@ -118,7 +118,7 @@ def _connect(link: Link, timeout_s: float) -> None:
             options._timeout = limit
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", prefixed), rank, ranks, options)
             inner._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-        return RankGroup(inner, rank, ranks, link.waiting)
+        return RankGroup(inner, rank, ranks, lambda: link.waiting("exchanging"))
 
     dist.Backend.register_backend(NAME, create, devices=sorted({"cpu", link.device.type}))
     dist.init_process_group(NAME, store=store, rank=link.rank, world_size=link.ranks, timeout=limit)

@@ -15,6 +15,7 @@ from stretto.loader.arrangement import Arrangement
 from stretto.parallel.link import Link
 from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
+from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers
 from stretto.transport.interface import Message
 
@@ -40,6 +41,10 @@ class RankContext:
     """Called when the ranks have exchanged parts of the model."""
     timeout_s: float
     """Longest wait of a rank for another one without data."""
+    timer: Stopwatch | None = None
+    """Phases of this rank's time; None if they are not logged."""
+    write: Callable[..., None] = lambda *_, **__: None
+    """Writes an event of a kind with these fields."""
 
 
 class RankParts(Arrangement):
@@ -65,6 +70,10 @@ class RankParts(Arrangement):
     def part_of(self, state: State) -> State:
         """Return this rank's part of the state of a whole model."""
         return state
+
+    def figures(self) -> dict[str, Any]:
+        """Return this rank's figures for the event log."""
+        return {}
 
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks pass True; they call this together."""

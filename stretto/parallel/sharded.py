@@ -32,6 +32,7 @@ from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
 from stretto.loader.epoch_order import cut_stream, portion, samples_in
 from stretto.parallel import refusals
+from stretto.parallel.pass_record import memory_figures
 from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.shards import Shards
@@ -71,6 +72,10 @@ class ShardedModel(RankParts):
                 module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]
         self._model.forward = self._seeded(type(self._model).forward.__get__(self._model))
         self._shards.give_whole_states()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the memory of this rank."""
+        return {"memory": memory_figures(self._model, self._optimizers, self._link.device)}
 
     def _divide(self) -> None:
         for tensor in (*self._model.parameters(), *self._model.buffers()):

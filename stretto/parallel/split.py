@@ -25,6 +25,8 @@ class Costs:
     """Bytes of the trained parameters that each call is the first to use."""
     memory: int | None = None
     """Bytes of parameters that a stage can hold; None without a limit."""
+    kept: Sequence[int] = ()
+    """Bytes that the forward pass of each call keeps for its backward pass."""
 
     def of(self, stage: Stage) -> float | None:
         """Return the time of a stage: of computing, or of receiving its input. None if it cannot be one."""

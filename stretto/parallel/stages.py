@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -19,11 +19,15 @@ from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.meta_start import build, is_unbuilt
+from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.refusals import refuse_indivisible
+from stretto.parallel.schedule import Batch, Boundary, Hop, pipeline_schedule
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
+
+Number = TypeVar("Number", int, float)
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -45,6 +49,7 @@ class PipelineStages(RankParts):
         self._chosen: Chosen | None = None
         self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
+        self._record = PassRecord(context.timer)
         refuse_indivisible(self._model, self._optimizers, "split into stages")
         if self._link.ranks != layout.stages:
             raise ModelError(_other_ranks(layout, self._link.ranks))
@@ -112,13 +117,38 @@ class PipelineStages(RankParts):
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
+            self._write_prediction(calls, costs, split, byte_s)
         return msgspec.msgpack.encode(Chosen(calls, list(split.begins), self._random_state.numpy().tobytes()))
+
+    def _write_prediction(self, calls: Calls, costs: Costs, split: Split, byte_s: float) -> None:
+        """Write an event with the predicted pass of a batch, beside which the report shows the measured one."""
+        hop, m = Hop(byte_s), self._layout.micro_batches
+        turns = by_stage(split.begins, costs.seconds)
+        boundaries = [Boundary(calls.sizes[first], hop, hop) for first in split.begins[1:]]
+        schedule = pipeline_schedule(turns, boundaries, Batch(m, m * calls.output_bytes, hop))
+        self._context.write(
+            "stages",
+            layout=str(self._layout),
+            modules=[calls.names[first] or calls.names[1] for first in split.begins],
+            micro_batches=m,
+            predicted_s=round(schedule.seconds, 6),
+            computing=[round(one, 6) for one in schedule.computing],
+            activations=[m * one for one in by_stage(split.begins, costs.kept)],
+            balance=round(balance(costs, split), 4),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the passes of this rank, and its memory, once the model is split."""
+        if self._chosen is None:
+            return {}
+        memory = memory_figures(self._model, self._optimizers, self._link.device)
+        return {"stage": self._record.figures(), "memory": memory}
 
     def _apply(self, chosen: Chosen) -> None:
         self._chosen = chosen
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
-        Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins)
+        Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins, self._record)
 
 
 def micro_batch(layout: pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -145,6 +175,12 @@ def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
         shown.append(f"stage {stage} from {name}{time_text}")
     text = ", ".join(shown)
     return text + (f"; balance {balance(costs, split):.2f}" if costs is not None else "")
+
+
+def by_stage(begins: Sequence[int], values: Sequence[Number]) -> list[Number]:
+    """Return the sum of the values of each stage's calls."""
+    ends = [*begins[1:], len(values)]
+    return [sum(values[first:end]) for first, end in zip(begins, ends, strict=True)]
 
 
 def balance(costs: Costs, split: Split) -> float:

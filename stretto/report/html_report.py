@@ -12,7 +12,16 @@ from typing import Any
 import jinja2
 
 from stretto.errors import LogError
-from stretto.report import formatting, incidents, plot_style, run_log, staleness_section, time_series, traffic_section
+from stretto.report import (
+    formatting,
+    incidents,
+    plot_style,
+    run_log,
+    stages_section,
+    staleness_section,
+    time_series,
+    traffic_section,
+)
 from stretto.report.aggregation import grouped
 from stretto.report.incidents import Incident
 from stretto.report.plot_sections import LEARN, Album, Plot, pictures
@@ -108,7 +117,7 @@ def _comparison(folder: Path) -> str:
         deck=judged.caveats,
         failures=_failures(records),
         sections=_sections(
-            traffic_section.in_full(sheets(records, target), records),
+            [*traffic_section.in_full(sheets(records, target), records), *stages_section.of_recipes(records)],
             [*pictures(album), *traffic_section.of_album(album)],
         )
         if records
@@ -198,7 +207,11 @@ def _figures(record: Record) -> str:
 
 def _tables(record: Record, history: History) -> list[Sheet]:
     coverage = [_coverage(history)] if history.epochs else []
-    tables = [*traffic_section.sheet(record), *staleness_section.sheet(record, history)]
+    tables = [
+        *stages_section.sheets(history),
+        *traffic_section.sheet(record),
+        *staleness_section.sheet(record, history),
+    ]
     return [*_failures_and_recovery(history), *coverage, *tables]
 
 

@@ -17,7 +17,16 @@ from stretto.errors import LogError, explain
 from stretto.events import COORDINATOR, PHASES, RELAY, Event, counts_for_worker, process_name, read_events
 
 Point = tuple[float, float]
-PER_INCARNATION = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
+PER_INCARNATION = (
+    "samples",
+    "bytes_sent",
+    "bytes_received",
+    "blocked_s",
+    "time_breakdown",
+    "traffic",
+    "values_sent",
+    "stage",
+)
 """Fields of progress and end that each incarnation of a worker counts from zero."""
 RUN_WIDE_KINDS = ("membership", "fault_injected", "error")
 """Kinds of events that go to the log of the whole run during every section."""

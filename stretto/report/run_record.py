@@ -10,7 +10,7 @@ import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
 from stretto.events import process_name
-from stretto.report import incidents, staleness, traffic
+from stretto.report import incidents, stages, staleness, traffic
 from stretto.report.run_log import History, number, read, split_of
 from stretto.whole_files import written_whole
 
@@ -28,7 +28,8 @@ def record(run_folder: Path) -> Record:
     workers. `failed` is None for a run that finished, and else the reason. Fields that only a comparison can fill are
     None. `steps` and `rounds` are the largest of any worker; workers of asynchronous runs differ. `bytes_sent`,
     `bytes_received` and `time_breakdown` have an entry for each of `processes`, the workers or their ranks; the bytes
-    are measured at the transport. `traffic.fields` describes the raw and encoded bytes and residuals.
+    are measured at the transport. `stages` are the passes of a pipeline (`stages.summary`). `traffic.fields` describes
+    the raw and encoded bytes and residuals.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -43,6 +44,7 @@ def record(run_folder: Path) -> Record:
         **_counted(history),
         **traffic.fields(history),
         **_asynchronous(history),
+        "stages": stages.summary(history),
         "sample_counts": [event.get("sample_counts") for event in history.epochs],
         **BEYOND_ONE_RUN,
         "failures": incidents.failures(history),
@@ -83,7 +85,16 @@ def unstarted(
         "script": script,
         "args": [],
     }
-    unknown = ("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "blocked_seconds")
+    unknown = (
+        "threads",
+        "cores",
+        "simulated",
+        "seconds",
+        "samples_per_second",
+        "staleness",
+        "blocked_seconds",
+        "stages",
+    )
     nothing = dict.fromkeys(unknown)
     counted = {
         "wall_seconds": 0.0,

@@ -303,9 +303,9 @@ def share(record: Record, phase: str) -> float | None:
     return sum(phases.get(phase, 0.0) for phases in record["time_breakdown"]) / total if total else None
 
 
-def show(console: Console, records: Sequence[Record], target: Target | None = None) -> None:
-    """Print the tables on a terminal; they fit into 80 columns."""
-    for sheet in sheets(records, target):
+def show(console: Console, shown: Sequence[Sheet]) -> None:
+    """Print tables on a terminal; they fit into 80 columns."""
+    for sheet in shown:
         console.print(Text(sheet.title, style="bold"))
         console.print(Text(sheet.note, style="dim"))
         table = _rich(sheet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from stretto.parallel.rank_parts import RankParts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.strategy import Strategy
@@ -22,6 +23,7 @@ class MeasuredTrainer(Protocol):
     events: EventWriter
     progress: LoopProgress
     strategy: Strategy
+    rank_parts: RankParts
 
 
 class Figures:
@@ -46,6 +48,7 @@ class Figures:
             "bytes_received": traffic.bytes_received - trainer.section.received,
             "bytes_counted": traffic.counted,
             **self._tally.figures(),
+            **trainer.rank_parts.figures(),
         }
 
     def write(self, kind: str, **fields: object) -> None:

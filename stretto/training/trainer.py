@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from stretto.codecs import CodecContext
 from stretto.errors import LogError, StaysOutError
@@ -84,7 +86,7 @@ class Trainer:
         transport = self.transport
         if transport.siblings is None:
             return RankParts()
-        link = Link(transport.siblings, transport.waiting, arguments.device)
+        link = Link(transport.siblings, self._waiting_for_ranks, arguments.device)
         context = RankContext(
             self.model,
             self.optimizers,
@@ -98,11 +100,20 @@ class Trainer:
             on_split=lambda: self.strategy.begin_epoch(True),
             on_exchange=lambda: self.progress.count_round(),
             timeout_s=timeout_s,
+            timer=self.timer,
+            write=lambda kind, **fields: self.events.write(kind, None, **fields),
         )
         parts = create_parts(arguments.layout, context)
         state = self.section.state if transport.arrives else None
         parts.begin(state.facts.get("stages") if state is not None else None)
         return parts
+
+    @contextmanager
+    def _waiting_for_ranks(self, phase: str = "waiting") -> Iterator[None]:
+        """Wait for other ranks of this worker; the time counts for this phase, unless it is that of an evaluation."""
+        counts = self.timer.phase == "computing"
+        with self.timer.on(phase) if counts else nullcontext(), self.transport.waiting():
+            yield
 
     @property
     def epoch_batches(self) -> EpochBatches | None:

@@ -13,6 +13,8 @@ PyTorch's rules, which hold for CUDA and XPU, and for all of Stretto:
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -81,6 +83,16 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has had in a device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with suppress(OSError, StopIteration):  # the count of the kernel is also that of the process before its exec
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+    return int(psutil.Process().memory_info().rss)
 
 
 class Arriving:

@@ -6,7 +6,9 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 from layout_runs import counts, difference, run
+from staged_net import make_net
 
 from stretto.events import read_events
 
@@ -16,7 +18,14 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
     whole = run(tmp_path, "whole", "-n", "1")
     staged = run(tmp_path, "staged", "-n", "2", "--layout", "pipeline(stages=2)", *saves)
     assert difference(staged, whole) < 1e-6
-    assert not [event for event in read_events(staged / "events.jsonl") if event.get("what") == "failed"]
+    events = list(read_events(staged / "events.jsonl"))
+    assert not [event for event in events if event.get("what") == "failed"]
+    (stages,) = (event for event in events if event["event"] == "stages")
+    assert len(stages["computing"]) == len(stages["activations"]) == 2
+    ends = [event for event in events if event["event"] == "end"]
+    assert [one["stage"]["passes"] for one in ends] == [24, 24]
+    assert all(0 < one["stage"]["waiting"] < one["stage"]["seconds"] for one in ends)
+    assert sum(one["memory"]["parameters"] for one in ends) == 4 * sum(map(torch.Tensor.numel, make_net().parameters()))
     longer = run(tmp_path, "longer", "-n", "1", script=("3",))
     for name, options in {"three": ("-n", "3", "--layout", "pipeline(3)"), "one": ("-n", "1")}.items():
         resumed = run(tmp_path, name, *options, "--resume", "staged", script=("3",))

@@ -93,7 +93,7 @@ def test_the_terminal_tables_stay_within_their_width_and_lose_nothing(tmp_path: 
             one["recipe"] = "diloco(every=50, outer_lr=0.4, outer_momentum=0.8)"
         one["samples_per_second"] *= 1 + 0.1 * one["seed"]
     file = io.StringIO()
-    show(Console(file=file, width=width), found, Target("test_accuracy", ">=", 0.9))
+    show(Console(file=file, width=width), sheets(found, Target("test_accuracy", ">=", 0.9)))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     for word in ("training", "outer_momentum=0.8)", "other", "samples", "speed-up"):
@@ -144,7 +144,7 @@ def test_the_tables_of_asynchronous_runs_fit_a_terminal(tmp_path: Path, seeds: i
         one["samples_by_worker"] = [123_456_789_012 + one["seed"] * 10**9, 1000]
         one["blocked_seconds"] = [0.1 * one["seed"], 0.0]
     file = io.StringIO()
-    show(Console(file=file, width=80), found)
+    show(Console(file=file, width=80), sheets(found))
     assert max(map(len, file.getvalue().splitlines())) <= 80
     assert "staleness" in file.getvalue()
     assert "123" in file.getvalue()

@@ -219,7 +219,7 @@ def test_the_table_fits_a_terminal_and_loses_nothing(tmp_path: Path, seeds: int)
                 account["raw_sent"] *= 10_000 + one["seed"]
         one["residual_share"] = 1234.5 + one["seed"] * 1000
     file = io.StringIO()
-    show(Console(file=file, width=80), records)
+    show(Console(file=file, width=80), sheets(records))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for word in ("encoded,", "received", "values", "resi-", "63,000"):

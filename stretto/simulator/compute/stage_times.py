@@ -13,7 +13,7 @@ from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU
 from stretto.parallel.measure import measured_costs
 from stretto.parallel.split import Costs, Split, measured_split, named_split
-from stretto.parallel.stages import described, micro_batch
+from stretto.parallel.stages import by_stage, described, micro_batch
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states
 from stretto.simulator.compute.cost_model import CostModel
@@ -70,17 +70,15 @@ class StageTimes(Measurement):
             return whole
         split, seconds = self._split(self._found), self._found.costs.seconds
         self._notice(f"pipeline: {described(self._found.calls, split, self._found.costs)}")
-        ends = [*split.begins[1:], len(seconds)]
-        turns = tuple(sum(seconds[first:end]) for first, end in zip(split.begins, ends, strict=True))
-        return replace(whole, step_s=max(whole.step_s - self._found.whole_s, 0.0), turns_s=turns)
+        turns_s = tuple(by_stage(split.begins, seconds))
+        return replace(whole, step_s=max(whole.step_s - self._found.whole_s, 0.0), turns_s=turns_s)
 
     def _split(self, found: _Found) -> Split:
         """Return the best split at calls that a name stands for, since later calls of a module have none."""
         names, costs = found.calls.names, found.costs
         if self._pipeline.begins is not None:
             begins = named_split(found.calls, self._pipeline.begins).begins
-            ends = [*begins[1:], len(names)]
-            return Split(begins, max(sum(costs.seconds[a:b]) for a, b in zip(begins, ends, strict=True)))
+            return Split(begins, max(by_stage(begins, costs.seconds)))
         cuts = {call: place for call, place in found.calls.cuts.items() if names.index(names[call]) == call}
         calls = Calls(names, cuts, found.calls.used, found.calls.sizes, found.calls.output_bytes)
         return measured_split(calls, costs, self._pipeline.stages)

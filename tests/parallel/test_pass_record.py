@@ -1,0 +1,52 @@
+"""Figures of a rank: seconds of its passes and of its waits, what it keeps and what it holds."""
+
+from __future__ import annotations
+
+import torch
+from stage_threads import in_threads, split
+from torch import nn
+
+from stretto.parallel.calls import record_calls
+from stretto.parallel.link import CPU, Link
+from stretto.parallel.measure import measured_costs
+from stretto.parallel.pass_record import PassRecord, memory_figures
+from stretto.recipe.layout import pipeline
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.optimizers import Optimizers
+
+
+def test_waits_within_passes_count_and_others_do_not() -> None:
+    now = [0.0]
+    timer = Stopwatch(lambda: now[0])
+    record = PassRecord(timer)
+    timer.switch("computing")
+    for is_backward, waits in ((False, 1.0), (True, 2.0)):
+        with record.within(is_backward):
+            now[0] += 3.0
+            with timer.on("waiting"):
+                now[0] += waits
+        with timer.on("waiting"):
+            now[0] += 10.0
+    assert record.figures() == {"passes": 1, "seconds": 9.0, "waiting": 3.0}
+
+
+def test_what_modules_keep_is_what_autograd_saves_besides_parameters() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.ones(3, 4)
+    calls = record_calls(net, [x], {})
+    found = measured_costs(net, calls, [x], {}, 0.0, CPU).kept
+    assert dict(zip(calls.names, found, strict=True)) == {"": 0, "0": 4 * 3 * 4, "1": 4 * 3 * 6, "2": 4 * 3 * 6}
+
+
+def test_ranks_hold_the_parameters_and_the_state_of_their_stage() -> None:
+    def work(link: Link) -> dict[str, int]:
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        optimizer = torch.optim.AdamW(net.parameters())
+        split(link, net, optimizer, pipeline(2, 2), torch.ones(2, 4))
+        net(torch.ones(4, 4)).sum().backward()
+        optimizer.step()
+        return memory_figures(net, Optimizers([optimizer]), CPU)
+
+    for numbers, tensors, found in zip((4 * 6 + 6, 6 * 2 + 2), (2, 2), in_threads(2, work), strict=True):
+        assert found["parameters"] == found["gradients"] == 4 * numbers
+        assert found["state"] == 2 * 4 * numbers + 4 * tensors  # moments, and a count of steps of each parameter
+        assert found["peak"] > 10**7
