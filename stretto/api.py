@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, explain
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
-from stretto.parallel.meta_start import build, place_meta
+from stretto.parallel.meta_start import build, build_states, place_meta
 from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
@@ -104,6 +104,7 @@ def distribute(
     place_meta(whole, torch.get_default_device())
     if context is None:
         build(whole)
+        build_states(optimizers)
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
     refuse_foreign_shards(whole)

@@ -17,12 +17,15 @@ class MappedTables:
 
     def moved(self, table: Tensor) -> Tensor:
         """Return the table in a file of its own."""
+        return self.zeros(table).copy_(table)
+
+    def zeros(self, table: Tensor) -> Tensor:
+        """Return zeros like a table, in a file of their own, which takes no space before it is written."""
         with tempfile.NamedTemporaryFile(prefix="stretto-table-") as file:
             file.truncate(max(table.nbytes, 1))
             mapped = mmap.mmap(file.fileno(), max(table.nbytes, 1))
         self._maps.append(mapped)
-        found = torch.frombuffer(mapped, dtype=table.dtype, count=table.numel()).view(table.shape)
-        return found.copy_(table)
+        return torch.frombuffer(mapped, dtype=table.dtype, count=table.numel()).view(table.shape)
 
     def release(self) -> None:
         """Let memory drop all pages; a page in use is read again, from the system's cache of the file or from disk."""

@@ -12,15 +12,18 @@ draws the random numbers of all units, so the values do not depend on who keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import opened
+from stretto.parallel.mapped_tables import MappedTables
 from stretto.runtime.device_random import kept_random_states, seed_devices, seed_of
 from stretto.strategies.parameter_view import hold_elsewhere, hold_here, without_memory
 
@@ -51,11 +54,17 @@ def is_unbuilt(model: nn.Module) -> bool:
     return any(tensor in _unbuilt for tensor in _all_tensors(list(model.modules())))
 
 
-def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[[str], bool] = lambda _: True) -> None:
+def build(
+    model: nn.Module,
+    random_state: Tensor | None = None,
+    keeps: Callable[[str], bool] = lambda _: True,
+    in_files: Container[int] = (),
+) -> None:
     """Give values to the tensors that have none, and keep those whose names `keeps` accepts.
 
-    Random numbers are drawn from `random_state` on, or from the present state of torch's generator, which does not
-    change. Raises ModelError for a module with such tensors and without a method `reset_parameters`.
+    Tensors of the CPU whose ids are `in_files` are in memory-mapped files. Random numbers are drawn from `random_state`
+    on, or from the present state of torch's generator, which does not change. Raises ModelError for a module with such
+    tensors and without a method `reset_parameters`.
     """
     if not is_unbuilt(model):
         return
@@ -68,12 +77,35 @@ def build(model: nn.Module, random_state: Tensor | None = None, keeps: Callable[
         if device.type != "cpu":
             seed_devices(seed_of(torch.get_rng_state().numpy().tobytes()))
         for name, unit in units:
-            with _memory(unit) as unbuilt:
+            with _memory(unit, in_files) as unbuilt:
                 _reset(name, unit)
                 for tensor in unbuilt:
                     if keeps(names[id(tensor)]):
                         del _unbuilt[tensor]
                         hold_here(tensor)
+
+
+def build_states(optimizers: Iterable[Optimizer], in_files: Container[int] = ()) -> None:
+    """Give memory to the states that optimizers made of parameters without memory, as Adagrad does when it is made.
+
+    Raises ModelError for states whose first value is not known.
+    """
+    for group, parameter, state in _states(optimizers):
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                first = group.get("initial_accumulator_value")
+                if first is None or value.shape != parameter.shape:
+                    raise ModelError(_no_state(name))
+                state[name] = _memory_of(parameter.detach(), id(parameter) in in_files)
+                if first or id(parameter) not in in_files:
+                    state[name].fill_(first)
+
+
+def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], nn.Parameter, dict[str, Any]]]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter, optimizer.state.get(parameter, {})
 
 
 @contextmanager
@@ -86,17 +118,24 @@ def with_memory(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _memory(modules: list[nn.Module]) -> Iterator[list[Tensor]]:
+def _memory(modules: list[nn.Module], in_files: Container[int] = ()) -> Iterator[list[Tensor]]:
     """Yield the tensors of a unit without values, and give them memory; tensors still without values lose it again."""
     unbuilt = [tensor for tensor in _all_tensors(modules) if tensor in _unbuilt]
     for tensor in unbuilt:
-        tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        tensor.data = _memory_of(tensor, id(tensor) in in_files)
     try:
         yield unbuilt
     finally:
         for tensor in unbuilt:
             if tensor in _unbuilt:
                 tensor.data = without_memory(tensor, tensor.device)
+
+
+def _memory_of(tensor: Tensor, in_file: bool) -> Tensor:
+    """Return new memory for a tensor, on the CPU perhaps in a memory-mapped file, where it is zeros."""
+    if in_file and tensor.device.type == "cpu":
+        return MappedTables().zeros(tensor)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _units(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
@@ -131,6 +170,15 @@ def _no_values(name: str, module: nn.Module) -> str:
         got=f"{', '.join(own[:3])} of a class without reset_parameters",
         expected="a method reset_parameters, as torch's own modules have, that fills the tensors of the module itself",
         to_type=f"def reset_parameters(self) in the class {kind}",
+    )
+
+
+def _no_state(name: str) -> str:
+    return explain(
+        f"an optimizer that was made of parameters on the meta device has a state {name} without values",
+        got="a state that has no memory, and no known first value",
+        expected="an optimizer that makes its state in the first step, or torch.optim.Adagrad",
+        to_type="the model without torch.device('meta')",
     )
 
 

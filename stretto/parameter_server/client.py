@@ -379,10 +379,11 @@ class ParameterServerClient(Transport):
             self._has_left_barrier = True
             self._dispatcher.send(m.LeaveBarrier(self._op, self.barriers_passed))
 
-    def read(self, lengths: Sequence[int], flush: bool = False, widths: Sequence[int] = ()) -> PushHandle:
+    def read(self, lengths: Sequence[int], flush: bool = False) -> PushHandle:
         """Request the newest version; `flush` applies the updates that are being collected."""
-        request_ids = [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels]
-        return PushHandle(self.channels, request_ids, lengths, widths=widths)
+        return PushHandle(
+            self.channels, [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels], lengths
+        )
 
     def read_rows(self, parameter_set: int, table: int, numbers: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return rows of a table, flat and of the dtype of `like`, by their numbers at each shard, in their order.

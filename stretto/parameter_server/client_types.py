@@ -292,8 +292,6 @@ class PushHandle:
     lengths: Sequence[int] = ()
     kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
     """Tensors being sent, referenced until they are."""
-    widths: Sequence[int] = ()
-    """Widths of the rows of each part, 0 for a part without; empty if no part has rows."""
 
     def poll(self) -> bool:
         """Return True if all shards have replied, without waiting."""
@@ -330,9 +328,7 @@ class PushHandle:
             raise
 
     def _sink_of(self, shard: int, take: Sink) -> Sink:
-        widths = self.widths or [0] * len(self.lengths)
-        pairs = zip(self.lengths, widths, strict=True)
-        starts = [ranges(length, len(self.channels), width)[shard][0] for length, width in pairs]
+        starts = [ranges(length, len(self.channels))[shard][0] for length in self.lengths]
         return lambda part, offset, chunk: take(part, starts[part] + offset, chunk)
 
 

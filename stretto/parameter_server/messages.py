@@ -141,7 +141,10 @@ class EnterBarrier(_Message):
 
 
 class Read(_Message):
-    """Request for the newest version, after applying the updates that are being collected if `flush`."""
+    """Request for the newest version, after applying the updates that are being collected if `flush`.
+
+    Tables of rows are not in the reply (see `ReadRows`).
+    """
 
     flush: bool
     recovery_epoch: int = 0

@@ -473,8 +473,7 @@ class ShardHandler:
         body = m.PushReply(
             version.number, [(update.seq, update.version, update.staleness, update.samples) for update in applied]
         )
-        tables = [table.flat.clone() for table in self._shard.tables]  # which change while the message is sent
-        return [OutgoingMessage(worker, request_id, body, [*version.ranges, *tables], version.release)]
+        return [OutgoingMessage(worker, request_id, body, version.ranges, version.release)]
 
     def _read_rows(
         self, worker: int, request_id: int, body: m.ReadRows, tensors: list[Chunks]

@@ -121,10 +121,12 @@ class AsyncStrategy(RecipeStrategy):
         All workers send a server the parameters again, or none does.
         """
         own = own or self.server.keeps_own_parameters
+        is_as_shown = self.server.has_tables_as_shown()
         if not own:
             self.server.start_from_read()
-        is_changed = not averaged.resume(own)
-        self.server.resume()
+        is_changed = not averaged.resume(own and is_as_shown) or not is_as_shown
+        if own and not is_changed:
+            self.server.put_back_rows()
         replies = self._transport.all_gather_bytes(b"changed" if is_changed else b"")
         return any(reply == b"changed" for reply in replies)
 

@@ -100,21 +100,21 @@ class AsyncServer:
             ]
         tables = [part for part in flat_parameters.parts if part.width]
         self.tables = [
-            RowRange(part, recipe.how, transport.shards, tally, functools.partial(self._read_rows, index, part.theta))
+            RowRange(part, recipe.how, transport.shards, tally, functools.partial(self._rows, index, part.theta))
             for index, part in enumerate(tables)
         ]
         """Tables whose rows are exchanged by themselves."""
         self._all: list[ServerRange] = [*self.ranges, *self.tables]
-        self._widths = [each.part.width for each in self._all] if tables else []
         self._reply_buffers = (
             [torch.empty_like(flat_range.mark, device="cpu") for flat_range in self.ranges]
             if self._is_elastic_averaging
             else []
         )
         """CPU buffers that hold a reply until it is complete, for a recipe that must not merge a part of one."""
-        self._lengths = [each.part.theta.numel() for each in self._all]
+        self._lengths = [each.part.theta.numel() for each in self.ranges]
         self._nbytes = sum(part.theta.nbytes for part in flat_parameters.parts)
         self._reply_nbytes = sum(each.part.theta.nbytes for each in self.ranges)
+        """Bytes of the server's replies, which have no tables."""
         self.versions = self._computed_on = [0] * transport.shards
         self.versions_read = self.versions
         """Version of each shard at the last read."""
@@ -151,7 +151,8 @@ class AsyncServer:
             first = self._transport.worker == 0
             if first:
                 parts = [each.part.theta for each in self._all]
-                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state, self._widths)
+                widths = [each.part.width for each in self._all] if self.tables else []
+                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, rule_state, widths)
             is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanges ----------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class AsyncServer:
         """
         self._merge_reply()
         while True:
-            own = [each.part.theta.clone() for each in self._all]
+            own = [flat_range.part.theta.clone() for flat_range in self.ranges]
             try:
                 self._read(flush=False)
             except RollbackRequiredError:
@@ -275,26 +276,38 @@ class AsyncServer:
     @_in_buffers
     def put_back(self, own: Sequence[Tensor]) -> None:
         """Set the parameters to this worker's own again, after `read_alone`."""
-        for each, theta in zip(self._all, own, strict=True):
-            each.put_back(theta)
+        for flat_range, theta in zip(self.ranges, own, strict=True):
+            flat_range.part.theta.copy_(theta)
+        self.put_back_rows()
 
-    def resume(self) -> None:
-        """Continue training: tables are no longer as they were read as a whole."""
+    def put_back_rows(self) -> None:
+        """Restore the rows of tables that this worker has changed, after the tables were read."""
         for table in self.tables:
-            table.resume()
+            table.put_back()
+
+    def has_tables_as_shown(self) -> bool:
+        """Return True if the script has changed no table since the last evaluation began."""
+        found = [table.is_as_shown() for table in self.tables]  # each forgets what it was
+        return all(found)
 
     def read_for_evaluation(self) -> bool:
         """Read the newest version. Return False if the servers rolled back: older parameters are void then."""
         recovery_epoch = self._recovery_epoch
         self.read()
+        for table in self.tables:
+            table.note_shown()
         return self._recovery_epoch == recovery_epoch
 
     def _read(self, flush: bool = True) -> list[int]:
         """Read the newest version without a retry. Raises RollbackRequiredError if a server failed."""
+        for each in self._all:
+            each.before_read()
         with self._timer.on("exchanging"):
-            result = self._transport.read(self._lengths, flush, self._widths).wait(self._copy_piece)
+            result = self._transport.read(self._lengths, flush).wait(self._copy_piece)
+        for table in self.tables:
+            table.read_whole()
         if self._sync_account is not None:
-            self._sync_account.received += self._nbytes
+            self._sync_account.received += self._reply_nbytes
             self._sync_account.raw_received += self._nbytes
         for each in self._all:
             each.was_read()
@@ -353,8 +366,7 @@ class AsyncServer:
         batches = [lease.batch for lease in leases]
         update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
         self._count_traffic(update)
-        lengths = self._lengths[: len(self.ranges)]  # those of the reply, which has no rows
-        self._sent = _Sent(self._transport.push(self._parameter_set, update, lengths), leases)
+        self._sent = _Sent(self._transport.push(self._parameter_set, update, self._lengths), leases)
         for each in self._all:
             each.sent()
         self._computed_on, self._no_steps_since_exchange = self.versions, True
@@ -437,19 +449,25 @@ class AsyncServer:
             self._account.received += self._reply_nbytes
         return result
 
-    def _read_rows(self, table: int, like: Tensor, numbers: list[Tensor]) -> Tensor:
-        """Return rows of a table, by their numbers at each shard."""
+    def _rows(self, table: int, like: Tensor, numbers: list[Tensor], is_sync: bool) -> Tensor:
+        """Return rows of a table, by their numbers at each shard; repeat the request after a rollback.
+
+        In an evaluation sync raise RollbackRequiredError instead.
+        """
         while True:
             try:
                 with self._timer.on("exchanging"):
                     rows = self._transport.read_rows(self._parameter_set, table, numbers, like)
             except RollbackRequiredError:
+                if is_sync:
+                    raise
                 self._transport.roll_back()
             else:
                 break
-        if self._account is not None:
-            self._account.sent += sum(one.nbytes for one in numbers)
-            self._account.received += rows.nbytes
+        account = self._sync_account if is_sync else self._account
+        if account is not None:
+            account.sent += sum(one.nbytes for one in numbers)
+            account.received += rows.nbytes
         return rows
 
     def _receive_whole(self, ticket: PushHandle) -> PushResult:
@@ -483,7 +501,7 @@ class AsyncServer:
 
     def _copy_piece(self, part: int, at: int, version: Tensor) -> None:
         """Copy a piece of a version into the parameters."""
-        self._all[part].part.theta[at : at + version.numel()].copy_(version)
+        self.ranges[part].part.theta[at : at + version.numel()].copy_(version)
 
     def _merge_piece(self, part: int, at: int, version: Tensor) -> None:
         """Merge a piece of a version, keeping the steps since the last exchange."""

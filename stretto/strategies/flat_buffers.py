@@ -47,14 +47,16 @@ class ParameterSlice:
 class FlatBuffer:
     """The parameters of one dtype and device, as one flat tensor `theta`."""
 
-    def __init__(self, slots: Sequence[ParameterSlice], length: int, width: int = 0) -> None:
+    def __init__(
+        self, slots: Sequence[ParameterSlice], length: int, width: int = 0, theta: Tensor | None = None
+    ) -> None:
         self.slots = slots
         self.width = width
         """Width of the rows of the one parameter, if its rows are exchanged by themselves; else 0."""
-        self.theta = zeros(length, slots)
+        self.theta = zeros(length, slots) if theta is None else theta
         with torch.no_grad():
             for slot in slots:
-                if slot.home is None and not slot.source.copies:
+                if slot.home is None and not slot.source.copies and theta is None:
                     slot.view(self.theta).copy_(slot.source.local)
                 slot.source.place(self._view(slot))
         self._copied = [(slot.source, self._view(slot)) for slot in slots if slot.source.copies]
@@ -146,8 +148,10 @@ def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuf
 
 
 def _table(name: str, parameter: Parameter) -> FlatBuffer:
+    """Return the buffer of a table, in the memory that the table has: it may be in a file."""
     slot = ParameterSlice(name, parameter_view(parameter), 0, parameter.numel())
-    return FlatBuffer([slot], parameter.numel(), parameter.shape[1])
+    theta = slot.source.local.contiguous().view(-1)
+    return FlatBuffer([slot], parameter.numel(), parameter.shape[1], theta)
 
 
 def _aligned(index: int, itemsize: int) -> int:

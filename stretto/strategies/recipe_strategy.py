@@ -175,7 +175,11 @@ class RecipeStrategy(Strategy):
         self, share: Callable[[ParameterSet], Callable[[], float]], read: Callable[[], bool] | None = None
     ) -> None:
         """Put the averaged model in place; `share` returns the function that returns a set's share."""
-        sets = [(each.parts, share(each)) for each in self.sets if each.flat_parameters is not None]
+        sets = [
+            ([part for part in each.parts if not part.width], share(each))  # tables of rows are read, not averaged
+            for each in self.sets
+            if each.flat_parameters is not None
+        ]
         account = self._context.tally.account("evaluation_sync")
         with in_buffers(self._parts):
             self._averaged = AveragedModel(sets, self.buffers, self._transport, account, read)

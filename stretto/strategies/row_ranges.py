@@ -29,11 +29,14 @@ from stretto.parameter_server.client_types import ranges
 from stretto.recipe.what import What, gradients
 from stretto.strategies.flat_buffers import FlatBuffer
 from stretto.strategies.server_ranges import Groups
+from stretto.strategies.tensor_sync import crc
 from stretto.strategies.traffic_counters import Tally
 from stretto.transport.device_memory import device_copy, host_copy
 
-Read = Callable[[list[Tensor]], Tensor]
-"""Returns rows, by their numbers at each shard."""
+Read = Callable[[list[Tensor], bool], Tensor]
+"""Returns rows, by their numbers at each shard; the flag is True in an evaluation sync."""
+BLOCK_BYTES = 1 << 22
+"""Bytes of the rows that are read together where all are."""
 
 
 class RowRange:
@@ -46,16 +49,20 @@ class RowRange:
         self._table = part.theta.view(-1, part.width)
         bounds = ranges(part.theta.numel(), shards, part.width)
         self._bounds = [(start // part.width, stop // part.width) for start, stop in bounds]
-        self._round = self._last_step = self._step_before = 1
-        """Number of pushes, counted from 1: now, at the last step, and at the step before."""
+        self._reads = self._last_step = self._step_before = 1
+        """Number of times that all rows had to be read again, counted from 1: now, at the last step, and before it."""
         self._read_in = _counts(len(self._table))
-        """Round in which each row was read last."""
+        """`_reads` when each row was read last."""
+        self._round = 1
+        """Number of pushes, counted from 1."""
         self._changed_in = _counts(len(self._table))
         """Round in which a step has changed each row last."""
         self._changed: list[tuple[Tensor, Tensor]] = []
         """Numbers of rows that steps have changed since the last push, and their values before."""
-        self._is_whole = False
-        """True while all rows are of the server's newest version, until training continues."""
+        self._own: list[tuple[Tensor, Tensor]] | None = None
+        """Numbers and values of the rows that this worker has changed, while all rows are those that were read."""
+        self._shown: int | None = None
+        """Checksum of the table as it was read for an evaluation."""
         self._numbers = torch.empty(0, dtype=torch.int64)
         self.change = part.theta.new_empty(0)
         """Changes of the rows with these numbers, flat."""
@@ -64,15 +71,21 @@ class RowRange:
 
     def look_up(self, numbers: Tensor) -> None:
         """Read these rows from the server, except those that were read since the last push."""
-        if self._is_whole:
+        if self._own is not None:
             return
         rows = torch.unique(numbers.detach().cpu())
         rows = rows[(rows >= 0) & (rows < len(self._table))]  # the module itself refuses others
-        rows = rows[self._read_in[rows] < self._round].long()
+        rows = rows[self._read_in[rows] < self._reads].long()
         if rows.numel():
-            values = self._read(self._by_shard(rows))
-            self._set(rows, values.view(-1, self.part.width))
-            self._read_in[rows] = self._round
+            self._set(rows, self._read(self._by_shard(rows), False))
+            self._read_in[rows] = self._reads
+
+    def read_whole(self) -> None:
+        """Set all rows to the server's newest version, a block at a time: a table may be larger than memory."""
+        block = max(BLOCK_BYTES // (self.part.width * self.part.theta.element_size()), 1)
+        for start in range(0, len(self._table), block):
+            rows = torch.arange(start, min(start + block, len(self._table)))
+            self._set(rows, self._read(self._by_shard(rows), True))
 
     def _by_shard(self, rows: Tensor) -> list[Tensor]:
         """Return the numbers of these rows, which ascend, at each shard."""
@@ -83,7 +96,7 @@ class RowRange:
     @torch.no_grad()
     def _set(self, rows: Tensor, values: Tensor) -> None:
         device = self._table.device
-        self._table[rows.to(device)] = device_copy(values, device)
+        self._table[rows.to(device)] = device_copy(values, device).view(-1, self.part.width)
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -99,7 +112,7 @@ class RowRange:
         rows = torch.unique(gradient._indices()[0].cpu())
         if bool((self._read_in[rows] < self._step_before).any()):
             raise ModelError(_not_looked_up(self._slot.name))
-        self._step_before, self._last_step = self._last_step, self._round
+        self._step_before, self._last_step = self._last_step, self._reads
         self.look_up(rows)
         rows = rows[self._changed_in[rows] < self._round]
         self._changed_in[rows] = self._round
@@ -147,6 +160,7 @@ class RowRange:
 
     def sent(self) -> None:
         """Begin the next update: all rows have to be read again."""
+        self._reads += 1
         self._round += 1
         self._changed = []
 
@@ -156,24 +170,37 @@ class RowRange:
             self._set(rows, before)
         self.sent()
 
+    @torch.no_grad()
+    def before_read(self) -> None:
+        """Remember the rows that this worker has changed, before the whole table is set to a version of the server."""
+        if self._own is None:
+            device = self._table.device
+            self._own = [(rows, self._table[rows.to(device)]) for rows, _ in self._changed]
+
     def was_read(self) -> None:
-        """Note that the whole table was set to a version of the server."""
-        self._is_whole = True
+        """Note that the whole table was read; `before_read` has noted it."""
+
+    def note_shown(self) -> None:
+        """Remember the table as it was read, for `is_as_shown`."""
+        self._shown = crc(self.part.theta)
+
+    def is_as_shown(self) -> bool:
+        """Return True if the script has not changed the table since it was read for an evaluation."""
+        shown, self._shown = self._shown, None
+        return shown is None or shown == crc(self.part.theta)
 
     def start_from_read(self) -> None:
         """Continue from the version that was read."""
-        self._is_whole = False
+        self._own = None
         self.sent()
 
-    @torch.no_grad()
-    def put_back(self, own: Tensor) -> None:
-        """Set the table to this worker's own again."""
-        self.part.theta.copy_(own)
-        self.resume()
-
-    def resume(self) -> None:
-        """Continue with the rows that this worker had, or with the version that was read."""
-        self._is_whole = False
+    def put_back(self) -> None:
+        """Restore the rows that this worker has changed; all others have to be read again."""
+        own, self._own = self._own or [], None
+        self._reads += 1
+        for rows, values in own:
+            self._set(rows, values)
+            self._read_in[rows] = self._reads
 
     def not_finite(self) -> str | None:
         """Return the table's name if its update is not finite."""

@@ -46,14 +46,14 @@ class ServerRange(Protocol):
     def undo(self) -> None:
         """Restore the parameters as they were before the steps of an update that is not sent."""
 
+    def before_read(self) -> None:
+        """Prepare for a version of the server that will replace the parameters."""
+
     def was_read(self) -> None:
         """Note that the parameters were set to a version of the server."""
 
     def start_from_read(self) -> None:
         """Continue from the version that was read."""
-
-    def put_back(self, own: Tensor) -> None:
-        """Set the parameters to this worker's own again."""
 
     def not_finite(self) -> str | None:
         """Return the name of a parameter whose update is not finite; None if all are."""
@@ -115,6 +115,9 @@ class FlatRange:
         """Restore the parameters as they were before the steps of an update that is not sent."""
         self.part.theta.copy_(self.mark)
 
+    def before_read(self) -> None:
+        """Do nothing: the caller keeps what it needs of the parameters."""
+
     def was_read(self) -> None:
         """Note that the parameters were set to a version of the server."""
         if self.known is not None:
@@ -123,10 +126,6 @@ class FlatRange:
     def start_from_read(self) -> None:
         """Continue from the version that was read."""
         self.mark.copy_(self.part.theta)
-
-    def put_back(self, own: Tensor) -> None:
-        """Set the parameters to this worker's own again."""
-        self.part.theta.copy_(own)
 
     def not_finite(self) -> str | None:
         """Return the name of a parameter whose update is not finite; None if all are."""

@@ -73,6 +73,15 @@ def _changes_others(optimizer: Optimizer, group: dict[str, Any]) -> str:
     return f"{options[0]} of {kind} changes rows without a gradient" if options else ""
 
 
+def tables_in_files(model: nn.Module, recipe: Recipe | None) -> set[int]:
+    """Return the ids of the weights that are in memory-mapped files where the script gives them no memory.
+
+    They are those of which a worker uses some rows only.
+    """
+    found = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
+    return {id(one.weight) for one in found} if recipe is not None and recipe.moves_rows else set()
+
+
 def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequence[RemovableHandle]:
     """Call `look_up` with the numbers of rows before each forward pass of the modules; return the hooks."""
     found = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object

@@ -142,8 +142,12 @@ def test_malformed_rows_are_refused(numbers: Tensor, changes: Tensor) -> None:
             replies_to(handler, 0, 3, m.ReadRows(1, 0), [numbers])
     with pytest.raises(FramingError):
         replies_to(handler, 0, 3, m.ReadRows(1, 1), [row_numbers(1)])
-    (reply,) = replies_to(handler, 0, 4, m.Read(False))
-    assert not any(tensor.any() for tensor in reply.tensors)
+    (dense,), (rows,) = (
+        replies_to(handler, 0, 4, body, given)
+        for body, given in ((m.Read(False), []), (m.ReadRows(1, 0), [row_numbers(*range(ROWS))]))
+    )
+    assert not any(tensor.any() for tensor in [*dense.tensors, *rows.tensors])
+    assert [len(tensor) for tensor in [*dense.tensors, *rows.tensors]] == [4, ROWS * WIDTH]
     assert isinstance(pushed(handler, row_numbers(1, 8), torch.ones(6)), m.PushReply)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stretto
 from stretto.errors import ModelError
 from stretto.events import Event, read_events
+from stretto.interval import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 DOUBLE = torch.float64
@@ -333,3 +335,66 @@ def test_unfit_recipes_of_gradients_name_one_that_exchanges_rows() -> None:
     with pytest.raises(ModelError, match="sparse") as caught:
         run_workers(2, work(sgd), "allreduce")
     assert "async_sgd" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [sgd, adagrad])
+def test_a_run_that_resumes_within_an_epoch_equals_the_uninterrupted_run(make: Make, tmp_path: Path) -> None:
+    """A checkpoint holds whole tables by name: a run of dense tables resumes it as well."""
+    options: dict[str, Any] = {"checkpoint": every("5 rounds"), "keep": 99}
+    whole = run_one_worker(work(make), "async_sgd(shards=2)", run=tmp_path, **options)
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    middle, part = checkpoints[len(checkpoints) // 2], tmp_path / "part"
+    shutil.copytree(middle, part / "checkpoints" / middle.name)
+    for sparse, recipe in ((True, "async_sgd(shards=3)"), (False, "async_sgd"), (True, "local_sgd(every=2)")):
+        again = run_one_worker(work(make, sparse), recipe, run=tmp_path / recipe, resume=part, **options)
+        assert relative_distance(again, whole) <= 1e-12
+
+
+class Tables(nn.Module):
+    """Embeddings alone."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.users = nn.Embedding(USERS, WIDTH, sparse=sparse, dtype=DOUBLE)
+        self.items = nn.Embedding(ITEMS, WIDTH, sparse=sparse, dtype=DOUBLE)
+        source = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for one in self.parameters():
+                one.copy_(torch.randn(one.shape, generator=source, dtype=DOUBLE) * 0.3)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return (self.users(users) * self.items(items)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("build", [Tables, Factors])
+@pytest.mark.parametrize("recipe", ["async_sgd(shards=2)", "downpour(every=3)", "downpour(every=3, overlap=True)"])
+def test_evaluations_between_exchanges_change_nothing(build: Any, recipe: str) -> None:
+    """A worker continues with the rows that it has changed since its last push."""
+    evaluated = work(adagrad, build=build, evaluate=lambda net: {"one": 1.0}, evaluate_every=2)
+    expected = run_single_process(work(adagrad, build=build))
+    assert relative_distance(run_one_worker(evaluated, recipe), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("recipe", [None, "async_sgd(shards=2)", "local_sgd(every=2)"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_tables_of_the_meta_device_train_as_those_with_memory(kind: Any, recipe: str | None) -> None:
+    """Adagrad makes its sums when it is made, of parameters without memory."""
+
+    def run(device: str) -> Callable[[int], Tensor]:
+        def train(worker: int) -> Tensor:
+            torch.manual_seed(3)
+            with torch.device(device):
+                net = nn.Sequential(nn.Embedding(1001, 7, sparse=True, padding_idx=3, dtype=DOUBLE), nn.Flatten())
+            optimizer = kind(net.parameters(), lr=0.1)
+            numbers = TensorDataset(torch.arange(90) ** 2 % 1001)
+            for (number,) in stretto.distribute(net, optimizer, DataLoader(numbers, batch_size=9)):
+                optimizer.zero_grad()
+                net(number).square().mean().backward()
+                optimizer.step()
+            return flat(net)
+
+        return train
+
+    expected = run_single_process(run("cpu"))
+    found = run_one_worker(run("meta"), recipe) if recipe else run_single_process(run("meta"))
+    assert relative_distance(found, expected) <= 1e-12
