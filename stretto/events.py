@@ -50,8 +50,9 @@ the transport multiplies them or adds headers (bytes_sent and bytes_received are
 `residual_norms` holds the norm of the last input of the codec and that of its residual afterwards. In a single process
 all three are absent, and `residual_norms` is present only for codecs with a residual.
 
-`stage` holds the number of passes (forward and back) of a rank's stage, their seconds, and those in which it waited for
-other ranks. `memory` holds bytes: of a rank's parameters, gradients and optimizer state, and the peak of its process.
+`stage` holds the number of passes (forward and back) of a rank's stage but the first, their seconds, and those in which
+it waited for other ranks. `memory` holds bytes: of a rank's parameters, gradients and optimizer state, and the peak of
+its process.
 
 Only asynchronous runs have `update_applied` (about twice a second), `blocked_s` (seconds for which the staleness bound
 blocked this worker, part of `waiting`) and `versions` (of each shard of the parameter server). `step` is then the step

@@ -51,6 +51,15 @@ def compare(
             rich_help_panel=WORKERS,
         ),
     ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYOUT",
+            show_default="whole()",
+            help="A layout to try with each recipe; may be repeated. -n then counts the processes of all workers.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Number of repetitions, each with another seed.", rich_help_panel=WORKERS)
     ] = 1,
@@ -79,12 +88,12 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Run SCRIPT in a single process and under each recipe, and compare model, metrics, speed and traffic.
+    """Run SCRIPT in a single process and under each recipe and layout, and compare model, metrics, speed and traffic.
 
     Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """
     check_target(json_to, "compare.json")
-    question = ask(config, workers=workers, recipes=recipe or (), seeds=seeds, target=target)
+    question = ask(config, workers=workers, recipes=recipe or (), seeds=seeds, target=target, layouts=layout or ())
     folder = make_folder(f"compare-{config.name}", out, datetime.now())
     comparison = _run(question, folder, quiet)
     _conclude(comparison, json_to)

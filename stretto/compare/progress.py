@@ -62,7 +62,7 @@ class Progress:
     def _name(self, trial: Trial) -> str:
         joined = f" ×{trial.global_batch_of}" if trial.global_batch_of > 1 else ""
         seed = f", seed {trial.seed}" if self._trials[-1].seed else ""
-        return f"[{self._place(trial)}] {trial.kind}{joined}, {formatting.plural(trial.workers, 'worker')}{seed}"
+        return f"[{self._place(trial)}] {trial.kind}{joined}, {_size(trial)}{seed}"
 
     def _time_left(self) -> str:
         seconds = estimate(self._trials[len(self._costs) :], self._costs)
@@ -87,3 +87,7 @@ def estimate(remaining: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
 
 def _is_similar(a: Trial, b: Trial) -> bool:
     return (a.recipe, a.workers, a.global_batch_of) == (b.recipe, b.workers, b.global_batch_of)
+
+
+def _size(trial: Trial) -> str:
+    return f"{trial.workers} processes" if trial.layout else formatting.plural(trial.workers, "worker")

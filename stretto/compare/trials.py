@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from stretto.errors import LaunchError, explain
-from stretto.launcher.config import check
+from stretto.launcher.config import check, ranks_of
 from stretto.launcher.entry import typed
 from stretto.masking import masked
 from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
@@ -23,19 +24,25 @@ LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class Question:
-    """Configuration of every run, the recipes and numbers of workers to run it with, and the number of seeds."""
+    """Configuration of every run; the recipes, layouts and numbers of workers to run it with; the number of seeds.
+
+    With layouts, `workers` are the numbers of all processes of all workers. An empty layout is that of whole workers.
+    """
 
     config: RunConfig
     workers: tuple[int, ...]
     recipes: tuple[str, ...]
     seeds: int = 1
     target: Target | None = None
+    layouts: tuple[str, ...] = ("",)
 
     def command(self) -> list[str]:
         """Return the command line that repeats the comparison."""
         counts = ",".join(map(str, self.workers))
         words = ["stretto", "compare", "-n", counts]
         words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
+        layouts = (layout or "whole()" for layout in self.layouts if any(self.layouts))
+        words += [word for layout in layouts for word in ("--layout", layout)]
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
         words += typed_options(self.config, ("threads", "stragglers", "global_batch", "lr_scale"))
@@ -49,6 +56,7 @@ class Question:
             "args": masked(self.config.args),
             "workers": list(self.workers),
             "recipes": list(self.recipes),
+            "layouts": list(filter(None, self.layouts)),
             "seeds": self.seeds,
             "target": str(self.target) if self.target else None,
             "threads": self.config.threads,
@@ -62,7 +70,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: `name` is its folder, `reference` the name of the trial that its model is compared with."""
+    """One run: `name` is its folder, `reference` the name of the trial that its model is compared with.
+
+    `workers` is the number of its processes. `layout` is empty for workers of one process each.
+    """
 
     name: str
     recipe: str | None
@@ -70,11 +81,14 @@ class Trial:
     global_batch_of: int
     seed: int
     reference: str | None
+    layout: str = ""
 
     @property
     def kind(self) -> str:
-        """Recipe, or the name of the baseline, in the record of the run."""
-        return self.recipe or (GLOBAL_BATCH if self.global_batch_of > 1 else SINGLE_PROCESS)
+        """Recipe and layout, or the name of the baseline, in the record of the run."""
+        if self.recipe is None:
+            return GLOBAL_BATCH if self.global_batch_of > 1 else SINGLE_PROCESS
+        return f"{self.recipe}, {self.layout}" if self.layout else self.recipe
 
     def config(self, question: Question, folder: Path) -> RunConfig:
         """Return the run configuration. A baseline runs without stragglers."""
@@ -82,6 +96,7 @@ class Trial:
             question.config,
             workers=self.workers,
             recipe=self.recipe,
+            layout=self.layout or None,
             seed=self.seed,
             single_process=self.recipe is None,
             global_batch_of=self.global_batch_of,
@@ -92,11 +107,20 @@ class Trial:
         )
 
 
-def ask(config: RunConfig, *, workers: str, recipes: Sequence[str], seeds: int, target: str | None) -> Question:
+def ask(
+    config: RunConfig,
+    *,
+    workers: str,
+    recipes: Sequence[str],
+    seeds: int,
+    target: str | None,
+    layouts: Sequence[str] = (),
+) -> Question:
     """Return a question from command-line values. Raises LaunchError or RecipeError before any run starts.
 
     `config.servers` becomes an argument of the recipes with a parameter server, so that their names show it.
     """
+    recipes = recipes or ("allreduce",) * bool(layouts)
     if not recipes:
         raise LaunchError(
             explain(
@@ -112,6 +136,7 @@ def ask(config: RunConfig, *, workers: str, recipes: Sequence[str], seeds: int, 
         recipes=_read(recipes, config.servers),
         seeds=_at_least_one(seeds),
         target=Target.parse(target) if target is not None else None,
+        layouts=_read_layouts(layouts),
     )
     for trial in trials(question):
         check(trial.config(question, Path()))
@@ -128,6 +153,20 @@ def _read(recipes: Sequence[str], servers: int | None) -> tuple[str, ...]:
     _check_servers(servers, served)
     sharded = (with_shards(text, servers) if text in served else str(parse(text)) for text in recipes)
     return tuple(dict.fromkeys(sharded))
+
+
+def _read_layouts(layouts: Sequence[str]) -> tuple[str, ...]:
+    """Return the layouts in canonical form, each once; an empty one for workers of one process."""
+    from stretto.recipe.layout import whole
+    from stretto.recipe.parser import parse_layout
+
+    texts = (str(parse_layout(text)) for text in layouts)
+    return tuple(dict.fromkeys("" if text == str(whole()) else text for text in texts)) or ("",)
+
+
+def _replicas(processes: int, layout: str) -> int:
+    """Return the number of workers that this number of processes is under a layout."""
+    return processes // ranks_of(RunConfig(Path(), workers=processes, layout=layout or None))
 
 
 def _check_servers(servers: int, served: Sequence[str]) -> None:
@@ -170,22 +209,23 @@ def trials(question: Question) -> list[Trial]:
 
 def _of_seed(question: Question, seed: int) -> list[Trial]:
     splits = question.config.global_batch == "split"  # then the single process is the reference
-    counts = [count for count in question.workers if count > 1 and not splits]
+    sizes = {_replicas(processes, layout) for processes in question.workers for layout in question.layouts}
+    counts = [] if splits else sorted(size for size in sizes if size > 1)
     single = f"single-process-seed{seed}"
     with_global_batch = {count: f"single-process-global-batch-{count}-seed{seed}" for count in counts}
     references = {1: single, **with_global_batch}
     trials = [Trial(single, None, 1, 1, seed, with_global_batch[max(counts)] if counts else None)]
     trials += [Trial(with_global_batch[count], None, 1, count, seed, None) for count in counts]
-    names = _folder_names(question.recipes)
-    for workers in question.workers:
-        for recipe in question.recipes:
-            name = f"{names[recipe]}-n{workers}-seed{seed}"
-            trials.append(Trial(name, recipe, workers, 1, seed, references.get(workers, single)))
+    names, layouts = _folder_names(question.recipes), _folder_names(question.layouts)
+    for workers, layout, recipe in itertools.product(question.workers, question.layouts, question.recipes):
+        name = f"{names[recipe]}{f'-{layouts[layout]}' * bool(layout)}-n{workers}-seed{seed}"
+        reference = references.get(_replicas(workers, layout), single)
+        trials.append(Trial(name, recipe, workers, 1, seed, reference, layout))
     return trials
 
 
 def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
-    """Return a folder name for each recipe; equal names are numbered."""
+    """Return a folder name for each recipe or layout; equal names are numbered."""
     names: dict[str, str] = {}
     for recipe in recipes:
         plain = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe).strip("-.")[:LONGEST_NAME] or "recipe"

@@ -17,20 +17,26 @@ from stretto.transport.device_memory import peak_memory
 
 
 class PassRecord:
-    """Seconds of the forward and backward passes of a rank that trains, and of its waits for other ranks in them."""
+    """Seconds of the forward and backward passes of a rank that trains, and of its waits for other ranks in them.
+
+    The first pass does not count: it finds the shapes of other ranks' tensors.
+    """
 
     def __init__(self, timer: Stopwatch | None = None) -> None:
         self._timer = timer or Stopwatch(time.perf_counter)
         self._passes, self._seconds, self._waiting = 0, 0.0, 0.0
+        self._is_first = True
 
     @contextmanager
     def within(self, is_backward: bool = False) -> Iterator[None]:
         """Record a forward pass, or the backward pass that follows it."""
         began, waited = self._now(), self._timer.spent["waiting"]
         yield
-        self._passes += is_backward
-        self._seconds += self._now() - began
-        self._waiting += self._timer.spent["waiting"] - waited
+        if not self._is_first:
+            self._passes += is_backward
+            self._seconds += self._now() - began
+            self._waiting += self._timer.spent["waiting"] - waited
+        self._is_first = self._is_first and not is_backward
 
     def _now(self) -> float:
         self._timer.switch(self._timer.phase)

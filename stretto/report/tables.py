@@ -72,7 +72,7 @@ STATE_NOTE = "Against a single process with the global batch."
 METRICS_NOTE = "At the end, and the difference from a single process with the global batch."
 SPEED_NOTE = (
     "Training time without evaluations. Speed-up: samples/s over those of a single process. "
-    "Efficiency: speed-up per worker."
+    "Efficiency: speed-up per process."
 )
 TARGET_NOTE = "Training time and samples of all workers until the first evaluation that satisfies the target."
 COST_NOTE = "Bytes counted at the transport of a worker, mean over workers; 1 MB = 10⁶ bytes."
@@ -185,7 +185,7 @@ def speed_up(record: Record, baselines: Baselines) -> float | None:
 
 def _efficiency(record: Record, baselines: Baselines) -> float | None:
     ratio = speed_up(record, baselines)
-    return None if ratio is None else ratio / record["workers"]
+    return None if ratio is None else ratio / (len(record["processes"]) or record["workers"])
 
 
 def _target(baselines: Baselines) -> list[Column]:

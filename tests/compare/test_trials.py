@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from stretto.run_config import RunConfig
 
 
 def question(**more: Any) -> Question:
-    asked = {name: more.pop(name) for name in more.keys() & {"workers", "recipes", "seeds", "target"}}
+    asked = {name: more.pop(name) for name in more.keys() & {"workers", "recipes", "seeds", "target", "layouts"}}
     config = RunConfig(Path("train.py"), **more)
     return Question(config, **({"workers": (4,), "recipes": ("allreduce()",)} | asked))
 
@@ -52,6 +53,22 @@ def test_each_trial_refers_to_the_global_batch_of_its_workers_and_seed() -> None
 def test_one_worker_needs_no_global_batch_trial() -> None:
     names = [trial.name for trial in trials(question(workers=(1,)))]
     assert names == ["single-process-seed0", "allreduce-n1-seed0"]
+
+
+def test_each_layout_is_tried_with_each_recipe_against_as_many_batches_as_it_has_workers() -> None:
+    layouts = ("", "pipeline(2)", "pipeline(4)")
+    found = trials(question(workers=(4,), recipes=("a()", "b()"), layouts=layouts))
+    single, pair, four = found[0].name, *(f"single-process-global-batch-{size}-seed0" for size in (2, 4))
+    assert [(trial.kind, trial.workers, trial.reference) for trial in found[3:]] == [
+        ("a()", 4, four),
+        ("b()", 4, four),
+        ("a(), pipeline(2)", 4, pair),
+        ("b(), pipeline(2)", 4, pair),
+        ("a(), pipeline(4)", 4, single),
+        ("b(), pipeline(4)", 4, single),
+    ]
+    assert [trial.name for trial in found[:3]] == [single, pair, four]
+    assert len({trial.name for trial in found}) == len(found)
 
 
 def test_recipes_with_equal_names_get_different_folders() -> None:
@@ -98,7 +115,7 @@ def test_other_numbers_of_workers_are_refused(text: str) -> None:
 def typed(tmp_path: Path, **more: Any) -> Question:
     script = tmp_path / "train.py"
     script.write_text("")
-    known = {"workers": "4", "recipes": ["allreduce"], "seeds": 1, "target": None}
+    known = {"workers": "4", "recipes": ["allreduce"], "seeds": 1, "target": None, "layouts": ()}
     asked = {name: more.pop(name, value) for name, value in known.items()}
     return ask(RunConfig(**({"script": script} | more)), **asked)
 
@@ -106,6 +123,22 @@ def typed(tmp_path: Path, **more: Any) -> Question:
 def test_equal_recipes_are_run_once(tmp_path: Path) -> None:
     asked = typed(tmp_path, recipes=["allreduce", "local_sgd(every=8)", "allreduce()"])
     assert asked.recipes == (str(parse("allreduce")), "local_sgd(every=8)")
+
+
+def test_layouts_are_run_once_each_with_allreduce_unless_a_recipe_is_given(tmp_path: Path) -> None:
+    layouts = ["pipeline(stages=2)", "whole()", "pipeline(2)"]
+    asked = typed(tmp_path, recipes=[], layouts=layouts)
+    assert (asked.recipes, asked.layouts) == ((str(parse("allreduce")),), ("pipeline(2)", ""))
+    assert [trial.config(asked, tmp_path).layout for trial in trials(asked)[-2:]] == ["pipeline(2)", None]
+    assert asked.describe()["layouts"] == ["pipeline(2)"]
+    assert typed(tmp_path).layouts == ("",)
+
+
+def test_the_command_repeats_whole_workers_beside_other_layouts(tmp_path: Path) -> None:
+    asked = typed(tmp_path, layouts=["whole()", "sharded(over=2)"])
+    words = asked.command()
+    assert [after for before, after in itertools.pairwise(words) if before == "--layout"] == ["whole()", "sharded(2)"]
+    assert "--layout" not in typed(tmp_path).command()
 
 
 def test_servers_apply_to_recipes_with_a_parameter_server(tmp_path: Path) -> None:
@@ -143,6 +176,10 @@ def test_baselines_have_no_stragglers(tmp_path: Path) -> None:
         ({"stragglers": "4:2"}, LaunchError, "there is no worker 4 of 4"),
         ({"stragglers": "3:2", "workers": "2,4"}, LaunchError, "there is no worker 3 of 2"),
         ({"stragglers": "fast"}, LaunchError, "--stragglers cannot be"),
+        ({"layouts": ["pipeline(stages=3)"]}, LaunchError, "4 processes cannot be divided into workers of 3"),
+        ({"layouts": ["pipelin(3)"]}, RecipeError, "pipeline"),
+        ({"layouts": ['blocks("a", "b")']}, LaunchError, "no recipe says what else"),
+        ({"recipes": ["async_sgd"], "layouts": ["pipeline(2)"]}, LaunchError, "through a parameter server yet"),
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )

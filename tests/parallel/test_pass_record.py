@@ -15,12 +15,12 @@ from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers
 
 
-def test_waits_within_passes_count_and_others_do_not() -> None:
+def test_waits_within_passes_count_but_for_the_first_one_and_others_do_not() -> None:
     now = [0.0]
     timer = Stopwatch(lambda: now[0])
     record = PassRecord(timer)
     timer.switch("computing")
-    for is_backward, waits in ((False, 1.0), (True, 2.0)):
+    for is_backward, waits in ((False, 20.0), (True, 30.0), (False, 1.0), (True, 2.0)):
         with record.within(is_backward):
             now[0] += 3.0
             with timer.on("waiting"):

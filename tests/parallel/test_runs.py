@@ -23,7 +23,7 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
     (stages,) = (event for event in events if event["event"] == "stages")
     assert len(stages["computing"]) == len(stages["activations"]) == 2
     ends = [event for event in events if event["event"] == "end"]
-    assert [one["stage"]["passes"] for one in ends] == [24, 24]
+    assert [one["stage"]["passes"] for one in ends] == [23, 23]  # all but the first
     assert all(0 < one["stage"]["waiting"] < one["stage"]["seconds"] for one in ends)
     assert sum(one["memory"]["parameters"] for one in ends) == 4 * sum(map(torch.Tensor.numel, make_net().parameters()))
     longer = run(tmp_path, "longer", "-n", "1", script=("3",))

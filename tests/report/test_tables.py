@@ -31,7 +31,7 @@ def by_title(found: list[Sheet]) -> dict[str, Sheet]:
     return {sheet.title: sheet for sheet in found}
 
 
-def test_speed_up_is_over_a_single_process_and_efficiency_per_worker(tmp_path: Path) -> None:
+def test_speed_up_is_over_a_single_process_and_efficiency_per_process(tmp_path: Path) -> None:
     fast = by_title(sheets(records(tmp_path)))["Speed"]
     assert cell(fast, "single process", "speed-up") == ("1.00×", "")
     assert cell(fast, "allreduce()", "speed-up") == ("3.00×", "")
