@@ -52,6 +52,16 @@ def updates(record: Record) -> Iterator[str]:
         yield f"| {'CURVE' if curve else 'plain'}, {_several(shards, 'shard')} | {' | '.join(speeds)} |"
 
 
+def rows(record: Record) -> Iterator[str]:
+    """Yield the bytes and the steps of a table with sparse and with dense gradients."""
+    yield from head(f"A step of `async_sgd`: {record['question'].removeprefix('bytes and time of a step of ')}", "rows")
+    yield "| gradients | bytes sent a step | bytes received a step | steps per second, 2 workers |"
+    yield "| --- | --- | --- | --- |"
+    for kind in ("sparse", "dense"):
+        one = {name: spread["median"] for name, spread in record[kind].items()}
+        yield f"| {kind} | {one['sent']:,.0f} | {one['received']:,.0f} | {one['steps_per_s']:.1f} |"
+
+
 def peers(record: Record) -> Iterator[str]:
     """Yield our server's updates per second beside those of other servers."""
     yield from head("The parameter server against others, workers that only push", "peers")
@@ -349,6 +359,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "floods": floods,
     "server": server,
     "updates": updates,
+    "rows": rows,
     "peers": peers,
     "overlap": overlap,
     "unequal": unequal,

@@ -127,15 +127,20 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
     """Return the optimizers' state by parameter and name, counters as tensors.
 
-    Parameters with an entry in `unsaved` are left out: a part of their state would be wrong.
+    Parameters with an entry in `unsaved` are left out: a part of their state would be wrong. A sparse entry, such as
+    the momentum of sparse gradients, becomes dense, which steps alike.
     """
     return {
-        f"optimizer/{index}/{name}": value if isinstance(value, Tensor) else torch.tensor(value)
+        f"optimizer/{index}/{name}": _as_dense(value) if isinstance(value, Tensor) else torch.tensor(value)
         for index, (_, state) in enumerate(optimizers.states())
         if not _unsaved(state)
         for name, value in sorted(state.items())
         if value is not None
     }
+
+
+def _as_dense(value: Tensor) -> Tensor:
+    return value.to_dense() if value.is_sparse else value
 
 
 def unsaved(optimizers: Optimizers) -> list[str]:

@@ -82,8 +82,12 @@ class OptimizerState:
     def to_average(self) -> FlatTensors:
         """Return the tensors to average, after agreeing with all workers on the layout.
 
-        A worker that has not stepped yet gets zeros for entries of the others, as optimizers start with.
+        Sparse ones, such as the momentum of sparse gradients, become dense before. A worker that has not stepped yet
+        gets zeros for entries of the others, as optimizers start with.
         """
+        for parameter in self._parameters:
+            state = self._optimizer.state.get(parameter, {})
+            state.update({name: value.to_dense() for name, value in state.items() if _is_sparse(value)})
         own = self.layout()
         shape_only = msgspec.msgpack.encode([entry[:4] for entry in own])
         if len(set(self._transport.all_gather_bytes(_digest(shape_only)))) > 1:
@@ -117,6 +121,10 @@ class OptimizerState:
                     continue
                 device = device_of_state(groups[index], parameter, len(shape))
                 state[name] = torch.full(shape, counter or 0.0, dtype=kind, device=device)
+
+
+def _is_sparse(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_sparse
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:

@@ -337,6 +337,21 @@ def test_unfit_recipes_of_gradients_name_one_that_exchanges_rows() -> None:
     assert "async_sgd" in str(caught.value)
 
 
+def test_sparse_momenta_are_averaged_and_saved_as_dense_ones(tmp_path: Path) -> None:
+    recipe = "local_sgd(every=2, optimizer_state='average')"
+    options: dict[str, Any] = {"checkpoint": every("4 rounds"), "keep": 99}
+    (sparse, _), (dense, _) = (
+        run_workers(2, work(momentum, sparse), recipe, run=tmp_path / str(sparse), **options)
+        for sparse in (True, False)
+    )
+    assert relative_distance(sparse, dense) <= 1e-12
+    checkpoints = sorted((tmp_path / "True" / "checkpoints").iterdir())
+    middle, part = checkpoints[len(checkpoints) // 2], tmp_path / "part"
+    shutil.copytree(middle, part / "checkpoints" / middle.name)
+    again = run_workers(2, work(momentum), recipe, run=tmp_path / "again", resume=part, **options)[0]
+    assert relative_distance(again, sparse) <= 1e-12
+
+
 @pytest.mark.parametrize("make", [sgd, adagrad])
 def test_a_run_that_resumes_within_an_epoch_equals_the_uninterrupted_run(make: Make, tmp_path: Path) -> None:
     """A checkpoint holds whole tables by name: a run of dense tables resumes it as well."""
