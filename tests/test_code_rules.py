@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import stretto
 
@@ -77,6 +78,19 @@ def test_forbidden_imports_and_calls(file: Path) -> None:
     ):
         assert not names & {"time", "random", "datetime.datetime.now"}, "no wall clock, no global random state here"
     assert not names & {"stretto.utils", "stretto.common", "stretto.helpers", "stretto.misc"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_created_tensors_name_their_device(file: Path) -> None:
+    """A script may have changed torch's default device."""
+    calls = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Call)]
+    creating = {f"torch.{function.__name__}" for function in _device_constructors()}
+    unnamed = [
+        ast.unparse(call)
+        for call in calls
+        if ast.unparse(call.func) in creating and not any(one.arg == "device" for one in call.keywords)
+    ]
+    assert not unnamed
 
 
 def test_no_module_has_a_meaningless_name() -> None:

@@ -131,7 +131,9 @@ def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
     the momentum of sparse gradients, becomes dense, which steps alike.
     """
     return {
-        f"optimizer/{index}/{name}": _as_dense(value) if isinstance(value, Tensor) else torch.tensor(value)
+        f"optimizer/{index}/{name}": _as_dense(value)
+        if isinstance(value, Tensor)
+        else torch.tensor(value, device="cpu")
         for index, (_, state) in enumerate(optimizers.states())
         if not _unsaved(state)
         for name, value in sorted(state.items())

@@ -124,7 +124,7 @@ class TrialState(State):
 
     def times(self) -> Tensor:
         """Return this worker's contribution to the decision: mean seconds exact and encoded, and the count 1."""
-        return torch.tensor([*map(fmean, self.seconds), 1.0])
+        return torch.tensor([*map(fmean, self.seconds), 1.0], device="cpu")
 
 
 def _exactly(x: Tensor, residual: Tensor | None) -> CollectiveCoroutine:

@@ -122,13 +122,13 @@ class _WorkerGroup:
         self.codec, self.dtype, self.length, self.workers = codec, dtype, length, workers
         self._source = torch.Generator().manual_seed(1000 * workers + length)
         self.thetas = [self.drawn(_normal) for _ in range(workers)]
-        self._mask = torch.ones(length, dtype=dtype)
+        self._mask = torch.ones(length, dtype=dtype, device="cpu")
         blocks = _blocks(length) if in_blocks else ()
         if in_blocks:
             self._mask.zero_()
             for block in blocks:
                 self._mask[block.start : block.stop] = 1
-        like = torch.zeros(length, dtype=dtype)
+        like = torch.zeros(length, dtype=dtype, device="cpu")
         contexts = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self.thetas)]
         self.states = [codec.init_state(like, context) for context in contexts]
         self.residual = [like.clone() for _ in range(workers)]
@@ -186,23 +186,25 @@ def _blocks(length: int) -> list[Block]:
 
 
 def _normal(length: int, source: torch.Generator) -> Tensor:
-    return torch.randn(length, generator=source)
+    return torch.randn(length, generator=source, device="cpu")
 
 
 def _zeros(length: int, source: torch.Generator) -> Tensor:
-    return 0 * torch.randn(length, generator=source)
+    return 0 * torch.randn(length, generator=source, device="cpu")
 
 
 def _ties(length: int, source: torch.Generator) -> Tensor:
-    return torch.randint(-1, 2, (length,), generator=source).float()
+    return torch.randint(-1, 2, (length,), generator=source, device="cpu").float()
 
 
 def _spikes(length: int, source: torch.Generator) -> Tensor:
-    return torch.randn(length, generator=source) ** 9 * (torch.rand(length, generator=source) < 0.05)
+    return torch.randn(length, generator=source, device="cpu") ** 9 * (
+        torch.rand(length, generator=source, device="cpu") < 0.05
+    )
 
 
 def _scaled(size: float) -> Kind:
-    return lambda length, source: size * (2 * torch.rand(length, generator=source) - 1)
+    return lambda length, source: size * (2 * torch.rand(length, generator=source, device="cpu") - 1)
 
 
 # --- laws of every codec ----------------------------------------------------------------------------------------------
@@ -388,8 +390,8 @@ def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int,
         return
     for in_blocks in (False, True):
         group = _WorkerGroup(codec, dtype, length, workers, in_blocks)
-        input_sum = torch.zeros(length, dtype=torch.float64)
-        decoded_sum = torch.zeros(length, dtype=torch.float64)
+        input_sum = torch.zeros(length, dtype=torch.float64, device="cpu")
+        decoded_sum = torch.zeros(length, dtype=torch.float64, device="cpu")
         size = 0.0
         for _ in range(ROUNDS):
             inputs = group.contributions(_normal)
@@ -443,7 +445,7 @@ def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
         message = codec.encode(group.drawn(_normal), group.states[0])
         if message.dtype != torch.uint8:
             return
-        like = torch.zeros(length, dtype=dtype)
+        like = torch.zeros(length, dtype=dtype, device="cpu")
         for garbage in _garbage(message):
             with suppress(TransportError, ValueError):
                 decoded = codec.decode(garbage, like.clone())
@@ -454,7 +456,7 @@ def _garbage(message: Tensor) -> Iterator[Tensor]:
     source = torch.Generator().manual_seed(3)
     long = message.numel()
     for _ in range(60):
-        yield torch.randint(256, (_up_to(2 * long + 9, source),), dtype=torch.uint8, generator=source)
+        yield torch.randint(256, (_up_to(2 * long + 9, source),), dtype=torch.uint8, generator=source, device="cpu")
         yield message[: _up_to(long, source)].clone()
         yield torch.cat([message, message[: _up_to(long, source)]])
         if long:
@@ -464,7 +466,7 @@ def _garbage(message: Tensor) -> Iterator[Tensor]:
 
 
 def _up_to(largest: int, source: torch.Generator) -> int:
-    return int(torch.randint(largest + 1, (1,), generator=source))
+    return int(torch.randint(largest + 1, (1,), generator=source, device="cpu"))
 
 
 # --- promises ---------------------------------------------------------------------------------------------------------
@@ -480,7 +482,7 @@ def _draws(codec: Codec, x: Tensor) -> Tensor:
 
 
 def _check_unbiased(codec: Codec) -> None:
-    x = torch.randn(64, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(64, generator=torch.Generator().manual_seed(5), device="cpu")
     decoded = _draws(codec, x)
     bias, spread = (decoded.mean(0) - x).abs(), decoded.std(0)
     spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # some may not have been drawn yet

@@ -166,7 +166,7 @@ def _filled(q: Tensor, source: torch.Generator) -> Tensor:
     is_zero = (q == 0).all(dim=1, keepdim=True)
     if not is_zero.any():
         return q
-    drawn = torch.randint(-(1 << 20), 1 << 20, q.shape, generator=source).to(q)
+    drawn = torch.randint(-(1 << 20), 1 << 20, q.shape, generator=source, device="cpu").to(q)
     return torch.where(is_zero, drawn, q)
 
 

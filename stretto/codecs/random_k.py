@@ -94,12 +94,12 @@ def drawn(n: int, k: int, seed: int) -> Tensor:
     """Return k of n indices, ascending, int32, with every subset equally likely."""
     source = torch.Generator().manual_seed(seed)
     if 4 * k >= n:
-        chosen = torch.randperm(n, generator=source)[:k]
+        chosen = torch.randperm(n, generator=source, device="cpu")[:k]
     else:
-        candidates = _distinct(torch.randint(n, (k + k // 4,), generator=source))
+        candidates = _distinct(torch.randint(n, (k + k // 4,), generator=source, device="cpu"))
         while candidates.numel() < k:
-            candidates = _distinct(torch.cat([candidates, torch.randint(n, (k,), generator=source)]))
-        chosen = candidates[torch.randperm(candidates.numel(), generator=source)[:k]]
+            candidates = _distinct(torch.cat([candidates, torch.randint(n, (k,), generator=source, device="cpu")]))
+        chosen = candidates[torch.randperm(candidates.numel(), generator=source, device="cpu")[:k]]
     return chosen.sort().values.int()
 
 

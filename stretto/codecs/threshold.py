@@ -74,7 +74,7 @@ class threshold(Sparsifier):
         return ThresholdState(self.tau)
 
     def select(self, x: Tensor, residual: Tensor | None, state: ThresholdState) -> tuple[Tensor, Tensor]:
-        tau = x.new_tensor(float(torch.tensor(state.tau, dtype=torch.float32)))
+        tau = x.new_tensor(float(torch.tensor(state.tau, dtype=torch.float32, device="cpu")))
         indices, negative = kernels.on(x).take_threshold(x, residual, float(tau))
         state.round += 1
         if self.clip is not None and residual is not None and state.round % CLIP_EVERY == 0:

@@ -79,7 +79,9 @@ def train(folder: Path) -> None:
     task = msgspec.json.decode((folder / TASK).read_bytes(), type=Task)
     model, tiles, errors = Factors(load_file(folder / START)), OwnTiles(folder), Errors(folder, task)
     optimizer = torch.optim.SGD(model.parameters(), task.lr)
-    blocks = torch.cartesian_prod(torch.arange(task.parts), torch.arange(task.parts)).reshape(-1, 2)
+    blocks = torch.cartesian_prod(
+        torch.arange(task.parts, device="cpu"), torch.arange(task.parts, device="cpu")
+    ).reshape(-1, 2)
     loader = api.distribute(model, optimizer, DataLoader(TensorDataset(blocks[:, 0], blocks[:, 1]), batch_size=1))
     clock = Runtime().clock
     for epoch in range(1, task.epochs + 1):

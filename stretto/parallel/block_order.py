@@ -101,7 +101,7 @@ def _numbers(loader: Any) -> tuple[Tensor, Tensor]:
         pairs = [(int(data[index][0]), int(data[index][1])) for index in range(len(data))]
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise _no_numbers(f"samples of a {type(data).__name__} ({type(error).__name__}: {error})") from None
-    found = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    found = torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
     return found[:, 0], found[:, 1]
 
 

@@ -17,7 +17,7 @@ from stretto.transport.interface import Collectives, Handle, Message, as_bytes
 FORWARD, BACKWARD, OUTPUT = range(3)
 """Channels of activations, of their gradients, and of what the model returns."""
 CPU = torch.device("cpu")
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 Waiting = Callable[..., AbstractContextManager[object]]
 """Context of a wait for another rank; its argument is the phase of this rank's time, `waiting` without one."""

@@ -40,7 +40,7 @@ class GradientNorm:
         self._is_queued = False
         gradients = [one.grad for one in self._parameters if one.grad is not None]
         norms = [torch.linalg.vector_norm(one, dtype=_wide(one)).double() for one in gradients]
-        own = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
+        own = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64, device="cpu")
         total = self._link.sum(own.reshape(1).clone())
         if self._placeholder is not None:
             others = (total - own).clamp_min(0).sqrt() if bool(total.isfinite()) else total * float("nan")

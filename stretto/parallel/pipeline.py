@@ -36,12 +36,13 @@ from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
+from stretto.parallel.rank_parts import uncompiled
 from stretto.parallel.remote import RemoteTensor, received, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_of
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.parameter_view import hold_elsewhere, is_held, without_memory
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held, without_memory
 
 
 @dataclass(slots=True)
@@ -76,7 +77,8 @@ class _Pass:
     """Shape of what the model returns."""
     rest: list[Any] = field(default_factory=list)
     """The model's results, whose tensors are those of the first turn."""
-    autocast: bool = False
+    autocast: torch.dtype | None = None
+    """The precision of torch.autocast in it; None without."""
     is_over: bool = False
     """True once a backward pass has used it."""
 
@@ -104,7 +106,7 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._passes = 0
         self._is_first, self._is_last = link.rank == 0, link.rank == link.ranks - 1
-        self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()))
+        self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()), device="cpu")
         """Input of the operation, for ranks without a trained parameter."""
         self._batch_norms = list(refusals.batch_norms(model))
         self._parameters = self._let_go(optimizers)
@@ -113,7 +115,7 @@ class Pipeline:
             module = model.get_submodule(name)
             if name:
                 module.forward = self._routed(name, module, module.forward, is_open)
-        model.forward = self.forward
+        model.forward = uncompiled(self.forward)
         give_whole_states(model, optimizers, link)
         model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
 
@@ -123,14 +125,15 @@ class Pipeline:
         for name, parameter in self._model.named_parameters():
             if self._calls.stage_of(name, self._begins) == self._link.rank:
                 own.append(parameter)
+                hold_here(parameter)
                 continue
             parameter.data = without_memory(parameter, parameter.device)
             hold_elsewhere(parameter)
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
         for name, buffer in self._model.named_buffers():
-            if self._calls.stage_of(name, self._begins) != self._link.rank:
-                hold_elsewhere(buffer)
+            is_own = self._calls.stage_of(name, self._begins) == self._link.rank
+            (hold_here if is_own else hold_elsewhere)(buffer)
         return own
 
     def _stage_of(self, call: int) -> int:
@@ -212,7 +215,9 @@ class Pipeline:
         self._passes += 1
         for number, turn in enumerate(turns):
             turn.seed = self._seed(number)
-        whole = _Pass(turns, shape, torch.is_grad_enabled(), autocast=torch.is_autocast_enabled(self._link.device.type))
+        kind = self._link.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        whole = _Pass(turns, shape, torch.is_grad_enabled(), autocast=autocast)
         outputs = _WholeModel.apply(self, whole, self._anchor, *self._parameters)  # type: ignore[no-untyped-call]
         flat = list(whole.rest)
         tensors = iter(outputs)
@@ -341,7 +346,8 @@ class Pipeline:
         turn.sends = False
         if turn.input is not None:
             turn.input.requires_grad_(turn.input.is_floating_point())
-        with kept_random_states(self._link.device), torch.autocast(self._link.device.type, enabled=whole.autocast):
+        kind, dtype = self._link.device.type, whole.autocast
+        with kept_random_states(self._link.device), torch.autocast(kind, dtype, enabled=dtype is not None):
             self._run_turn(turn, whole, keeps=True)
 
     def _turn_back(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.errors import BrokenTransportError, ScriptError, TransportError, explain
 from stretto.parallel.link import Link, Waiting
+from stretto.transport.device_groups import offered_device
 from stretto.transport.gloo_rendezvous import store_keeper
 from stretto.transport.process_group import reason
 
@@ -68,7 +69,8 @@ class RankGroup(dist.ProcessGroup):
         with self._waiting():
             try:
                 work = getattr(self._inner, verb)(*args, **options)
-                work.wait()
+                if work is not None:  # NCCL returns nothing for an operation that is only put in the stream
+                    work.wait()
             except RuntimeError as error:
                 raise _failure(error) from error
         return work
@@ -89,6 +91,7 @@ for _verb in VERBS:
 def mesh_of(link: Link, timeout_s: float) -> DeviceMesh:
     """Return the mesh of a worker's ranks, which are from now on torch's default group in this process."""
     if not dist.is_initialized():
+        _refuse_shared_devices(link)
         _connect(link, timeout_s)
     elif dist.get_backend() != NAME:
         raise ScriptError(
@@ -100,6 +103,20 @@ def mesh_of(link: Link, timeout_s: float) -> DeviceMesh:
             )
         )
     return init_device_mesh(link.device.type, (link.ranks,))
+
+
+def _refuse_shared_devices(link: Link) -> None:
+    """Raise ScriptError if two ranks have the same GPU, which NCCL does not connect."""
+    places = set(link.gather(offered_device(link.device).encode()))
+    if link.device.type == "cuda" and len(places) < link.ranks:
+        raise ScriptError(
+            explain(
+                "processes of a sharded worker share a GPU",
+                got=f"{link.ranks} processes on {len(places)} GPU{'s' * (len(places) > 1)}",
+                expected="a GPU for each process",
+                to_type='stretto run -n N, with a GPU each, or --layout "whole()"',
+            )
+        )
 
 
 def _connect(link: Link, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stretto.checkpoint.storage import State
@@ -31,6 +32,8 @@ class RankContext:
     recipe: Recipe | None
     workers: int
     link: Link
+    continues: bool
+    """True if the model gets its values from a checkpoint."""
     broadcast: Callable[[Message], bytes]
     """Returns the message of the first worker at all workers."""
     notice: Callable[[str], None]
@@ -99,3 +102,12 @@ def create_parts(layout: Layout, context: RankContext) -> RankParts:
     module, _, name = layout.carried_out_by.rpartition(".")
     made: RankParts = getattr(importlib.import_module(module), name)(layout, context)
     return made
+
+
+def uncompiled(forward: Callable[..., Any], inner: bool = False) -> Callable[..., Any]:
+    """Return a forward pass that torch.compile does not compile, although the script calls a compiled model.
+
+    With `inner` what it calls is compiled.
+    """
+    found: Callable[..., Any] = torch.compiler.disable(forward, recursive=not inner)  # type: ignore[no-untyped-call]
+    return found

@@ -45,7 +45,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, link: Link) -> dict[str, Any
     whole: dict[str, Any] = type(optimizer).state_dict(optimizer)
     states: dict[int, dict[str, Any]] = whole["state"]
     numbers = {
-        f"{index}/{name}": torch.as_tensor(value)
+        f"{index}/{name}": value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
         for index, state in states.items()
         for name, value in state.items()
         if isinstance(value, Tensor | int | float)

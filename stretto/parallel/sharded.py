@@ -34,7 +34,7 @@ from stretto.loader.epoch_order import cut_stream, portion, samples_in
 from stretto.parallel import refusals
 from stretto.parallel.pass_record import memory_figures
 from stretto.parallel.rank_group import mesh_of
-from stretto.parallel.rank_parts import RankContext, RankParts
+from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
 from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
 from stretto.runtime.device_random import kept_random_states, seed_of
@@ -70,7 +70,8 @@ class ShardedModel(RankParts):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]
-        self._model.forward = self._seeded(type(self._model).forward.__get__(self._model))
+        forward = self._seeded(type(self._model).forward.__get__(self._model))
+        self._model.forward = uncompiled(forward, inner=True)
         self._shards.give_whole_states()
 
     def figures(self) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.parallel.pipeline import Pipeline
-from stretto.parallel.rank_parts import RankContext, RankParts
+from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
 from stretto.parallel.refusals import refuse_indivisible
 from stretto.parallel.schedule import Batch, Boundary, Hop, pipeline_schedule
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
+from stretto.strategies.parameter_view import hold_elsewhere
 
 Number = TypeVar("Number", int, float)
 
@@ -62,7 +63,9 @@ class PipelineStages(RankParts):
         if facts is not None:
             self._apply(msgspec.convert(facts, Chosen))
             return
-        self._model.forward = self._first_forward
+        for tensor in () if self._context.continues else (*self._model.parameters(), *self._model.buffers()):
+            hold_elsewhere(tensor)  # nothing is exchanged before the stages are known
+        self._model.forward = uncompiled(self._first_forward)
         self._model.register_state_dict_pre_hook(self._refuse_without_values)  # type: ignore[no-untyped-call]
 
     def facts(self) -> Any:

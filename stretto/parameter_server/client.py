@@ -421,7 +421,7 @@ class ParameterServerClient(Transport):
         Batches go to the first worker that asks, or to the workers `in_turn`, except those that are `settled`.
         """
         body = m.BeginEpoch(number, barrier_every, in_turn, list(settled))
-        self._epoch = body, torch.tensor(sizes, dtype=torch.int64)
+        self._epoch = body, torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._send_epoch()
         if self.join_position is None or self.join_position.epoch_number != number:
             self.take_snapshot()

@@ -82,7 +82,7 @@ class DispatcherHandler:
         """True if the epoch was over at the last snapshot."""
         self._clock_zeros: dict[bytes, float] = {}
         """Zero of the run's clock, by the id of the boot whose clock it is."""
-        self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
+        self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
         """Number of an epoch, and its order as it was broadcast."""
         self._ending: set[int] = set()
         """Members that are at the barrier at the end of the epoch, or on their way to it."""
@@ -155,10 +155,13 @@ class DispatcherHandler:
             ledger = (
                 self.dispatcher.ledger if body.epoch_number == self.dispatcher.epoch_number else Ledger([], FirstCome())
             )
-            trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64).reshape(-1)
+            trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64, device="cpu").reshape(-1)
             return [
                 OutgoingMessage(
-                    worker, request_id, m.Result(), [torch.tensor(ledger.counts(), dtype=torch.uint8), trained]
+                    worker,
+                    request_id,
+                    m.Result(),
+                    [torch.tensor(ledger.counts(), dtype=torch.uint8, device="cpu"), trained],
                 )
             ]
         if isinstance(body, m.Snapshot):
@@ -244,7 +247,7 @@ class DispatcherHandler:
         if isinstance(body, m.Barrier):
             self._barriers_passed = max(self._barriers_passed, body.index)
             messages = self._collectives.contribute(
-                worker, body.op, header.request_id, (None, torch.empty(0, dtype=torch.uint8), None)
+                worker, body.op, header.request_id, (None, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
             )
             return [
                 *[OutgoingMessage(message.worker, message.request_id, message.body) for message in messages],

@@ -221,4 +221,4 @@ def concatenated(chunks: Chunks, dtype: str) -> Tensor:
     """Return a tensor in one piece."""
     if len(chunks) == 1:
         return chunks[0]
-    return torch.cat(chunks) if chunks else torch.empty(0, dtype=DTYPES[dtype])
+    return torch.cat(chunks) if chunks else torch.empty(0, dtype=DTYPES[dtype], device="cpu")

@@ -150,7 +150,11 @@ def _read(data: bytearray) -> StoredSnapshot:
     for name, count in layout:
         dtype = DTYPES[name]
         stop = offset + count * dtype.itemsize
-        raw = torch.frombuffer(data[offset:stop], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        raw = (
+            torch.frombuffer(data[offset:stop], dtype=torch.uint8)
+            if count
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         tensors.append(raw.view(dtype))
         offset = stop
     if offset != len(data) - 4:

@@ -14,7 +14,6 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -54,24 +53,28 @@ class FlatBuffer:
         self.width = width
         """Width of the rows of the one parameter, if its rows are exchanged by themselves; else 0."""
         self.theta = zeros(length, slots) if theta is None else theta
+        self._places = [(slot.source, (slot.home or slot).view(self.theta)) for slot in slots]
         with torch.no_grad():
-            for slot in slots:
-                if slot.home is None and not slot.source.copies and theta is None:
-                    slot.view(self.theta).copy_(slot.source.local)
-                slot.source.place(self._view(slot))
-        self._copied = [(slot.source, self._view(slot)) for slot in slots if slot.source.copies]
+            for slot, (source, view) in zip(slots, self._places, strict=True):
+                if slot.home is None and not source.copies and theta is None:
+                    view.copy_(source.local)
+                source.place(view)
+        self._copied = [(source, view) for source, view in self._places if source.copies]
         self.is_loaded = not self._copied
         """True if `theta` holds the values of all parameters."""
 
-    def _view(self, slot: ParameterSlice) -> Tensor:
-        return (slot.home or slot).view(self.theta)
+    def let_go(self) -> None:
+        """Give up the memory of `theta` until it is loaded, if all parameters have their memory elsewhere."""
+        if len(self._copied) == len(self.slots):
+            let_go(self.theta)
 
     def in_place(self) -> bool:
         """Return True if all parameters are still in their places (a script may have moved its model)."""
-        return all(slot.source.is_at(self._view(slot)) for slot in self.slots)
+        return all(source.is_at(view) for source, view in self._places)
 
     def load(self) -> None:
         """Copy the values of parameters that are not views of this buffer into it."""
+        hold(self.theta)
         for source, view in self._copied:
             view.copy_(source.local)
 
@@ -124,11 +127,21 @@ class FlatParameters:
 
 
 def zeros(length: int, slots: Sequence[ParameterSlice]) -> Tensor:
-    """Return zeros like these parameters. If these keep their memory, zeros on a CPU take none before they are used."""
+    """Return zeros of the dtype and on the device of these parameters."""
     like = slots[0].source.local
-    if like.device.type != "cpu" or not slots[0].source.copies or not length:
-        return torch.zeros(length, dtype=like.dtype, device=like.device)
-    return torch.from_numpy(np.zeros(length * like.element_size(), np.uint8)).view(like.dtype)
+    return torch.zeros(length, dtype=like.dtype, device=like.device)
+
+
+def let_go(flat: Tensor) -> None:
+    """Give up the memory of a tensor, which nothing reads or writes before `hold`; its views stay views of it."""
+    flat.untyped_storage().resize_(0)
+
+
+def hold(flat: Tensor) -> None:
+    """Give a tensor without memory its memory again, with zeros."""
+    if not flat.untyped_storage().nbytes() and flat.numel():
+        flat.untyped_storage().resize_(flat.nbytes)
+        flat.zero_()
 
 
 def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuffer:

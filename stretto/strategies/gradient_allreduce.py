@@ -31,7 +31,7 @@ from stretto.recipe.what import gradient_differences, gradients, momenta
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice, zeros
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice, hold, let_go, zeros
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.transport.device_memory import Writers
 
@@ -92,15 +92,15 @@ class Bucket:
 def _padding(slots: Sequence[ParameterSlice]) -> Tensor:
     """Return the indices of a bucket's elements that belong to no parameter."""
     pairs = itertools.pairwise(slots)
-    gaps = [torch.arange(one.stop, following.start) for one, following in pairs]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *gaps]) - slots[0].start
+    gaps = [torch.arange(one.stop, following.start, device="cpu") for one, following in pairs]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *gaps]) - slots[0].start
 
 
 class GradientBuffers:
     """The buckets of one backward pass, and the gradient slots and counts in them."""
 
     def __init__(self, flat_parameters: FlatParameters, counts_in_tail: bool) -> None:
-        self.buckets = split_into_buckets(flat_parameters, counts_in_tail)
+        self._flats, self.buckets = split_into_buckets(flat_parameters, counts_in_tail)
         self.gradient_slots = [gradient_slot for bucket in self.buckets for gradient_slot in bucket.gradient_slots]
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
         self.copied = [gradient_slot for gradient_slot in self.gradient_slots if gradient_slot.slot.source.copies]
@@ -113,6 +113,16 @@ class GradientBuffers:
         trained parameters has changed. Where the codec does not let the counts ride with the last bucket, also the
         number of workers that have a gradient that is not finite.
         """
+
+    def let_go(self) -> None:
+        """Give up the memory of the buckets until `hold`, if all gradients have their memory elsewhere."""
+        for flat in self._flats if len(self.copied) == len(self.gradient_slots) else ():
+            let_go(flat)
+
+    def hold(self) -> None:
+        """Have the memory of the buckets."""
+        for flat in self._flats:
+            hold(flat)
 
 
 class GradientAllReduce:
@@ -173,6 +183,10 @@ class GradientAllReduce:
         self._operations: list[CollectiveRunner] = []
         self._began = 0.0
         self.paused = False
+        for part in flat_parameters.parts:
+            part.let_go()
+        for buffers in self._buffer_sets:
+            buffers.let_go()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -264,6 +278,7 @@ class GradientAllReduce:
         if self._elastic:
             self._buffer_sets.reverse()
             self._own_gradients.clear()
+        self._buffer_sets[0].hold()
         self.codec_states.begin()
         self._pass += 1
         self._operations = []
@@ -347,7 +362,11 @@ class GradientAllReduce:
         if self._without_gradient and not self._idle:
             without = set(map(id, self._without_gradient))
             counted = counts[: len(gradient_slots)]
-            counted.copy_(torch.tensor([float(id(gradient_slot) not in without) for gradient_slot in gradient_slots]))
+            counted.copy_(
+                torch.tensor(
+                    [float(id(gradient_slot) not in without) for gradient_slot in gradient_slots], device="cpu"
+                )
+            )
 
     def _write_all(self) -> None:
         """Write and send all buckets: with the gradients of this worker that were kept, and zeros elsewhere."""
@@ -415,21 +434,23 @@ class GradientAllReduce:
         return finish(self._operations)
 
 
-def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) -> list[Bucket]:
-    """Split the gradients into buckets: a small one first, then larger ones; the counts follow the last.
+def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) -> tuple[list[Tensor], list[Bucket]]:
+    """Return flat gradients, and their buckets: a small one first, then larger ones; the counts follow the last.
 
     Where the counts can't ride along, the codec is not elementwise and each flat buffer is one bucket: such a codec may
     look for the largest elements of all.
     """
     last = flat_parameters.parts[-1]
+    flats: list[Tensor] = []
     buckets: list[Bucket] = []
     for part in flat_parameters.parts:
         tail = len(flat_parameters.slots) + 1 if part is last and counts_in_tail else 0
         flat = zeros(part.theta.numel() + tail, part.slots)
+        flats.append(flat)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
         runs = _runs(part, first) if counts_in_tail else [list(part.slots)]
         buckets += [Bucket(part, flat, run, tail if run is runs[-1] else 0) for run in runs]
-    return buckets
+    return flats, buckets
 
 
 def _runs(part: FlatBuffer, limit: int) -> list[list[ParameterSlice]]:

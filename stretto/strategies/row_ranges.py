@@ -63,7 +63,7 @@ class RowRange:
         """Numbers and values of the rows that this worker has changed, while all rows are those that were read."""
         self._shown: int | None = None
         """Checksum of the table as it was read for an evaluation."""
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
         self.change = part.theta.new_empty(0)
         """Changes of the rows with these numbers, flat."""
 
@@ -84,7 +84,7 @@ class RowRange:
         """Set all rows to the server's newest version, a block at a time: a table may be larger than memory."""
         block = max(BLOCK_BYTES // (self.part.width * self.part.theta.element_size()), 1)
         for start in range(0, len(self._table), block):
-            rows = torch.arange(start, min(start + block, len(self._table)))
+            rows = torch.arange(start, min(start + block, len(self._table)), device="cpu")
             self._set(rows, self._read(self._by_shard(rows), True))
 
     def _by_shard(self, rows: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
         "start",
         workers=workers,
         **context.runtime.process_info(),
-        device=str(next(trainer.model.parameters(), torch.empty(0)).device),
+        device=str(next(trainer.model.parameters(), torch.empty(0, device="cpu")).device),
         threads=torch.get_num_threads(),
         recipe=str(recipe) if recipe else context.layout or "single process",
         servers=recipe.shards if recipe else 0,

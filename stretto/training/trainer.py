@@ -52,7 +52,9 @@ class Trainer:
         log = context.event_log(transport.number)
         self.events = EventWriter(log, transport, context.runtime, transport.number, transport.arrives)
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)
-        if not arguments.layout.builds_parts or (section.state is not None and not transport.arrives):
+        self._continues = section.state is not None and not transport.arrives
+        """True if the section begins with the state of a checkpoint."""
+        if self._continues or not arguments.layout.builds_parts:
             in_files = tables_in_files(model, recipe)
             build(model, in_files=in_files)
             build_states(optimizers, in_files)
@@ -98,6 +100,7 @@ class Trainer:
             self.recipe,
             transport.workers,
             link,
+            self._continues,
             transport.broadcast_bytes,
             self.events.notice,
             on_split=lambda: self.strategy.begin_epoch(True),

@@ -64,31 +64,35 @@ def check_collectives(transport: Collectives, workers_per_host: int = 1) -> None
 def _mean_is_the_sum(transport: Collectives) -> None:
     for dtype in DTYPES:
         for length in LENGTHS:
-            contribution = torch.full((length,), transport.worker + 1).to(dtype)
+            contribution = torch.full((length,), transport.worker + 1, device="cpu").to(dtype)
             mean: Any = transport.submit(AllReduceMean(contribution)).wait()
-            expected = torch.full((length,), sum(range(1, transport.workers + 1))).to(dtype)
+            expected = torch.full((length,), sum(range(1, transport.workers + 1)), device="cpu").to(dtype)
             assert mean.dtype == dtype, f"mean of {dtype} came back as {mean.dtype}"
             assert torch.equal(mean, expected), f"mean of {length} {dtype} is not the sum of the contributions"
 
 
 def _means_overlap(transport: Collectives) -> None:
-    handles = [transport.submit(AllReduceMean(torch.full((1000,), float(number)))) for number in range(8)]
+    handles = [transport.submit(AllReduceMean(torch.full((1000,), float(number), device="cpu"))) for number in range(8)]
     for number, handle in enumerate(handles):
         mean: Any = handle.wait()
-        assert torch.equal(mean, torch.full((1000,), float(number * transport.workers))), "operations were mixed up"
+        assert torch.equal(mean, torch.full((1000,), float(number * transport.workers), device="cpu")), (
+            "operations were mixed up"
+        )
 
 
 def _gather_in_order(transport: Collectives) -> None:
-    message = torch.arange(transport.worker * 3)
+    message = torch.arange(transport.worker * 3, device="cpu")
     messages = transport.submit(AllGather(message)).wait()
     assert len(messages) == transport.workers, "messages of some workers are missing"
     for worker, received in enumerate(messages):
-        assert torch.equal(received, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
+        assert torch.equal(received, torch.arange(worker * 3, device="cpu")), (
+            f"the message of worker {worker} is not what it sent"
+        )
 
 
 def _empty_message_is_gathered(transport: Collectives) -> None:
     length = 100_000 if transport.worker == 0 else 0
-    lengths = [len(message) for message in transport.submit(AllGather(torch.ones(length))).wait()]
+    lengths = [len(message) for message in transport.submit(AllGather(torch.ones(length, device="cpu"))).wait()]
     assert lengths == [100_000] + [0] * (transport.workers - 1), "an empty message is missing"
 
 
@@ -109,7 +113,7 @@ def _broadcast_bytes(transport: Collectives) -> None:
 def _traffic_grows(transport: Collectives, workers_per_host: int) -> None:
     hosts, sends = -(-transport.workers // workers_per_host), transport.worker % workers_per_host == 0
     before = transport.traffic()
-    transport.submit(AllReduceMean(torch.ones(100_000))).wait()
+    transport.submit(AllReduceMean(torch.ones(100_000, device="cpu"))).wait()
     transport.all_gather_bytes(b"sent")
     sent = transport.traffic().bytes_sent - before.bytes_sent
     least = 400_000 * 2 * (hosts - 1) / hosts if hosts < 3 else 400_000
@@ -121,7 +125,7 @@ def _traffic_grows(transport: Collectives, workers_per_host: int) -> None:
 
 def _of_pair(worker: int, peer: int, number: int, length: int = 100, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the tensor that a worker sends to a peer in its exchange of this number."""
-    return torch.full((length * (worker + 1),), 20 * worker + 4 * peer + number, dtype=dtype)
+    return torch.full((length * (worker + 1),), 20 * worker + 4 * peer + number, dtype=dtype, device="cpu")
 
 
 def _exchange(transport: Collectives) -> None:
@@ -137,7 +141,7 @@ def _exchange(transport: Collectives) -> None:
             expected = _of_pair(peer, worker, 1, length, dtype)
             assert received.dtype == dtype, f"exchanged {dtype} came back as {received.dtype}"
             assert torch.equal(received, expected), f"{length} {dtype} of worker {peer} are not what it sent"
-    transport.submit(Exchange(peer, torch.ones(1))).wait()  # sent once the peer has received all before
+    transport.submit(Exchange(peer, torch.ones(1, device="cpu"))).wait()  # sent once the peer has received all before
     after, least = transport.traffic(), sum(LENGTHS) * sum(dtype.itemsize for dtype in DTYPES)
     sent, received_bytes = after.bytes_sent - before.bytes_sent, after.bytes_received - before.bytes_received
     assert sent >= least * (worker + 1), f"{sent} bytes were counted for exchanges of {least * (worker + 1)}"
@@ -166,7 +170,7 @@ def _exchanges_overlap(transport: Collectives) -> None:
 
 def _exchange_without_peer_is_refused(transport: Collectives) -> None:
     for peer in (transport.worker, transport.workers, -1):
-        exchange = Exchange(peer, torch.ones(1))
+        exchange = Exchange(peer, torch.ones(1, device="cpu"))
         assert _refuses(transport.submit, exchange), f"an exchange with rank {peer} was accepted"
 
 
@@ -179,7 +183,7 @@ def _groups(transport: Collectives) -> None:
         group = transport.group(ranks)
         assert (group.worker, group.workers) == (ranks.index(transport.worker), len(ranks)), "ranks of a group"
         check_collectives(group)
-        mean: Any = group.submit(AllReduceMean(torch.ones(3, 5))).wait()
+        mean: Any = group.submit(AllReduceMean(torch.ones(3, 5, device="cpu"))).wait()
         assert mean.shape == (3, 5), f"mean of a tensor of 3 x 5 numbers came back as {tuple(mean.shape)}"
         _exchange(group)
         part = group.group([0]) if group.worker == 0 else None

@@ -322,4 +322,8 @@ def nbytes(tensor: Tensor) -> int:
 
 def as_bytes(message: bytes) -> Tensor:
     """Return a flat tensor with a copy of the bytes."""
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

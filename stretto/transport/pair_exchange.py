@@ -59,7 +59,10 @@ class ExchangeHandle:
     def __init__(self, transport: PairTransport, op: Exchange, number: int) -> None:
         self._transport, self._op, self._began = transport, op, time.monotonic()
         self._tag = EXCHANGE_TAG + 2 * (number % NUMBERS * CHANNELS + op.channel)
-        mine, self._frame = op.tensor.detach().reshape(-1), torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8)
+        mine, self._frame = (
+            op.tensor.detach().reshape(-1),
+            torch.empty(EXCHANGE_FRAME.size, dtype=torch.uint8, device="cpu"),
+        )
         head = as_bytes(EXCHANGE_FRAME.pack(mine.numel(), str(mine.dtype).encode()))
         self._mine, self._works = mine, [self._begin("recv", self._frame), self._begin("send", head)]
         self._received: Tensor | None = None
@@ -107,7 +110,7 @@ class ExchangeHandle:
         if mine != other:
             workers = f"workers {self._transport.worker} and {self._op.peer}"
             raise TransportError(f"the tensors of {workers} differ in dtype: {mine} and {other}")
-        return torch.empty(numbers, dtype=self._op.tensor.dtype)
+        return torch.empty(numbers, dtype=self._op.tensor.dtype, device="cpu")
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

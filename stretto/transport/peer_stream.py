@@ -138,7 +138,11 @@ class PairExchange:
             self._target = _as_tensor(payload, dtype)
         else:
             if self._target is None:
-                into = self._into if self._into is not None else torch.empty(self._size // dtype.itemsize, dtype=dtype)
+                into = (
+                    self._into
+                    if self._into is not None
+                    else torch.empty(self._size // dtype.itemsize, dtype=dtype, device="cpu")
+                )
                 self._target, self._bytes = into, into.view(-1).view(torch.uint8)
             if length:
                 assert self._bytes is not None
@@ -327,7 +331,7 @@ def ended(named: str) -> BrokenTransportError:
 def _as_tensor(payload: Payload, dtype: torch.dtype) -> Tensor:
     """Return a tensor of received bytes, in their own memory if it is aligned for the dtype."""
     if not len(payload):
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     flat = torch.frombuffer(payload, dtype=torch.uint8)
     if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()

@@ -156,7 +156,7 @@ class ProcessGroupTransport(Transport):
         length = _length(frame)
         if length <= FRAME - 8:
             return _head(frame)
-        whole = as_bytes(message) if self.worker == root else torch.empty(length, dtype=torch.uint8)
+        whole = as_bytes(message) if self.worker == root else torch.empty(length, dtype=torch.uint8, device="cpu")
         for piece in _pieces(whole):
             self._finish(self.begin("broadcast", piece, root), "a message")
         return bytes(whole.numpy())
@@ -222,8 +222,8 @@ class ProcessGroupTransport(Transport):
         return round(factor * nbytes(ask.tensor))
 
     def _gather_sizes(self, ask: AllGather) -> tuple[list[Tensor], Any]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.workers)]
-        work = self.begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])])
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.workers)]
+        work = self.begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()], device="cpu")])
         return sizes, work
 
     def _all_frames(self, frame: Tensor) -> list[Tensor]:
@@ -316,7 +316,7 @@ class ProcessGroupTransport(Transport):
         for one in range(self.workers):
             with contextlib.suppress(RuntimeError):
                 if one != self.worker:
-                    self._control.recv([torch.empty(1)], one, SEAL_TAG).wait(timedelta(milliseconds=1))
+                    self._control.recv([torch.empty(1, device="cpu")], one, SEAL_TAG).wait(timedelta(milliseconds=1))
         self._sealed_at = time.monotonic()
 
     def failure(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:

@@ -32,5 +32,5 @@ def unpacked(one: Packed) -> Tensor:
     if not isinstance(dtype, torch.dtype):
         raise TransportError(f"received a tensor of unknown dtype {name:.20}")
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,22 @@ def train(
     **variables: str,
 ) -> Finished:
     """Run the script with some workers on a device."""
-    command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(workers), "--recipe", recipe, "--out", str(folder)]
-    command += ["--output", "all", *options, str(SCRIPT), "--device", device, *script]
+    words = ["--recipe", recipe, *options, str(SCRIPT), "--device", device, *script]
+    return run(folder, workers, words, variables)
+
+
+def peaks(folder: Path, layout: str, layers: int) -> list[int]:
+    """Return the peak of the memory of each process of a worker on the GPU, with this number of large layers."""
+    words = ["--layout", layout, str(SCRIPT.with_name("memory_on_device.py")), str(layers)]
+    done = run(folder, 2, words, {})
+    assert done.code == 0, done.output[-3000:]
+    return [int(peak) for peak in re.findall(r"peak of (\d+) bytes", done.output)]
+
+
+def run(folder: Path, workers: int, words: Sequence[str], variables: Mapping[str, str]) -> Finished:
+    """Run `stretto run` with these words."""
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(workers), "--out", str(folder)]
+    command += ["--output", "all", *words]
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.gpu_runs import train
+from gpu.gpu_runs import peaks, train
 
 CPU, FAR = pytest.param("cpu"), pytest.param("far")
 CPU_LONG, FAR_LONG = (pytest.param(one, marks=pytest.mark.long) for one in ("cpu", "far"))
@@ -102,7 +102,7 @@ def test_nccl_and_gloo_compute_the_same_mean(device: str, tmp_path: Path) -> Non
 
 LOOPS = [
     pytest.param(loop, layout, id=f"{loop}-{layout}")
-    for loop in ("plain", "scaled", "compiled", "meta")
+    for loop in ("plain", "scaled", "compiled", "meta", "default")
     for layout in ("whole()", "pipeline(stages=2)", "sharded(over=2)")
 ]
 
@@ -119,10 +119,29 @@ def test_loops_and_layouts_on_the_device_equal_one_process(device: str, loop: st
     assert run.losses == pytest.approx(alone.losses, rel=1e-2 if loop == "scaled" else 1e-5)
 
 
-@pytest.mark.parametrize("device", [CPU_LONG, CUDA])
-def test_processes_of_a_sharded_worker_that_share_a_gpu_train(device: str, tmp_path: Path) -> None:
-    run = train(tmp_path / "run", device, "local_sgd(every=4)", "--layout", "sharded(over=2)", workers=4)
-    run.check(device)
+@pytest.mark.parametrize("layout", ["whole()", "pipeline(stages=2)"])
+def test_runs_with_a_default_device_train(layout: str, tmp_path: Path) -> None:
+    """With a device of the tests as torch's default, where tensors that name no device are not on the CPU."""
+    for recipe in ("allreduce", "async_sgd")[: 2 if layout == "whole()" else 1]:
+        run = train(tmp_path / recipe, "far", recipe, "--layout", layout, script=("--loop", "default"))
+        run.check("far", is_synchronous=recipe == "allreduce")
+
+
+@pytest.mark.gpu
+def test_processes_of_a_sharded_worker_that_share_a_gpu_are_refused(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "cuda", "allreduce", "--layout", "sharded(over=2)")
+    assert run.code != 0
+    assert "processes of a sharded worker share a GPU" in run.output
+
+
+@pytest.mark.gpu
+def test_the_memory_of_a_process_on_the_device_is_its_part(tmp_path: Path) -> None:
+    """Parameters, gradients and the two numbers of AdamW are divided; a layer or two are whole."""
+    layer, layers = 2048 * 2049 * 4, 24
+    sharded = peaks(tmp_path / "sharded", "sharded(over=2)", layers)
+    assert max(sharded) < 1.1 * (4 * layers / 2 + 3) * layer, sharded
+    staged = peaks(tmp_path / "staged", "pipeline(stages=2)", layers)
+    assert sum(staged) < 1.1 * 5 * layers * layer, staged  # two sets of gradients, since workers may join
 
 
 @pytest.mark.parametrize("device", [CPU_LONG, CUDA])

@@ -1,10 +1,11 @@
 """A plain loop on a device, for tests on GPUs and, reduced, on machines without one.
 
-Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to worker 1 (to its
-last rank) in its second epoch, while the others wait for it; a restarted worker does not get it again. The device `far`
-is the second device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker
-counts as a host of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half
-precision and scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory.
+Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to the last rank of
+worker 1 in its second epoch, while the others wait for it; a restarted worker does not get it again. `far` is the
+second device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as
+a host of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision
+and scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory, `default` makes
+the device torch's default.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--kill", type=int, default=-1)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--loop", choices=["plain", "scaled", "compiled", "meta"], default="plain")
+    parser.add_argument("--loop", choices=["plain", "scaled", "compiled", "meta", "default"], default="plain")
     options = parser.parse_args()
     device, config = device_of(options.device), worker_config() or WorkerConfig()
     torch.manual_seed(0)
+    if options.loop == "default":
+        torch.set_default_device(device)
+    generator = torch.Generator(torch.get_default_device()) if device.type != "far" else None
     x = torch.randn(SAMPLES, 16)
     data = TensorDataset(x, x @ torch.randn(16, 4))
     scaled = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=options.loop == "scaled")
@@ -61,9 +65,10 @@ def main() -> None:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"loss": float(nn.functional.mse_loss(model(x.to(device)), data.tensors[1].to(device)))}
 
-    loader = stretto.distribute(
-        net, optimizer, DataLoader(data, batch_size=options.batch, shuffle=True), evaluate=evaluate
-    )
+    is_shuffled = options.loop != "default" or device.type != "far"  # which has no generators of its own
+    batches = DataLoader(data, batch_size=options.batch, shuffle=is_shuffled, generator=generator)
+    with device:  # of a model that was built without memory
+        loader = stretto.distribute(net, optimizer, batches, evaluate=evaluate)
     for epoch in range(options.epochs):
         for step, (inputs, targets) in enumerate(loader):
             place = (config.worker, config.rank, config.incarnation)

@@ -336,7 +336,7 @@ def ring(
     link: Any = OneRank()
     callbacks = bytes, print, lambda: None, lambda: None
     return BlockRing(
-        layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, *callbacks, 20.0)
+        layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, False, *callbacks, 20.0)
     )
 
 

@@ -131,6 +131,31 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
     assert max(trained(pipeline(3, recompute=True), plain, "adamw", torch.float64)) < 1e-12
 
 
+def halved(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Compute in another precision than autocast's usual one on a CPU."""
+    x, y = words(0, 6)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return [float(loss.detach())]
+
+
+def test_recomputed_activations_have_the_precision_of_the_forward_pass() -> None:
+    kept, repeated = make_net(), make_net()
+    for model, layout in ((kept, pipeline(2)), (repeated, pipeline(2, recompute=True))):
+        nets = [copy.deepcopy(model) for _ in range(2)]
+
+        def work(link: Link, nets: list[nn.Module] = nets, layout: pipeline = layout) -> None:
+            optimizer = OPTIMIZERS["sgd"](nets[link.rank].parameters())
+            split(link, nets[link.rank], optimizer, layout, words(0, 6)[0])
+            halved(nets[link.rank], optimizer)
+
+        in_threads(2, work)
+        model.load_state_dict(joined(nets))
+    assert largest_difference(joined([kept]), joined([repeated])) == 0
+
+
 def test_hooks_of_a_parameter_see_one_gradient_in_each_backward_pass() -> None:
     nets = [make_net() for _ in range(2)]
 

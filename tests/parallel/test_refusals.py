@@ -195,7 +195,7 @@ def test_one_micro_batch_trains_with_batch_normalisation_and_a_loss_in_the_model
 
 def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> None:
     callbacks = bytes, print, lambda: None, lambda: None
-    PipelineStages(pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, *callbacks, 20.0))
+    PipelineStages(pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, False, *callbacks, 20.0))
 
 
 def test_compiled_models_several_models_and_lbfgs_are_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_runs import counts, difference, run
+from layout_runs import SCRIPT, counts, difference, run
 from staged_net import make_net
 
 from stretto.events import read_events
@@ -137,3 +137,20 @@ def test_a_model_that_one_rank_calls_alone_ends_in_an_error(tmp_path: Path) -> N
     options = ("-n", "2", "--layout", "sharded(2)", "--timeout", "5")
     error = run(tmp_path, "run", *options, fails=True, text=EVALUATED_ALONE)
     assert "expected: the same calls in all processes of a worker" in error
+
+
+def test_no_rank_lays_the_whole_model_flat(tmp_path: Path) -> None:
+    """Such buffers, of parameters and gradients, would be several times the model, until a collection frees them."""
+    watched = """
+from stretto.strategies import flat_buffers, gradient_allreduce
+def zeros(length, slots, zeros=flat_buffers.zeros):
+    print("laid", length, "of", sum(one.numel() for one in net.parameters()), flush=True)
+    return zeros(length, slots)
+flat_buffers.zeros = gradient_allreduce.zeros = zeros
+loader = stretto.distribute("""
+    text = SCRIPT.replace("loader = stretto.distribute(", watched)
+    folder = run(tmp_path, "run", "-n", "2", "--layout", "pipeline(stages=2)", text=text)
+    for log in folder.glob("worker-*.log"):
+        laid = [line.split() for line in log.read_text().splitlines() if line.startswith("laid")]
+        assert laid
+        assert all(int(length) < 0.8 * int(whole) for _, length, _, whole in laid)

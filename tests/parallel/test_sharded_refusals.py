@@ -37,7 +37,7 @@ def divided(model: nn.Module, optimizer: Callable[..., Optimizer] = SGD, recipe:
     optimizers = Optimizers([optimizer(model.parameters(), lr=0.1)])
     callbacks = bytes, print, lambda: None, lambda: None
     return ShardedModel(
-        sharded(2), RankContext(model, optimizers, None, None, parse(recipe), 2, link, *callbacks, timeout_s=1.0)
+        sharded(2), RankContext(model, optimizers, None, None, parse(recipe), 2, link, False, *callbacks, timeout_s=1.0)
     )
 
 

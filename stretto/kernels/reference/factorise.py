@@ -22,7 +22,7 @@ def factor_steps(factors: Factors, known: Known, mean: float, lr: float, l2: flo
     weight of the squares.
     """
     rows, row_bias, columns, column_bias = factors
-    mean_, lr_, l2_ = (torch.tensor(number, dtype=rows.dtype) for number in (mean, lr, l2))
+    mean_, lr_, l2_ = (torch.tensor(number, dtype=rows.dtype, device="cpu") for number in (mean, lr, l2))
     for row, column, value in zip(*(one.tolist() for one in known[:2]), known[2], strict=True):
         a, b = rows[row].clone(), columns[column].clone()
         error = value - (((mean_ + row_bias[row]) + column_bias[column]) + _dot(a, b))
@@ -36,7 +36,7 @@ def factor_errors(factors: Factors, known: Known, mean: float, least: float, mos
     """Return the sum of the squared errors of known values; predictions are clipped to `least` and `most`."""
     rows, row_bias, columns, column_bias = factors
     row, column, value = known[0].long(), known[1].long(), known[2]
-    biases = (torch.tensor(mean, dtype=rows.dtype) + row_bias[row]) + column_bias[column]
+    biases = (torch.tensor(mean, dtype=rows.dtype, device="cpu") + row_bias[row]) + column_bias[column]
     found = (biases + _dot(rows[row], columns[column])).clamp(least, most)
     return float((value.double() - found.double()).square().sum())
 
@@ -44,7 +44,7 @@ def factor_errors(factors: Factors, known: Known, mean: float, least: float, mos
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Return dot products of the last dimension: eight sums of every eighth product, added in halves."""
     products = (a * b).view(*a.shape[:-1], a.shape[-1] // LANES, LANES)
-    sums = products.select(-2, 0) + torch.zeros((), dtype=a.dtype)
+    sums = products.select(-2, 0) + torch.zeros((), dtype=a.dtype, device="cpu")
     for at in range(1, products.shape[-2]):
         sums = sums + products.select(-2, at)
     for half in (4, 2, 1):

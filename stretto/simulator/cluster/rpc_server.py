@@ -270,7 +270,7 @@ class _SimServerClient(ParameterServerClient):
         if not self._channel.worker.in_backward:
             return super()._await_result(body, number)
         self._channel.worker.after_backward(lambda: self._await_after_backward(body, number))
-        return [[torch.empty(0, dtype=torch.uint8)]]
+        return [[torch.empty(0, dtype=torch.uint8, device="cpu")]]
 
     def _await_after_backward(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> None:
         with suppress(BrokenTransportError):  # the next request, which can wait, raises it

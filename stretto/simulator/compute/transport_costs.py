@@ -117,7 +117,7 @@ def of_server(
     coarse clock; the server then runs beside worker 0, and only the other workers use links. An all-gather of bytes of
     N workers takes N messages to the server and N back, each with two ends, and so does reading the parameters.
     """
-    numbers = torch.ones(NUMBERS)
+    numbers = torch.ones(NUMBERS, device="cpu")
     if client.worker == 0:
         client.open(1, "async_sgd", [numbers])
 
@@ -164,7 +164,7 @@ def _between(
 
 def _all_reduce_s(transport: Transport, numbers: int, repeats: int, clock: Callable[[], float]) -> float:
     """Return the seconds of one all-reduce of this many numbers."""
-    tensor = torch.ones(numbers)
+    tensor = torch.ones(numbers, device="cpu")
     return _mean_call_s(lambda: transport.submit(AllReduceMean(tensor)).wait(), repeats, clock)
 
 

@@ -159,5 +159,5 @@ def _map_file(file: int, nbytes: int) -> Bytes:
         storage = torch.UntypedStorage.from_file(f"/dev/fd/{file}", shared=False, nbytes=nbytes)
     except RuntimeError as error:
         raise OSError(str(error)) from error
-    data: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
+    data: Bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()  # type: ignore[arg-type]
     return data
