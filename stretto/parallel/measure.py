@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from stretto.parallel.calls import Calls, Forward, opened, replaced
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.meta_start import with_memory
+from stretto.parallel.remote import RemoteTensor, remote
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
 from stretto.strategies.model_sync import plain_name
@@ -62,12 +63,44 @@ def measured_costs(
     modules = opened(model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     timed = replaced({name: model.get_submodule(name) for name in modules}, make)
-    with kept_random_states(device), timed, torch.no_grad():
-        model.forward(*args, **kwargs)
+    with kept_random_states(device), torch.no_grad():
+        with timed:
+            model.forward(*args, **kwargs)
+        between_s = _between(model, args, kwargs)
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
-    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device), kept)
+    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device), kept, between_s)
+
+
+def _between(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """Return the seconds of a forward pass whose modules are those of other ranks: of all code between them."""
+    shapes: list[Any] = []
+    at = [0, 0]  # the number of calls, and of closed modules around the present place
+
+    def make(name: str, forward: Forward) -> Forward:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if modules[name] or at[1]:
+                return forward(*args, **kwargs)
+            at[0] += 1
+            if len(shapes) < at[0]:
+                at[1] = 1
+                given, options = tree_map_only(Tensor, remote, (args, kwargs))
+                shapes.append(tree_map_only(Tensor, remote, forward(*given, **options)))
+                at[1] = 0
+            return tree_map_only(RemoteTensor, remote, shapes[at[0] - 1])
+
+        return call
+
+    def passed() -> float:
+        at[0], began = 0, time.perf_counter()
+        model.forward(*args, **kwargs)
+        return time.perf_counter() - began
+
+    modules = opened(model)
+    with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
+        passed()
+        return min(passed() for _ in range(TIMES))
 
 
 def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) -> float:

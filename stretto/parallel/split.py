@@ -27,6 +27,8 @@ class Costs:
     """Bytes of parameters that a stage can hold; None without a limit."""
     kept: Sequence[int] = ()
     """Bytes that the forward pass of each call keeps for its backward pass."""
+    between_s: float = 0.0
+    """Time of the code between modules, which every rank runs for each micro-batch."""
 
     def of(self, stage: Stage) -> float | None:
         """Return the time of a stage: of computing, or of receiving its input. None if it cannot be one."""

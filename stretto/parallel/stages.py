@@ -126,7 +126,7 @@ class PipelineStages(RankParts):
     def _write_prediction(self, calls: Calls, costs: Costs, split: Split, byte_s: float) -> None:
         """Write an event with the predicted pass of a batch, beside which the report shows the measured one."""
         hop, m = Hop(byte_s), self._layout.micro_batches
-        turns = by_stage(split.begins, costs.seconds)
+        turns = [one + costs.between_s for one in by_stage(split.begins, costs.seconds)]
         boundaries = [Boundary(calls.sizes[first], hop, hop) for first in split.begins[1:]]
         schedule = pipeline_schedule(turns, boundaries, Batch(m, m * calls.output_bytes, hop))
         self._context.write(

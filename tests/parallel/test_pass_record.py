@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from stage_threads import in_threads, split
 from torch import nn
 
 from stretto.parallel.calls import record_calls
 from stretto.parallel.link import CPU, Link
-from stretto.parallel.measure import measured_costs
+from stretto.parallel.measure import TIMES, measured_costs
 from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.recipe.layout import pipeline
 from stretto.runtime.phase_timer import Stopwatch
@@ -35,6 +37,34 @@ def test_what_modules_keep_is_what_autograd_saves_besides_parameters() -> None:
     calls = record_calls(net, [x], {})
     found = measured_costs(net, calls, [x], {}, 0.0, CPU).kept
     assert dict(zip(calls.names, found, strict=True)) == {"": 0, "0": 4 * 3 * 4, "1": 4 * 3 * 6, "2": 4 * 3 * 6}
+
+
+class Slow(nn.Module):
+    """A model with slow code between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 0
+        self.layers[0].register_forward_pre_hook(self.note)
+
+    def note(self, *_: object) -> None:
+        self.calls += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            time.sleep(0.005)
+            x = layer(x) + x
+        return x
+
+
+def test_code_between_modules_is_timed_without_the_modules() -> None:
+    net, x = Slow(), torch.ones(3, 4)
+    calls = record_calls(net, [x], {})
+    noted = net.calls
+    found = measured_costs(net, calls, [x], {}, 0.0, CPU)
+    assert found.between_s >= 0.01
+    assert max(found.seconds) > 0
+    assert net.calls == noted + 1 + 1 + TIMES  # one pass with modules, one for shapes, and those between modules
 
 
 def test_ranks_hold_the_parameters_and_the_state_of_their_stage() -> None:

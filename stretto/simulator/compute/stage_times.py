@@ -70,7 +70,7 @@ class StageTimes(Measurement):
             return whole
         split, seconds = self._split(self._found), self._found.costs.seconds
         self._notice(f"pipeline: {described(self._found.calls, split, self._found.costs)}")
-        turns_s = tuple(by_stage(split.begins, seconds))
+        turns_s = tuple(one + self._found.costs.between_s for one in by_stage(split.begins, seconds))
         return replace(whole, step_s=max(whole.step_s - self._found.whole_s, 0.0), turns_s=turns_s)
 
     def _split(self, found: _Found) -> Split:
