@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
@@ -90,6 +91,8 @@ def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequ
         if (there := found()) is not None:
             there(given[0] if given else named["input"])
 
+    # The model may be compiled, and the request to a server is no part of its graph.
+    call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
     return [module.register_forward_pre_hook(call, with_kwargs=True) for module in table.modules]
 
 

@@ -413,3 +413,46 @@ def test_tables_of_the_meta_device_train_as_those_with_memory(kind: Any, recipe:
     expected = run_single_process(run("cpu"))
     found = run_one_worker(run("meta"), recipe) if recipe else run_single_process(run("meta"))
     assert relative_distance(found, expected) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_compiled_models_look_rows_up(is_wrapped: bool) -> None:
+    def run(is_compiled: bool) -> Callable[[int], Tensor]:
+        def train(worker: int) -> Tensor:
+            net: Any = Factors()
+            optimizer = sgd(net)
+            used = torch.compile(net, backend="eager") if is_compiled and is_wrapped else net
+            if is_compiled and not is_wrapped:
+                net.compile(backend="eager")
+            for users, items, values in stretto.distribute(used, optimizer, DataLoader(ratings(), batch_size=8)):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(used(users, items), values).backward()
+                optimizer.step()
+            return flat(net)
+
+        return train
+
+    found = run_one_worker(run(True), "async_sgd")
+    assert relative_distance(found, run_single_process(run(False))) <= 1e-12
+
+
+def test_tables_may_be_frozen_and_thawed_between_epochs() -> None:
+    def run(sparse: bool) -> Callable[[int], Tensor]:
+        def train(worker: int) -> Tensor:
+            net: Any = Factors(sparse)
+            optimizer = sgd(net)
+            loader = stretto.distribute(net, optimizer, DataLoader(ratings(), batch_size=8))
+            for epoch in range(4):
+                net.users.requires_grad_(epoch != 1)
+                net.items.requires_grad_(epoch > 1)
+                for users, items, values in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(users, items), values).backward()
+                    optimizer.step()
+            return flat(net)
+
+        return train
+
+    sparse, dense = (run_workers(2, run(sparse), "stale_synchronous(bound=0)")[0] for sparse in (True, False))
+    assert relative_distance(sparse, dense) <= 1e-12
