@@ -196,6 +196,18 @@ def test_the_parts_of_a_tensor_are_the_whole_in_the_ratio_of_the_ranks(
         assert abs(part / item_bytes - items * weight / sum(weights)) <= 1
 
 
+def test_a_model_that_is_trained_in_two_sections_counts_once(tmp_path: Path) -> None:
+    before, after = SCRIPT.split("loader = stretto")
+    again = after.replace("(net, optimizer, loader)", "(net, optimizer, plain)")
+    script = f"{before}plain = loader\nloader = stretto{after}stretto.finish()\nloader = stretto{again}"
+    simulated(2, script, args=("4", "1"), asks={"layout": "pipeline(stages=2)"}, folder=tmp_path)
+    first, second = (
+        next(one["bytes_sent"] for one in read_events(tmp_path / run / "events.jsonl") if one["event"] == "end")
+        for run in ("run", "run/section-2")
+    )
+    assert 0 < second <= first
+
+
 # --- failures and refusals --------------------------------------------------------------------------------------
 
 

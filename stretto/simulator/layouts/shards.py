@@ -37,8 +37,6 @@ class ShardedReplica(RankedReplica):
         names = [name for name, one in refusals.batch_norms(model).items() if one.training]
         if names:
             raise ModelError(refusals.batch_norm_of_part(names[0]))
-        if self._group_bytes:
-            return
         layers = [[*layer.parameters()] for layer in layers_of(model)]
         within = {id(one) for layer in layers for one in layer}
         layers.append([one for one in model.parameters() if id(one) not in within])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
@@ -50,6 +51,7 @@ class StagedReplica(RankedReplica):
         self._boundaries = [Boundary()] * (self.ranks - 1)
         self._batch = Batch(layout.micro_batches)
         self._is_recording = False
+        self._followed: WeakSet[nn.Module] = WeakSet()
         if cost_model.turns_s and len(cost_model.turns_s) != self.ranks:
             raise _other_stages(cost_model, layout)
 
@@ -60,6 +62,10 @@ class StagedReplica(RankedReplica):
     def follow(self, worker: Worker, model: nn.Module, optimizers: Optimizers, recipe: Recipe | None) -> None:
         """Split the model at its first forward pass, and count the bytes of all its passes."""
         refusals.refuse_indivisible(model, optimizers, "split into stages")
+        if model in self._followed:
+            return
+        self._followed.add(model)
+        self._calls = None
         if recipe is not None and not recipe.how.elementwise and worker.number == 0:
             self.notice(f"{recipe.how} encodes the whole model in a simulation, and each stage apart in a live run")
 
