@@ -321,9 +321,9 @@ class Pipeline:
                 outputs = [sent] if sent is not None and incoming is not None else []
                 given = [incoming.wait(one.shape, one.dtype) for one in outputs] if incoming is not None else []
             found = self._turn_back(turn, outputs, given, trained)
-            total = [
-                old if new is None else new if old is None else old + new for old, new in zip(total, found, strict=True)
-            ]
+            for place, (old, gradient) in enumerate(zip(total, found, strict=True)):
+                total[place] = gradient if old is None else old if gradient is None else old + gradient
+                found[place] = None  # its memory is free before the next sum
             turns[number] = _Turn([])
         self._link.flush()
         self._norm.follow(self._parameters)
