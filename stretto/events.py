@@ -11,8 +11,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | kind | fields |
 | --- | --- |
 | start | workers, servers, pid, host, device, threads, recipe; rank, ranks of a worker with several ranks |
-| stages | layout, modules, micro_batches, predicted_s, computing, activations, balance: the stages of a measured |
-| | pipeline, with the predicted seconds of a pass and the bytes that it keeps (rank 0 of worker 0) |
+| stages | layout, modules, micro_batches, predicted_s, computing, activations, balance: the stages of a pipeline |
+| | that is measured or simulated, with the predicted seconds of a pass and the bytes that it keeps (worker 0) |
 | warning | text: a message for the user |
 | log | step, samples, values: the arguments of `stretto.log` |
 | progress | step, samples, rounds, time_breakdown, bytes_sent, bytes_received, bytes_counted, blocked_s, traffic, |

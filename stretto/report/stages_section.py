@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from stretto.report import formatting, stages
+from stretto.report import formatting, run_log, stages
 from stretto.report.aggregation import Group, grouped
 from stretto.report.run_log import History
 from stretto.report.run_record import Record
@@ -22,6 +22,10 @@ MEMORY_NOTE = (
     "MB. Gradients: of all trained parameters. Activations: what the modules keep for the backward pass, measured with "
     "the first batch. Peak: of the process, with all else that is in it."
 )
+PREDICTED_NOTE = (
+    "Simulated: a pass is the forward and the backward pass of a batch, with the activations on the links. A stage "
+    "waits while the pipeline fills and empties (the bubble), for slower stages, and for links."
+)
 COMPARED_NOTE = "A pass is the forward and the backward pass of a batch. Waiting: share of it, mean over the stages."
 HELD = ("parameters", "gradients", "state", "peak")
 
@@ -29,10 +33,30 @@ HELD = ("parameters", "gradients", "state", "peak")
 def sheets(history: History) -> list[Sheet]:
     """Return the tables of a run whose workers have several ranks; nothing for others."""
     found = stages.ranks(history)
+    if not found:
+        return _predicted(history)
     shown = found[:MOST_RANKS]
     omitted = f" The first {len(shown)} of {len(found)} ranks." if len(shown) < len(found) else ""
     has_stages = any(one.pass_s is not None for one in shown)
     return [*([_stages(history, shown, omitted)] if has_stages else []), *_memory(history, shown, omitted)]
+
+
+def _predicted(history: History) -> list[Sheet]:
+    """Return the table of a simulated pipeline, whose passes are predicted; nothing without one."""
+    event = stages.prediction(history) or {}
+    pass_s, computing = run_log.number(event.get("predicted_s")), event.get("computing") or []
+    if not pass_s:
+        return []
+    rows = []
+    for rank, module in enumerate((event.get("modules") or [])[:MOST_RANKS]):
+        busy_s = run_log.number(computing[rank]) if rank < len(computing) else None
+        idle_s = None if busy_s is None else pass_s - busy_s
+        share = formatting.percent(None if idle_s is None else idle_s / pass_s)
+        texts = (str(rank), str(module), _milliseconds(busy_s), _milliseconds(idle_s), share)
+        rows.append(tuple(map(Cell, texts)))
+    balance = formatting.figure(run_log.number(event.get("balance")), 2)
+    note = f"{PREDICTED_NOTE} A pass takes {_milliseconds(pass_s)}; balance {balance}."
+    return [Sheet(STAGES, note, ("stage", "begins with", "computing", "waiting", "share"), tuple(rows))]
 
 
 def _stages(history: History, shown: Sequence[stages.Rank], omitted: str) -> Sheet:

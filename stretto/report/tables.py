@@ -185,7 +185,7 @@ def speed_up(record: Record, baselines: Baselines) -> float | None:
 
 def _efficiency(record: Record, baselines: Baselines) -> float | None:
     ratio = speed_up(record, baselines)
-    return None if ratio is None else ratio / (len(record["processes"]) or record["workers"])
+    return None if ratio is None else ratio / (len(record.get("processes") or ()) or record["workers"])
 
 
 def _target(baselines: Baselines) -> list[Column]:

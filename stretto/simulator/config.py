@@ -60,14 +60,19 @@ class Simulation:
         """Number of shards of the parameter server, or the most that the script's recipe may ask for."""
         return parse(self.config.recipe).shards if self.config.recipe else MAX_SHARDS
 
-    def replica(self, notice: Callable[[str], None], links: Links | None = None) -> Replica:
+    def replica(
+        self,
+        notice: Callable[[str], None],
+        links: Links | None = None,
+        write: Callable[..., None] = lambda *_, **__: None,
+    ) -> Replica:
         """Return the workers as their layout divides them. Raise LaunchError if they cannot be simulated."""
         config = self.config
         layout = parse_layout(config.layout or str(whole()))
         if not layout.simulated_by:
             raise _not_simulated(config)
         links = links or Links(self.network, config.workers, 0, config.ranks)
-        return create_replica(layout, links, self.cost_model, notice)
+        return create_replica(layout, links, self.cost_model, notice, write)
 
     @property
     def has_network(self) -> bool:

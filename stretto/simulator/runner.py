@@ -190,7 +190,7 @@ class Simulator:
 
     def make_replica(self, links: Links) -> Replica:
         """Create the workers as their layout divides them."""
-        return self._simulation.replica(self._print_once, links)
+        return self._simulation.replica(self._print_once, links, self._write)
 
     def make_state(self, worker: Worker, out: TextIO) -> ProcessState:
         """Return the initial process state of a worker."""
@@ -254,6 +254,9 @@ class Simulator:
         now = self.engine.queue.now
         assert self._log is not None
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
+
+    def _write(self, kind: str, **fields: object) -> None:
+        self._publish({"event": kind, **of_process(0), **fields})
 
     def _note(self, text: str, worker: int = 0) -> None:
         self._publish({"event": "warning", **of_process(worker), "text": text})

@@ -83,6 +83,19 @@ def test_a_split_that_was_named_has_no_prediction(tmp_path: Path) -> None:
     assert (found["pass_s"], found["waiting"], found["balance"]) == (pytest.approx(0.01), pytest.approx(0.5), 1.0)
 
 
+def test_a_simulated_pipeline_has_a_table_of_what_was_predicted(tmp_path: Path) -> None:
+    (stages_event,) = (event for event in events([1.0, 1.0], [0.5, 0.5]) if event["event"] == "stages")
+    written = [*training(2, 0.02, 1000, 1, 0.97), stages_event | {"computing": [0.006, 0.009], "activations": []}]
+    folder = write_run(tmp_path / "run", recipe="allreduce()", events=written, workers=2)
+    (sheet,) = stages_section.sheets(run_log.read(folder))
+    assert sheet.note.endswith("A pass takes 9.00 ms; balance 0.95.")
+    assert [[cell.text for cell in row] for row in sheet.rows] == [
+        ["0", "blocks.0", "6.00 ms", "3.00 ms", "33%"],
+        ["1", "blocks.1", "9.00 ms", "0 ms", "0"],
+    ]
+    assert STAGES in write(folder).read_text()
+
+
 def test_whole_workers_have_no_such_tables(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recipe="allreduce()", events=training(2, 0.02, 1000, 1, 0.97), workers=2)
     assert stages_section.sheets(run_log.read(folder)) == []

@@ -96,6 +96,15 @@ def test_a_step_of_equal_stages_takes_the_closed_form(stages: int, batches: int)
     assert step_s(stages, layout, cost_model=whole) == pytest.approx(expected)
 
 
+def test_the_log_has_the_predicted_pass_of_the_stages() -> None:
+    model = CostModel(0.002, turns_s=(0.01, 0.02))
+    (event,) = run(2, "pipeline(stages=2, micro_batches=3)", cost_model=model).of("stages")
+    assert (event["modules"], event["micro_batches"]) == (["0", str(BLOCKS // 2)], 3)
+    assert event["predicted_s"] == pytest.approx(0.01 + 3 * 0.02)
+    assert event["computing"] == pytest.approx([0.03, 0.06])
+    assert event["balance"] == 0.75
+
+
 def pipeline_s(stages: int, batches: int, hops: list[Hop], turn_s: float, last: Hop) -> float:
     """Return the closed form for equal stages on links that are faster than the stages."""
     nbytes = 4 * BLOCK * BATCH / batches

@@ -52,12 +52,21 @@ class Replica:
     has_stages = False
     """True if `--step-time` may have times of stages."""
 
-    def __init__(self, layout: Layout, links: Links, cost_model: CostModel, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        links: Links,
+        cost_model: CostModel,
+        notice: Callable[[str], None],
+        write: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
         if cost_model.turns_s and not self.has_stages:
             problem, got = "times per micro-batch are those of stages", f"{layout}, and times of stages"
             stages = f'--layout "pipeline(stages={len(cost_model.turns_s)})"'
             raise mistyped(problem, got, "a pipeline, or the time of a step alone", stages)
-        self.layout, self.links, self.cost_model, self.notice = layout, links, cost_model, notice
+        self.layout, self.links, self.cost_model = layout, links, cost_model
+        self.notice, self.write = notice, write
+        """Shows a line; writes an event of a kind with these fields."""
         self.ranks = links.ranks
 
     def measurement(self) -> Measurement:
@@ -91,9 +100,15 @@ class Replica:
         return 0
 
 
-def create_replica(layout: Layout, links: Links, cost_model: CostModel, notice: Callable[[str], None]) -> Replica:
+def create_replica(
+    layout: Layout,
+    links: Links,
+    cost_model: CostModel,
+    notice: Callable[[str], None],
+    write: Callable[..., None] = lambda *_, **__: None,
+) -> Replica:
     """Return the workers of a simulation under a layout, which names their class by its import path."""
     module, _, name = layout.simulated_by.rpartition(".")
     made: Any = getattr(importlib.import_module(module), name)
-    replica: Replica = made(layout, links, cost_model, notice)
+    replica: Replica = made(layout, links, cost_model, notice, write)
     return replica

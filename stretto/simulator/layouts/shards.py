@@ -23,8 +23,8 @@ from stretto.strategies.optimizers import Optimizers
 class ShardedReplica(RankedReplica):
     """A worker whose ranks divide every parameter, and each batch, among them."""
 
-    def __init__(self, layout: sharded, links: Links, cost_model: CostModel, notice: Callable[[str], None]) -> None:
-        super().__init__(layout, links, cost_model, notice)
+    def __init__(self, layout: sharded, links: Links, cost_model: CostModel, *reports: Callable[..., None]) -> None:
+        super().__init__(layout, links, cost_model, *reports)
         self._layout = layout
         self._group_bytes: list[int] = []
         """Bytes of the parameters that are gathered together, for each layer and for the rest."""

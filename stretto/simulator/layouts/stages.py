@@ -41,8 +41,8 @@ class StagedReplica(RankedReplica):
 
     has_stages = True
 
-    def __init__(self, layout: pipeline, links: Links, cost_model: CostModel, notice: Callable[[str], None]) -> None:
-        super().__init__(layout, links, cost_model, notice)
+    def __init__(self, layout: pipeline, links: Links, cost_model: CostModel, *reports: Callable[..., None]) -> None:
+        super().__init__(layout, links, cost_model, *reports)
         self._layout = layout
         self._calls: Calls | None = None
         """Calls of the model's modules; None before the first forward pass of any worker."""
@@ -81,15 +81,20 @@ class StagedReplica(RankedReplica):
 
     def step_s(self, scaled: Scaled) -> float:
         """Return the seconds of a step: those besides the stages, and those of the stages' schedule."""
-        model, m = self.cost_model, self._layout.micro_batches
-        turns = model.turns_s or (model.step_s / (self.ranks * m),) * self.ranks
-        besides_s = model.step_s if model.turns_s else 0.0
-        base_s = besides_s + m * sum(turns)
+        besides_s = self.cost_model.step_s if self.cost_model.turns_s else 0.0
+        base_s = besides_s + self._layout.micro_batches * sum(self._turns_s)
         slower = scaled(base_s) / base_s if base_s else 1.0
-        return besides_s * slower + self._schedule([one * slower for one in turns]).seconds
+        return besides_s * slower + self._schedule(slower).seconds
 
-    def _schedule(self, turns: list[float]) -> Schedule:
+    @property
+    def _turns_s(self) -> Sequence[float]:
+        """Seconds of a micro-batch in each stage; where none were measured, equal parts of those of a step."""
+        parts = self.ranks * self._layout.micro_batches
+        return self.cost_model.turns_s or (self.cost_model.step_s / parts,) * self.ranks
+
+    def _schedule(self, slower: float = 1.0) -> Schedule:
         """Return the schedule of a step, in which each end of a message costs its stage processor time."""
+        turns = [one * slower for one in self._turns_s]
         ends = [2 * ((stage > 0) + (stage < self.ranks - 1)) for stage in range(self.ranks)]
         nbytes = max(one.nbytes for one in self._boundaries)
         end_s = self.cost_model.collective_s(_messages(nbytes), nbytes, 1)
@@ -131,7 +136,7 @@ class StagedReplica(RankedReplica):
         last = self.ranks - 1
         outputs = self.slowest((last, rank) for rank in range(last))
         self._batch = Batch(self._layout.micro_batches, self._row_bytes[-1] * rows, outputs)
-        self.notice(self._described(calls, begins))
+        self._report([calls.names[first] or calls.names[1] for first in begins])
 
     def _begins(self, model: nn.Module, calls: Calls) -> Sequence[int]:
         if self._layout.begins is not None:
@@ -139,15 +144,24 @@ class StagedReplica(RankedReplica):
         held = held_bytes(model, calls)
         return measured_split(calls, Costs(held, {}, held), self.ranks).begins
 
-    def _described(self, calls: Calls, begins: Sequence[int]) -> str:
-        """Return the stages in words, with the predicted time of a step."""
-        stages = ", ".join(
-            f"stage {stage} from {calls.names[first] or calls.names[1]}" for stage, first in enumerate(begins)
-        )
-        schedule = self._schedule(list(self.cost_model.turns_s or [1.0] * self.ranks))
+    def _report(self, modules: Sequence[str]) -> None:
+        """Show the stages, which begin with these modules, and write their predicted pass into the log."""
+        schedule = self._schedule()
+        computing = schedule.computing
+        stages = ", ".join(f"stage {stage} from {name}" for stage, name in enumerate(modules))
         how = "" if self.cost_model.turns_s else "; stages that compute equally long, since none was measured"
         step_s = self.step_s(lambda seconds: seconds)
-        return f"pipeline: {stages}{how}; a step takes {step_s * 1e3:.3g} ms, bubble {schedule.bubble:.2f}"
+        self.notice(f"pipeline: {stages}{how}; a step takes {step_s * 1e3:.3g} ms, bubble {schedule.bubble:.2f}")
+        self.write(
+            "stages",
+            layout=str(self._layout),
+            modules=list(modules),
+            micro_batches=self._layout.micro_batches,
+            predicted_s=round(schedule.seconds, 6),
+            computing=[round(one, 6) for one in computing],
+            activations=[],
+            balance=round(sum(computing) / len(computing) / max(*computing, 1e-12), 4),
+        )
 
     # --- bytes --------------------------------------------------------------------------------------------------
 
