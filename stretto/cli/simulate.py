@@ -203,7 +203,7 @@ def _measure_points(grid: SweepConfig, step_time: str, say: Callable[[str], None
     for point in points(grid):
         if point.cost_group not in step_times and "step_time" not in point.values:
             simulated = simulation(structs.replace(grid.config, args=point.args), point.options)
-            cost_model = _measure(simulated, step_time).cost_model
+            cost_model = _measure(simulated, step_time)
             first = steps.setdefault(simulated.contending_processes, cost_model)
             step_times[point.cost_group] = str(replace(cost_model, step_s=first.step_s, epoch_s=first.epoch_s))
             say(f'measured for {point.cost_group}: --step-time "{step_times[point.cost_group]}"')
@@ -235,7 +235,7 @@ def _run(
     if notice is not None:
         display.note(notice)
     with handled(_stop):
-        simulation = _measure(simulation, step_time, display.note)
+        simulation = _measured(simulation, step_time, display.note)
         if step_time.startswith(AUTO):
             layout = f"{as_option(simulation.config.layout)} " if simulation.config.layout else ""
             display.note(f'measured: {layout}--step-time "{simulation.cost_model}"')
@@ -258,7 +258,12 @@ def _stop(number: int) -> None:
     raise Stopped(number)
 
 
-def _measure(simulation: Simulation, step_time: str, notice: Callable[[str], None] = lambda _: None) -> Simulation:
+def _measure(simulation: Simulation, step_time: str) -> CostModel:
+    """Return the costs that were given or are measured."""
+    return _measured(simulation, step_time, lambda _: None).cost_model
+
+
+def _measured(simulation: Simulation, step_time: str, notice: Callable[[str], None]) -> Simulation:
     """Return the simulation with the costs that were given or are measured, and the layout that was measured.
 
     Costs are rounded as their text, so that the text reproduces the run.
