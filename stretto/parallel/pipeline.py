@@ -100,7 +100,7 @@ class Pipeline:
         record: PassRecord | None = None,
     ) -> None:
         self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
-        self._record = record or PassRecord()
+        self.record = record or PassRecord()
         self._plain = model.forward
         self._turn: _Turn | None = None
         self._shapes: dict[Any, Any] = {}
@@ -245,10 +245,6 @@ class Pipeline:
 
     def run(self, whole: _Pass) -> list[Tensor]:
         """Run the forward pass of all micro-batches, and return the outputs of the whole batch at all ranks."""
-        with self._record.within() if whole.with_gradients else nullcontext():
-            return self._run(whole)
-
-    def _run(self, whole: _Pass) -> list[Tensor]:
         if not self._is_first:
             for turn in whole.turns:
                 turn.coming = self._link.receive(self._link.rank - 1, FORWARD)
@@ -298,10 +294,6 @@ class Pipeline:
 
     def run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of this rank's parameters, given those of the outputs of the whole batch."""
-        with self._record.within(is_backward=True):
-            return self._run_back(whole, gradients)
-
-    def _run_back(self, whole: _Pass, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         if whole.is_over:
             raise ModelError(refusals.second_backward())
         whole.is_over = True
@@ -380,7 +372,8 @@ class _WholeModel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pipe: Pipeline, whole: _Pass, _anchor: Tensor, *_parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.pipe, ctx.whole = pipe, whole
-        outputs = tuple(pipe.run(whole))
+        with pipe.record.within() if whole.with_gradients else nullcontext():
+            outputs = tuple(pipe.run(whole))
         ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
         return outputs
 
@@ -388,7 +381,8 @@ class _WholeModel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise ModelError(refusals.second_derivative())
-        return (None, None, None, *ctx.pipe.run_back(ctx.whole, gradients))
+        with ctx.pipe.record.within(is_backward=True):
+            return (None, None, None, *ctx.pipe.run_back(ctx.whole, gradients))
 
 
 def _check_rows(whole: _Pass, pieces: Sequence[Sequence[Tensor]]) -> None:
