@@ -118,8 +118,8 @@ def _supervise(
     make_engine: MakeEngine = LocalEngine,
     cluster: Cluster | None = None,
 ) -> None:
-    with _forwarding(plan) as forward:
-        _supervise_with(plan, inbox, display, make_engine(inbox), cluster, forward)
+    with contextlib.ExitStack() as after_output, _forwarding(plan) as forward:
+        _supervise_with(plan, inbox, display, make_engine(inbox), cluster, forward, after_output)
 
 
 @contextlib.contextmanager
@@ -146,12 +146,14 @@ def _supervise_with(
     engine: Engine,
     cluster: Cluster | None,
     forward: Forward | None,
+    after_output: contextlib.ExitStack,
 ) -> None:
     config, folder = plan.config, plan.folder
     elsewhere = LogsElsewhere(folder, plan.numbers_shown) if config.host is not None and not plan.joining else None
     relay = LogRelay(folder, config.output, display, forward, elsewhere)
     remote = RemoteWorkers(plan, _start_agent(config, cluster, inbox, relay), relay.note)
     supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
+    after_output.callback(supervisor.close)  # once all launchers have ended, no coordinator takes output any more
     try:
         supervisor.start()
         if plan.listener is not None and not config.elastic:
@@ -165,7 +167,6 @@ def _supervise_with(
         remote.end()
         engine.close()
         remote.close()
-        supervisor.close()
         relay.close()
     if cause is not None:
         is_lost = plan.joining and not cause.reported

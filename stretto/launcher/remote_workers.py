@@ -107,6 +107,8 @@ class RemoteWorkers:
         self._hosts: dict[str, _RemoteHost] = {}
         self._by_hand = not plan.config.workers and not self._specs
         """True if all workers are joined by hand."""
+        self._is_open = plan.config.host is not None and not plan.joining and not self._on_cluster
+        """True if other launchers may join."""
         self._loss = ""
         """Text about the host that was lost last."""
 
@@ -125,7 +127,7 @@ class RemoteWorkers:
 
     def watch(self, ask: Callable[[], None]) -> None:
         """Ask for a new view if there may be workers elsewhere."""
-        if self._hosts or self._by_hand:
+        if self._hosts or self._is_open:
             ask()
 
     def handle(self, exited: AgentExited, view: MembersView, report: ReportLost) -> None:
@@ -169,6 +171,8 @@ class RemoteWorkers:
         """Return True if the run needs no worker elsewhere: once it ends, not those of hosts that have failed."""
         if self._by_hand:
             return view.is_over or bool(view.stopped)
+        if self._is_open and is_ending and view.launchers:
+            return False  # their last output and events are still on their way
         running = [host for host in self._hosts.values() if host.state == "running"]
         if self._on_cluster and view.stopped:
             return all(host.has_not_joined(view) or host.has_failed(view) for host in running)

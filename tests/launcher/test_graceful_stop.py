@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_place import Place, config_of, until
+from run_place import Place, config_of, coordinators, until
 
 from stretto.events import read_events
 
-SAMPLES, EPOCHS = 64, 6
+SAMPLES, EPOCHS = 64, 30
 SCRIPT = f"""
 import pathlib, time, torch, stretto
 torch.manual_seed(0)
@@ -48,6 +48,7 @@ def test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it(place: 
     if kills:
         (coordinator,) = [one for one in place.left() if config_of(one).get("type") == "coordinator"]
         coordinator.terminate()
+        until(lambda: coordinators(place) not in ([], [coordinator.pid]), limit_s=60)
     Path("go").touch()
     out, err = run.communicate(timeout=90)
     assert run.returncode == 128 + signal.SIGTERM, err.decode()

@@ -35,6 +35,8 @@ for epoch in range(200):
         step(a, b)
         if (here / "slow").exists():
             time.sleep(0.02)
+if (here / "long").exists():
+    print("." * 600_000 + "end", flush=True)
 """
 TOGETHER: dict[str, Any] = {"stderr": subprocess.STDOUT}
 
@@ -81,6 +83,16 @@ def test_log_of_a_joined_worker_is_in_the_run_folder_and_its_output_on_the_termi
     assert b"epoch 199" not in said[1]
 
 
+def test_last_output_of_a_joined_worker_is_in_the_run_folder_before_the_run_ends(place: Place, beside: Path) -> None:
+    """The output is longer than several messages, so that its end is still on its way when the worker exits."""
+    here, guest = joined(place)
+    (beside / "long").touch()
+    (beside / "slow").unlink()
+    said = [one.communicate(timeout=90)[0] for one in (here, guest)]
+    assert (here.returncode, guest.returncode) == (0, 0), said
+    assert Path("run/worker-1.log").read_text().endswith("." * 600_000 + "end\n")
+
+
 def test_error_of_a_joined_worker_is_shown_at_the_launcher_with_its_traceback(place: Place, beside: Path) -> None:
     here, guest = joined(place)
     (beside / "fail").touch()
@@ -112,6 +124,7 @@ def test_signal_that_killed_a_joined_worker_is_named_at_the_launcher(place: Plac
 
 for one in (
     test_log_of_a_joined_worker_is_in_the_run_folder_and_its_output_on_the_terminal,
+    test_last_output_of_a_joined_worker_is_in_the_run_folder_before_the_run_ends,
     test_error_of_a_joined_worker_is_shown_at_the_launcher_with_its_traceback,
     test_signal_that_killed_a_joined_worker_is_named_at_the_launcher,
 ):
