@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import resource
 import secrets
 import socket
 import struct
@@ -138,8 +137,6 @@ class Pump(asyncio.Protocol):
 
 def serve(listener: socket.socket, secret: bytes) -> None:
     """Serve at a listening socket until the process ends."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(serving(listener, Relay(secret)))
 
 

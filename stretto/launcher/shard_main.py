@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 from types import FrameType
@@ -34,7 +35,12 @@ def main() -> None:
 
 
 def own_config(kind: type[ConfigT]) -> ConfigT:
-    """Begin this process; return its configuration, which its children do not find in their environment."""
+    """Begin the process of a service; return its configuration, which its children do not find in their environment.
+
+    The process may have as many connections as the system allows: those of strangers stay for a while.
+    """
+    _, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
     return begin(msgspec.json.decode(os.environ.pop(VARIABLE), type=kind, dec_hook=decode_path))
 
 
