@@ -108,9 +108,12 @@ def ranks_of(config: RunConfig) -> int:
 
 
 def _in_workers(config: RunConfig) -> RunConfig:
-    """Return the configuration with the number of workers in place of that of processes, if a layout is given."""
+    """Return the configuration with numbers of workers in place of those of processes, if a layout is given."""
     ranks = ranks_of(config)
-    return replace(config, workers=config.workers // ranks, ranks=ranks) if ranks > 1 and config.ranks == 1 else config
+    if ranks == 1 or config.ranks > 1:
+        return config
+    hosts = ",".join(f"{one.name}:{one.workers // ranks}" for one in parse_hosts(config.hosts or "")) or None
+    return replace(config, workers=config.workers // ranks, hosts=hosts, ranks=ranks)
 
 
 def _with_port(config: RunConfig) -> RunConfig:

@@ -95,8 +95,12 @@ def _coordinate(config: CoordinatorConfig) -> None:
 def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
     options = config.options
     invite = invitation_of(options, config.services, config.relay, config.keys)
-    workers = coordinator.workers
-    return Inviter(invite, coordinator.give_numbers, lambda: packed_code(options), workers.next_incarnation)
+    workers, ranks = coordinator.workers, options.ranks
+
+    def give(name: str, processes: int, first: int | None, replaces: bool) -> tuple[int, ...]:
+        return () if processes % ranks else coordinator.give_numbers(name, processes // ranks, first, replaces)
+
+    return Inviter(invite, give, lambda: packed_code(options), workers.next_incarnation)
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:

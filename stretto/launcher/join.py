@@ -23,6 +23,7 @@ from stretto.errors import LaunchError, LogError, explain
 from stretto.launcher.code_archive import packed, unpack
 from stretto.launcher.endpoints import Servers
 from stretto.launcher.entry import check
+from stretto.launcher.layout_checks import indivisible
 from stretto.launcher.listeners import is_address
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.signals import end_with_input
@@ -129,7 +130,8 @@ def _keys_of(numbers: tuple[int, ...], secret: Sequence[str] | None) -> dict[str
 
     if (keys := run_keys(secret, 0)) is None:
         return {}
-    roles = [RELAY, b"launcher %d" % min(numbers), *(b"worker %d" % number for number in numbers)]
+    launcher = [b"launcher %d" % min(numbers)] if numbers else []
+    roles = [RELAY, *launcher, *(b"worker %d" % number for number in numbers)]
     return {role.decode(): keys.client(role).texts for role in roles}
 
 
@@ -160,6 +162,8 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         invitation = client.ask(request.workers, first, key.replaces)
         _check_versions(invitation.versions)
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
+        if not invitation.numbers:
+            raise indivisible(request.workers, options.ranks, f"stretto join {request.run} -n {{}}")
         folder, script = _place(request, options, client)
         config = replace(
             options,

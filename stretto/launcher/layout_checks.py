@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.errors import LaunchError, explain
+from stretto.host_list import parse as parse_hosts
 from stretto.interval import every
 from stretto.run_config import RunConfig
 
@@ -21,14 +22,12 @@ def check_layout(config: RunConfig, ranks: int, servers: Callable[[], int | None
         _refuse_for_blocks(config, layout)
     if ranks == 1:
         return
-    if config.workers % ranks or not config.workers:
-        problem = f"{config.workers} processes cannot be divided into workers of {ranks}"
-        expected, to_type = (
-            f"a multiple of {ranks} processes",
-            f"-n {max(1, -(-config.workers // ranks)) * ranks} {layout}",
-        )
-        raise LaunchError(explain(problem, got=f"-n {config.workers} {layout}", expected=expected, to_type=to_type))
-    refused = {"--listen": config.host, "--servers": config.servers, "--no-recovery": not config.recovery}
+    if config.workers % ranks or (not config.workers and config.host is None):
+        raise indivisible(config.workers, ranks, f"-n {{}} {layout}")
+    for host in parse_hosts(config.hosts or ""):
+        if host.workers % ranks:
+            raise indivisible(host.workers, ranks, f"--hosts {host.name}:{{}} {layout}")
+    refused = {"--servers": config.servers, "--no-recovery": not config.recovery}
     if (option := next((name for name, value in refused.items() if value), None)) is not None:
         problem = f"workers of several processes cannot run with {option} yet"
         raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
@@ -36,6 +35,13 @@ def check_layout(config: RunConfig, ranks: int, servers: Callable[[], int | None
         problem = "workers of several processes cannot exchange through a parameter server yet"
         got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
+
+
+def indivisible(processes: int, ranks: int, words: str) -> LaunchError:
+    """Return the error for a number of processes, to be typed in these words, that cannot be divided into workers."""
+    problem = f"{processes} processes cannot be divided into workers of {ranks}"
+    expected, enough = f"a multiple of {ranks} processes", max(1, -(-processes // ranks)) * ranks
+    return LaunchError(explain(problem, got=words.format(processes), expected=expected, to_type=words.format(enough)))
 
 
 def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
@@ -47,6 +53,10 @@ def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
     if config.recipe is not None:
         problem, got = "the processes exchange column blocks, and no recipe says what else", f"--recipe {config.recipe}"
         raise LaunchError(explain(problem, got=got, expected="no recipe", to_type=layout))
+    if config.host is not None:
+        problem = "the processes hold their blocks from the start, so that no others can join"
+        got = f"--listen {config.host} {layout}"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=layout))
     if config.stop_within_s:
         problem, got = "the processes are at different batches when they are asked to stop", "--stop-within"
         raise LaunchError(explain(problem, got=f"{got} {layout}", expected="one of the two", to_type=layout))

@@ -81,7 +81,7 @@ def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
     if config.on is not None:  # the run's log files have the output; a line for each of many workers would hide it
         shown = ["--output", "none", "--quiet"]
     for host in hosts_of(config):
-        words = ("join", address, "--key", "-", "-n", str(host.workers), *shown)
+        words = ("join", address, "--key", "-", "-n", str(host.workers * config.ranks), *shown)
         key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first, replaces)) + b"\n"
         specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
         first += host.workers

@@ -107,7 +107,7 @@ def _ranks(reports: Sequence[ReadyReport]) -> MemberRanks:
     rounds, agreements = (
         max(numbers) for numbers in zip(*((one.rounds, one.agreements) for one in reports), strict=True)
     )
-    return MemberRanks([one.address for one in reports], rounds, agreements)
+    return MemberRanks([one.address_of_rank for one in reports], rounds, agreements)
 
 
 class ContinuedTo(Record, frozen=True):

@@ -26,12 +26,13 @@ _LAUNCHER = re.compile(rb"joining [0-9a-f]{32}")
 
 
 class AskToJoin(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Request for the numbers of this many workers; from `first` on, if they are reserved for this launcher.
+    """Request for the numbers of the workers of this many processes; from `first` on, if they are reserved for this
+    launcher.
 
     `replaces` is True if an earlier launcher, which has been lost, may have these numbers.
     """
 
-    workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_JOINING)]
+    processes: Annotated[int, msgspec.Meta(ge=1, le=MAX_JOINING)]
     first: Annotated[int, msgspec.Meta(ge=0)] | None = None
     replaces: bool = False
 
@@ -75,10 +76,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Inviter:
     """Replies of the coordinator to joining launchers.
 
-    `invite` makes an invitation with the numbers that `give_numbers` returns for a launcher, its number of workers and
-    the first reserved number, and with the incarnation that `next_incarnation` returns for a launcher that replaces
-    another one. `pack` returns the code as an archive, or raises an error whose text the joining launcher is told. It
-    runs once, in a thread, since members wait for their own replies; those to launchers are empty until it has ended.
+    `invite` makes an invitation with the numbers that `give_numbers` returns for a launcher, its number of processes
+    and the first reserved number (none if these cannot be divided into workers), and with the incarnation that
+    `next_incarnation` returns for a launcher that replaces another one. `pack` returns the code as an archive, or
+    raises an error whose text the joining launcher is told. It runs once, in a thread, since members wait for their own
+    replies; those to launchers are empty until it has ended.
     """
 
     needs_log = True
@@ -100,7 +102,7 @@ class Inviter:
             return None
         request = _DECODER.decode(message)
         if isinstance(request, AskToJoin):
-            numbers = self._give_numbers(name.decode(), request.workers, request.first, request.replaces)
+            numbers = self._give_numbers(name.decode(), request.processes, request.first, request.replaces)
             incarnation = self._next_incarnation(numbers) if request.replaces else 0
             return _ENCODER.encode(msgspec.structs.replace(self._invite(numbers), incarnation=incarnation))
         if self._code is None:

@@ -111,15 +111,28 @@ class ReadyReport(_Message, frozen=True):
         return self.generation > 0
 
     @property
+    def address_of_rank(self) -> str:
+        """Address at which other ranks of its replica reach it."""
+        return self.address
+
+    @property
     def agreements(self) -> int:
         """Number of operations of tensors that it has committed together with the other ranks of its replica."""
         return 0
 
 
 class RankReport(ReadyReport, frozen=True):
-    """Report of a rank of a worker with several ranks; `committed_together` are its `agreements`."""
+    """Report of a rank of a worker with several ranks; `committed_together` are its `agreements`.
+
+    `own_address` is where the other ranks of its worker reach it, which connect in its first generation.
+    """
 
     committed_together: int = 0
+    own_address: str = ""
+
+    @property
+    def address_of_rank(self) -> str:
+        return self.own_address
 
     @property
     def agreements(self) -> int:
@@ -209,7 +222,7 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MemberRanks(msgspec.Struct, array_like=True, frozen=True):
-    """The ranks of one member of a generation: addresses, and the largest numbers in their reports."""
+    """The ranks of one member of a generation: addresses for each other, and the largest numbers in their reports."""
 
     addresses: list[str]
     rounds: int = 0
@@ -247,7 +260,7 @@ class GenerationView(_Message, frozen=True):
     def ranks(self) -> list[MemberRanks]:
         """Return the ranks of each member."""
         reports = (member.report for member in self.members)
-        return [MemberRanks([one.address], one.rounds, one.agreements) for one in reports]
+        return [MemberRanks([one.address_of_rank], one.rounds, one.agreements) for one in reports]
 
 
 class ViewOfRanks(GenerationView, frozen=True):

@@ -222,30 +222,32 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
 
 
 def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
-    """Return a transport over the generations of a coordinator, encrypted if workers of other hosts may join."""
+    """Return a transport over the generations of a coordinator."""
+    return ElasticTransport(
+        config.worker, _membership(config), _rendezvous(config, device, "stretto"), _siblings(config)
+    )
+
+
+def _rendezvous(config: WorkerConfig, device: torch.device, name: str) -> Rendezvous:
+    """Return the rendezvous of groups of this name, encrypted if workers of other hosts may join."""
     limits_s = config.options.failure_timeout_s, config.options.timeout_s
-    rendezvous: Rendezvous
     if config.options.host is not None and config.keys is not None:
         from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
         from stretto.transport.relay_tunnels import RelayAccess
 
         relay = RelayAccess(config.relay, config.keys[3].encode()) if config.relay is not None else None
-        rendezvous = EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
-    else:
-        from stretto.transport.rendezvous import GroupRendezvous
+        return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
+    from stretto.transport.rendezvous import GroupRendezvous
 
-        rendezvous = GroupRendezvous(*limits_s, device)
-    return ElasticTransport(config.worker, _membership(config), rendezvous, _siblings(config))
+    return GroupRendezvous(*limits_s, device, name)
 
 
 def _siblings(config: WorkerConfig) -> Siblings | None:
     """Return the connection with the other ranks of this worker; None if it has one rank."""
     if config.ranks == 1:
         return None
-    from stretto.transport.rendezvous import GroupRendezvous
-
-    limits_s, name = (config.options.failure_timeout_s, config.options.timeout_s), f"ranks/{config.incarnation}"
-    return Siblings(config.rank, config.ranks, GroupRendezvous(*limits_s, torch.device("cpu"), name))
+    name = f"ranks/{config.incarnation}"
+    return Siblings(config.rank, config.ranks, _rendezvous(config, torch.device("cpu"), name))
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:

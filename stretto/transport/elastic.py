@@ -441,7 +441,8 @@ class ElasticTransport(Transport):
         if self._ranks is None:
             return ReadyReport(self._generation, self._commits, global_step, between_steps, address, rounds, waits)
         counts = self._generation, self._commits, global_step
-        return RankReport(*counts, between_steps, address, rounds, waits, self._agreements)
+        own_address = self._ranks.address
+        return RankReport(*counts, between_steps, address, rounds, waits, self._agreements, own_address)
 
     def _recover(self, why: str) -> None:
         """Report a broken attempt, and enter the next generation."""

@@ -40,6 +40,11 @@ class Siblings:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    @property
+    def address(self) -> str:
+        """Address at which the other ranks reach this one; empty once they are connected."""
+        return self._rendezvous.address if self.group is None else ""
+
     def connect(self, view: GenerationView, number: int) -> None:
         """Connect with the other ranks of worker `number`, once. Raise BrokenTransportError if one does not connect."""
         if self.group is not None:

@@ -18,6 +18,7 @@ from fork_server import OWN_DISK
 from stretto.events import read_events
 
 HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there", "elsewhere"))
+EPOCHS = 60
 SCRIPT = """
 import pathlib, sys, time, torch, stretto, nets
 assert sys.argv[1:] == ["--lr", "0.01"]
@@ -29,14 +30,14 @@ data = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 loader = stretto.distribute(net, optimizer, loader)
 print("code in", nets.__file__, flush=True)
-for epoch in range(60):
+for epoch in range(EPOCHS):
     for a, b in loader:
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
         if not pathlib.Path(ENOUGH).exists():
             time.sleep(0.12)
-"""
+""".replace("EPOCHS", str(EPOCHS))
 
 
 def ip(*words: str) -> None:
@@ -104,17 +105,21 @@ def joining(host: str, folder: Path, key: bytes, *words: str) -> Any:
     return process
 
 
-def write_script(folder: Path, outside: pytest.TempPathFactory) -> Path:
+def write_script(
+    folder: Path, outside: pytest.TempPathFactory, net: str = "Linear(8, 1)", epochs: int = EPOCHS
+) -> Path:
     """Write a script, which trains slowly until there is a file, whose path is returned."""
     enough = outside.mktemp("both") / "enough"
-    (folder / "train.py").write_text(SCRIPT.replace("ENOUGH", repr(str(enough))))
-    (folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    text = SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"range({EPOCHS})", f"range({epochs})")
+    (folder / "train.py").write_text(text)
+    (folder / "nets.py").write_text(f"from torch.nn import *\ndef net():\n    return {net}\n")
     return enough
 
 
-def assert_each_sample_counts_once(run: Path) -> None:
-    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
-    assert len(audits) == 60
+def assert_each_sample_counts_once(run: Path, epochs: int = EPOCHS) -> None:
+    ended = [event for event in events(run) if event["event"] == "epoch" and not event.get("rank")]
+    audits = [event["sample_counts"] for event in ended]
+    assert len(audits) == epochs
     assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
 
 

@@ -22,7 +22,7 @@ SCRIPT = f"""
 import pathlib, sys, time, torch, stretto
 torch.manual_seed(0)
 x = torch.randn({SAMPLES}, 4); y = x.sum(1, keepdim=True)
-net = torch.nn.Linear(4, 1)
+net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
