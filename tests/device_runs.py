@@ -7,12 +7,12 @@ import hashlib
 import importlib
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import child_process
+from thread_pool import thread_pool
 
 TIMEOUT_S = 60.0
 LIMIT_S = 300.0
@@ -36,7 +36,7 @@ def results(
         arguments = (program, worker, workers, str(folder), device, list(cases), carrier)
         return child_process.call("device_runs", "run_cases", *arguments, limit_s=LIMIT_S)
 
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         return list(pool.map(run, range(workers)))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from thread_pool import thread_pool
 
 from stretto.api import abandon, close
 from stretto.errors import BrokenTransportError, MemberOutError, TransportError
@@ -368,7 +370,7 @@ def run_elastic_workers(
                 return result
         return None
 
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         futures: list[Future[Any]] = [pool.submit(run_worker, worker) for worker in range(workers)]
         errors = [error for future in futures if (error := future.exception(timeout=3 * LIMIT_S)) is not None]
     if errors:

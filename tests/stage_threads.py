@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from thread_pool import thread_pool
 from torch import Tensor, nn
 
 from stretto.errors import TransportError
@@ -34,7 +34,7 @@ def in_threads(ranks: int, work: Callable[[Link], Found]) -> list[Found]:
             transports[rank].close()
             raise
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with thread_pool(ranks) as pool:
         futures = [pool.submit(contextvars.Context().run, run, rank) for rank in range(ranks)]
         errors = [error for future in futures if (error := future.exception(3 * TIMEOUT_S)) is not None]
     if errors:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from thread_pool import thread_pool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,7 +50,7 @@ def run_workers(
             abandon()
             raise
 
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         futures = [pool.submit(contextvars.Context().run, run_worker, context) for context in contexts]
         errors = [error for future in futures if (error := future.exception(timeout=3 * TIMEOUT_S)) is not None]
     if errors:

@@ -37,10 +37,10 @@ from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
-from stretto.parallel.remote import RemoteTensor, received, remote
+from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
-from stretto.runtime.device_random import kept_random_states, seed_of
+from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held, without_memory
 
@@ -151,7 +151,7 @@ class Pipeline:
             if turn.closed:
                 return inner(*args, **kwargs)
             now = self._enter(turn, name)
-            args, kwargs = tree_map_only(RemoteTensor, received, (args, kwargs))
+            args, kwargs = mapped(RemoteTensor, received, args, kwargs)
             if now in self._begins:
                 args, kwargs = self._cross(turn, now, args, kwargs)
             if is_open:
@@ -160,7 +160,7 @@ class Pipeline:
             try:
                 if self._stage_of(now) != self._link.rank:
                     return self._shape(now, module, inner, args, kwargs)
-                if any(isinstance(one, RemoteTensor) for one in tree_flatten((args, kwargs))[0]):
+                if any(isinstance(one, RemoteTensor) for one in leaves(args, kwargs)):
                     raise ModelError(refusals.needs_other(name))
                 return inner(*args, **kwargs)
             finally:
@@ -195,14 +195,14 @@ class Pipeline:
 
     def _shape(self, now: int, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
         """Return the shape of another stage's result, found once for each shape of its arguments."""
-        flat, _ = tree_flatten((args, kwargs))
-        known = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else None for one in flat)
+        known = tuple(kind_of(one) if isinstance(one, Tensor) else None for one in leaves(args, kwargs))
         key = now, known, module.training
         if key not in self._shapes:
-            args, kwargs = tree_map_only(Tensor, remote, (args, kwargs))
+            args, kwargs = mapped(Tensor, remote, args, kwargs)
             with torch.no_grad():
                 self._shapes[key] = tree_map_only(Tensor, remote, inner(*args, **kwargs))
-        return tree_map_only(RemoteTensor, remote, self._shapes[key])
+        found = self._shapes[key]
+        return remote(found) if isinstance(found, RemoteTensor) else tree_map_only(RemoteTensor, remote, found)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Pipeline:
         return self._outputs(whole)
 
     def _run_turn(self, turn: _Turn, whole: _Pass, keeps: bool) -> None:
-        torch.manual_seed(turn.seed)
+        seed_for(self._link.device, turn.seed)
         args, kwargs = tree_unflatten(turn.flat, whole.shape)
         self._turn, turn.now = turn, 0
         try:

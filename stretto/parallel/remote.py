@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stretto.errors import ModelError, explain
 
@@ -31,6 +31,7 @@ class RemoteTensor(Tensor):
     """
 
     meta: Tensor
+    place: torch.device
     value: Tensor | None
     label: int
     operations: Operations | None
@@ -45,7 +46,7 @@ class RemoteTensor(Tensor):
     def __init__(
         self, meta: Tensor, device: torch.device, label: int = 0, operations: Operations | None = None
     ) -> None:
-        self.meta, self.label, self.operations = meta, label, operations
+        self.meta, self.place, self.label, self.operations = meta, device, label, operations
         self.value = None
 
     @classmethod
@@ -97,8 +98,29 @@ def received(tensor: RemoteTensor) -> Tensor:
 
 def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None) -> RemoteTensor:
     """Return a remote tensor of the shape and dtype of a tensor."""
-    meta = tensor.meta if isinstance(tensor, RemoteTensor) else torch.empty_like(tensor, device="meta")
-    return RemoteTensor(meta.detach(), tensor.device, label, operations)
+    if isinstance(tensor, RemoteTensor):
+        return RemoteTensor(tensor.meta, tensor.place, label, operations)
+    return RemoteTensor(torch.empty_like(tensor, device="meta").detach(), tensor.device, label, operations)
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and the dtype of a tensor."""
+    known = tensor.meta if isinstance(tensor, RemoteTensor) else tensor  # reading those of a subclass is slow
+    return known.shape, known.dtype
+
+
+def leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call, and what they contain."""
+    if not kwargs and all(isinstance(one, Tensor) for one in args):  # the usual call, without a walk over containers
+        return list(args)
+    return tree_leaves((args, kwargs))
+
+
+def mapped(kind: type[Tensor], change: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+    """Return the arguments of a call with each tensor of this kind changed."""
+    if not kwargs and all(isinstance(one, Tensor) for one in args):
+        return tuple(change(one) if isinstance(one, kind) else one for one in args), kwargs
+    return tree_map_only(kind, change, (args, kwargs))
 
 
 def _changes(operation: str) -> str:

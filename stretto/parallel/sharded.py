@@ -37,7 +37,7 @@ from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
 from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
-from stretto.runtime.device_random import kept_random_states, seed_of
+from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.parameter_view import note_own_shard
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -137,7 +137,7 @@ class ShardedModel(RankParts):
             if not self._model.training:
                 return forward(*args, **kwargs)
             with kept_random_states(self._link.device):
-                torch.manual_seed(self._seed())
+                seed_for(self._link.device, self._seed())
                 return forward(*args, **kwargs)
 
         return call

@@ -53,6 +53,13 @@ def seed_devices(seed: int) -> None:
         getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
+def seed_for(device: torch.device, seed: int) -> None:
+    """Seed the generator of the CPU, and those of this kind of device; torch.manual_seed looks for all kinds."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        seed_devices(seed)
+
+
 def kept_random_states(device: torch.device) -> AbstractContextManager[None]:
     """Return a context after which the random states of the CPU and of a device are as before."""
     if device.type == "cpu":

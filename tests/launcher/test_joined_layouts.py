@@ -91,15 +91,12 @@ def test_hosts_start_whole_workers_of_several_ranks(
     [
         ({"hosts": "a:3"}, "3 processes cannot be divided into workers of 2", "--hosts a:4 --layout"),
         ({"workers": 3}, "3 processes cannot be divided into workers of 2", "-n 4 --layout"),
-        ({"layout": "blocks(rows='users', columns='items')"}, "no others can join", "--layout"),
     ],
 )
 def test_processes_that_are_no_workers_are_refused(
     place: Place, options: dict[str, Any], expected: str, typed: str
 ) -> None:
-    given = {"workers": 2, "host": "127.0.0.1", "layout": "pipeline(stages=2)"} | options
-    if "blocks" not in given["layout"]:
-        given["recipe"] = "local_sgd"
+    given = {"workers": 2, "host": "127.0.0.1", "layout": "pipeline(stages=2)", "recipe": "local_sgd"} | options
     with pytest.raises(LaunchError, match=expected) as error:
         check(RunConfig(place.script(""), **given))
     assert f"try: {typed}" in str(error.value)

@@ -312,7 +312,7 @@ def test_the_layout_has_all_processes_and_is_printed_as_typed(tmp_path: Path) ->
         ({"checkpoint_every": "30s"}, 'try: --checkpoint-every "4 rounds"'),
         ({"checkpoint_every": "4 rounds", "stop_within_s": 9.0}, "got: --stop-within --layout"),
         ({"workers": 1}, f"try: -n 2 --layout '{LAYOUT}'"),
-        ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
+        ({"host": "127.0.0.1"}, "no others can join"),
     ],
 )
 def test_options_that_blocks_cannot_follow_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from thread_pool import thread_pool
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import MemberOutError
@@ -182,7 +182,7 @@ def test_attempts_commit_at_all_ranks_or_at_none(seed: int, where: str) -> None:
         dies = dies_at if place == killed else -1
         return results(run, place, dies, where, Random(f"{seed}{place}"))
 
-    with ThreadPoolExecutor(len(places)) as pool:
+    with thread_pool(len(places)) as pool:
         found = dict(zip(places, pool.map(work, places, timeout=2 * LIMIT_S), strict=True))
     survivors = {place: sums for place, sums in found.items() if place[0] != killed[0]}
     assert all(len(sums) == ATTEMPTS for sums in survivors.values()), found

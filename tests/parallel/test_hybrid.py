@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from layout_runs import RECIPES
 from stage_threads import TIMEOUT_S, joined, largest_difference
 from staged_net import loss_of, make_net, words
+from thread_pool import thread_pool
 from thread_workers import run_workers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -90,7 +90,7 @@ def in_stages(replicas: int, ranks: int, recipe: str, layout: str) -> tuple[list
             abandon()
             raise
 
-    with ThreadPoolExecutor(replicas * ranks) as pool:
+    with thread_pool(replicas * ranks) as pool:
         futures = {place: pool.submit(contextvars.Context().run, work, *place) for place in nets}
         errors = [error for one in futures.values() if (error := one.exception(3 * TIMEOUT_S)) is not None]
     if errors:

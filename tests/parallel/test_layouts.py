@@ -74,7 +74,6 @@ def test_processes_are_divided_into_workers(tmp_path: Path) -> None:
         ({"workers": 6}, 'try: -n 8 --layout "pipeline(stages=4)"'),
         ({"workers": 3}, 'try: -n 4 --layout "pipeline(stages=4)"'),
         ({"recipe": "async_sgd"}, "cannot exchange through a parameter server yet"),
-        ({"host": "127.0.0.1"}, "cannot run with --listen yet"),
         ({"recovery": False}, "cannot run with --no-recovery yet"),
     ],
 )
