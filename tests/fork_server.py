@@ -133,7 +133,9 @@ class ForkServer:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self._lock, _adopting_orphans():
             self.ours.sendmsg([json.dumps(request).encode()], rights)
-            return int(self.ours.recv(100))
+            pid = int(self.ours.recv(100))
+            self.ours.send(b"known")
+            return pid
 
 
 def _high(end: socket.socket) -> socket.socket:
@@ -276,28 +278,38 @@ def _enter_namespaces(network: str, disk: list[str]) -> None:
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request until the connection ends; return its request in the forked process."""
+    """Fork a process for each request until the connection ends; return its request in the forked process.
+
+    A forked process begins once its pid is known at the other end, as after a plain start, and ends if it never is.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        message, ancillary, _, _ = connection.recvmsg(LONGEST, socket.CMSG_SPACE(64 * 4))
+        message, ancillary = b"", list[Any]()
+        with contextlib.suppress(ConnectionError):
+            message, ancillary, _, _ = connection.recvmsg(LONGEST, socket.CMSG_SPACE(64 * 4))
         if not message:
             os._exit(0)
         descriptors = array.array("i")
         for _, _, data in ancillary:
             descriptors.frombytes(data)
-        reading, writing = os.pipe()
+        (reading, writing), (held, release) = os.pipe(), os.pipe()
         if go_between := os.fork():
             os.waitpid(go_between, 0)
-            connection.send(os.read(reading, 100))
-            for descriptor in (*descriptors, reading, writing):
+            with contextlib.suppress(ConnectionError):
+                connection.send(os.read(reading, 100))
+                os.write(release, connection.recv(100))
+            for descriptor in (*descriptors, reading, writing, held, release):
                 os.close(descriptor)
         elif pid := os.fork():
             os.write(writing, str(pid).encode())
             os._exit(0)
         else:
-            os.close(reading)
-            os.close(writing)
+            for descriptor in (reading, writing, release):
+                os.close(descriptor)
             connection.close()
+            if not os.read(held, 100):
+                os._exit(0)
+            os.close(held)
             return json.loads(message), list(descriptors)
 
 
