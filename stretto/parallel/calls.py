@@ -170,7 +170,7 @@ class _Recorder:
                 self._use(self._label(flat[place]), now - 1)
             if len(dependent) == 1:
                 self.inputs[now] = dependent[0]
-                self.sizes[now] = _bytes_of(flat[dependent[0]])
+                self.sizes[now] = flat[dependent[0]].nbytes
                 flat[dependent[0]].label = now
             else:
                 for place in dependent:
@@ -196,7 +196,7 @@ class _Recorder:
         for one in tree_flatten(outputs)[0]:
             if isinstance(one, RemoteTensor):
                 self._use(self._label(one), self.now)
-                self.output_bytes += _bytes_of(one)
+                self.output_bytes += one.nbytes
 
 
 def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
@@ -225,10 +225,6 @@ def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
         raise ModelError(_cannot_be_cut(recorder, tied))
     sizes = {call: recorder.sizes[call] for call in cuts}
     return Calls(recorder.names, cuts, recorder.used, sizes, recorder.output_bytes)
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_in(call: int, ranges: Iterable[tuple[int, int]]) -> bool:

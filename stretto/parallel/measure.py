@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from stretto.parallel.calls import Calls, Forward, opened, replaced
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.meta_start import with_memory
-from stretto.parallel.remote import RemoteTensor, remote
+from stretto.parallel.remote import mapped, remote, repeated
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
 from stretto.strategies.model_sync import plain_name
@@ -85,10 +85,10 @@ def _between(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> f
             at[0] += 1
             if len(shapes) < at[0]:
                 at[1] = 1
-                given, options = tree_map_only(Tensor, remote, (args, kwargs))
+                given, options = mapped(Tensor, remote, args, kwargs)
                 shapes.append(tree_map_only(Tensor, remote, forward(*given, **options)))
                 at[1] = 0
-            return tree_map_only(RemoteTensor, remote, shapes[at[0] - 1])
+            return repeated(shapes[at[0] - 1])
 
         return call
 

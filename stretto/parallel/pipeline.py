@@ -37,7 +37,7 @@ from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
-from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote
+from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
@@ -201,8 +201,7 @@ class Pipeline:
             args, kwargs = mapped(Tensor, remote, args, kwargs)
             with torch.no_grad():
                 self._shapes[key] = tree_map_only(Tensor, remote, inner(*args, **kwargs))
-        found = self._shapes[key]
-        return remote(found) if isinstance(found, RemoteTensor) else tree_map_only(RemoteTensor, remote, found)
+        return repeated(self._shapes[key])
 
     # --- forward ------------------------------------------------------------------------------------------------
 

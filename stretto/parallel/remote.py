@@ -103,6 +103,11 @@ def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None)
     return RemoteTensor(torch.empty_like(tensor, device="meta").detach(), tensor.device, label, operations)
 
 
+def repeated(found: Any) -> Any:
+    """Return new remote tensors in place of those in what a module has returned before for such shapes."""
+    return remote(found) if isinstance(found, RemoteTensor) else tree_map_only(RemoteTensor, remote, found)
+
+
 def kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     """Return the shape and the dtype of a tensor."""
     known = tensor.meta if isinstance(tensor, RemoteTensor) else tensor  # reading those of a subclass is slow

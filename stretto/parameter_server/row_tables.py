@@ -87,7 +87,7 @@ class RowTable:
         self._rows[numbers] = following
 
     def read(self, numbers: Tensor, version: int) -> Tensor:
-        """Return a copy of rows as they were in a version, or as they are where nothing since then is remembered."""
+        """Return a copy of rows as of a version, or their newest values where nothing since then is remembered."""
         found = self._rows[numbers]
         for one in reversed(self._overwritten):
             if one.version <= version or not one.numbers.numel():
@@ -98,7 +98,7 @@ class RowTable:
         return found
 
     def forget(self, version: int) -> None:
-        """Forget what is needed for versions before this one only."""
+        """Forget the values that only versions before this one have."""
         while self._overwritten and self._overwritten[0].version <= version:
             self._overwritten.popleft()
 

@@ -60,7 +60,7 @@ class RowRange:
         self._changed: list[tuple[Tensor, Tensor]] = []
         """Numbers of rows that steps have changed since the last push, and their values before."""
         self._own: list[tuple[Tensor, Tensor]] | None = None
-        """Numbers and values of the rows that this worker has changed, while all rows are those that were read."""
+        """Numbers and values of the rows this worker has changed, while all rows have the values that were read."""
         self._shown: int | None = None
         """Checksum of the table as it was read for an evaluation."""
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -70,7 +70,7 @@ class RowRange:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def look_up(self, numbers: Tensor) -> None:
-        """Read these rows from the server, except those that were read since the last push."""
+        """Read these rows from the server, except rows that were read since the last push."""
         if self._own is not None:
             return
         rows = torch.unique(numbers.detach().cpu())

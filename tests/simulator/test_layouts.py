@@ -162,9 +162,9 @@ def test_a_step_of_a_sharded_model_takes_the_closed_form() -> None:
 
 
 def received(events: list[dict[str, Any]]) -> tuple[int, int, int]:
-    """Return the bytes that all processes have received, those that carry parts of the model, and the rounds.
+    """Return the bytes that all processes have received, the bytes of parts of the model, and the rounds.
 
-    What is received is counted once; the kernel's count of what is sent has repeats of TCP in it.
+    Received bytes are counted once; the kernel's count of sent bytes has repeats of TCP in it.
     """
     ends = [one for one in events if one["event"] == "end"]
     carried = sum(row[1] for one in ends for row in one["traffic"].values())

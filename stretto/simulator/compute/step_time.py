@@ -41,7 +41,7 @@ COMMUNICATION_PHASES = ("encoding", "exchanging", "waiting", "evaluating")
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured costs, and the layout with what was measured for it; None without a layout."""
+    """Measured costs, and the layout with its measured values; None without a layout."""
 
     cost_model: CostModel
     layout: str | None

@@ -21,7 +21,7 @@ from stretto.simulator.network.links import Links
 from stretto.strategies.optimizers import Optimizers
 
 Scaled = Callable[[float], float]
-"""Function from the seconds of some computing to those that a worker takes for it."""
+"""Function from the seconds of some computing to the seconds that a worker takes for it."""
 
 
 class Measurement:
