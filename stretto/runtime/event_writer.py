@@ -57,8 +57,16 @@ class EventWriter:
     def notice(self, text: str) -> None:
         """Warn the user once: the first worker prints the text and writes it to the log."""
         if self._is_first:
-            self.say(text)
-            self.write("warning", text=text)
+            self._warn(text)
+
+    def own_notice(self, text: str) -> None:
+        """Warn the user of what happened at this worker, and perhaps at no other."""
+        if self._runtime.rank == 0:
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        say(text)
+        self.write("warning", text=text)
 
     def say(self, text: str) -> None:
         """Print a line on the terminal of the first worker, without an event."""

@@ -234,8 +234,10 @@ class Epochs:
         """Write a notice about samples of the ending epoch that do not count, if there are any."""
         trainer = self._trainer
         if samples := self._progress.take_unstepped():
-            whose = f"worker {self._transport.worker} in epoch" if trainer.strategy.asynchronous else "epoch"
-            trainer.events.notice(
+            alone = trainer.strategy.asynchronous
+            notice = trainer.events.own_notice if alone else trainer.events.notice
+            whose = f"worker {self._transport.worker} in epoch" if alone else "epoch"
+            notice(
                 f"{whose} {trainer.evaluator.epoch + 1} made no optimizer step: its {samples} samples are not counted "
                 "as trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives "
                 "each worker a part of the data"

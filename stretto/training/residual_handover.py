@@ -36,7 +36,7 @@ class ResidualHandover:
         try:
             self._files.write("residual", lambda: tensor_chunks(residuals), worker)
         except OSError as error:
-            self._trainer.events.notice(f"the residual of this worker is lost: {error.strerror or error}")
+            self._trainer.events.own_notice(f"the residual of this worker is lost: {error.strerror or error}")
 
     def expect(self, workers: Sequence[int]) -> None:
         """Take the residuals of these workers, which have left, now or later."""
@@ -56,7 +56,7 @@ class ResidualHandover:
                 del self._expected[worker]
             elif now > limit:
                 del self._expected[worker]
-                self._trainer.events.notice(f"the residual of worker {worker}, which left, has not arrived")
+                self._trainer.events.own_notice(f"the residual of worker {worker}, which left, has not arrived")
 
     def _has_added(self, worker: int) -> bool:
         """Add the residual of a worker, if it has arrived, and return True then."""
@@ -64,7 +64,7 @@ class ResidualHandover:
         try:
             residuals = self._files.take_residual(worker)
         except (OSError, SafetensorError) as error:
-            self._trainer.events.notice(f"the residual of worker {worker}, which left, cannot be read: {error}")
+            self._trainer.events.own_notice(f"the residual of worker {worker}, which left, cannot be read: {error}")
             return True
         if residuals is not None:
             self._trainer.strategy.state.add_residuals(residuals)

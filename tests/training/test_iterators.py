@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,8 +189,29 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
     assert [sum(one["samples"] for one in line["workers"]) for line in written] == [48, 48, 96]
     notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
     matching = [one for one in notices if "epoch 2 made no optimizer step" in one]
+    assert all("not counted as trained" in one for one in matching)
+    own = [int(re.search(r"its (\d+) samples", one)[1]) for one in matching]  # type: ignore[index]
+    assert sum(own) == 48  # of workers that do not wait for each other, each says its own; some got no batch
+    assert len(own) == 1 or recipe in ("async_sgd", "downpour(every=2)")
+
+
+def test_a_worker_says_its_own_epoch_without_a_step_though_the_first_worker_stepped(tmp_path: Path) -> None:
+    both = threading.Barrier(2)
+
+    def work(worker: int) -> None:
+        loader, step = prepared(DataLoader(numbers(48), batch_size=4))
+        for epoch in range(2):
+            for number, batch in enumerate(loader):
+                if epoch == 1 and number == 0:
+                    both.wait(60)
+                if worker == 0 or epoch == 0:
+                    step(batch)
+
+    run_workers(2, work, "async_sgd", run=tmp_path)
+    notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
+    matching = [one for one in notices if "made no optimizer step" in one]
     assert len(matching) == 1
-    assert "not counted as trained" in matching[0]
+    assert matching[0].startswith("worker 1 in epoch 2")
 
 
 @pytest.mark.parametrize("how", ["no_grad around", "eval mode"])
