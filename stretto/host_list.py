@@ -1,4 +1,4 @@
-"""Hosts of a run and the number of workers on each, from the text of `--hosts` or from a host file."""
+"""Hosts of a run, with the number of workers or shards on each, from the texts of options or from a host file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from stretto.errors import LaunchError, explain
 NAME = re.compile(r"[A-Za-z0-9_][\w.@+%-]*", re.ASCII)
 MAX_WORKERS = 4096
 """Largest number of workers of one host."""
+COUNTS = range(1, MAX_WORKERS + 1)
 EXPECTED = "a host's name, or user@name, and its number of workers"
 EXAMPLE = "a:2,user@b:4"
+EXPECTED_SERVERS = "a number of shards, or numbers with their hosts, such as 2@b"
 
 
 @dataclass(frozen=True)
 class Host:
-    """Host as ssh knows it, and the number of workers to start there."""
+    """Host as ssh knows it, and the number of workers, or of shards, to start there."""
 
     name: str
     workers: int
@@ -52,6 +54,25 @@ def from_file(path: Path) -> str:
     hosts = [_line(line, path, number) for number, line in enumerate(lines, 1) if line.partition("#")[0].strip()]
     if not hosts:
         raise _unreadable(path, "it names no host")
+    return ",".join(hosts)
+
+
+def server_hosts(text: str) -> str:
+    """Return the hosts of the shards in a text for `--servers`, as a text for `--hosts`.
+
+    >>> server_hosts("2@b, 1@user@c")
+    'b:2,user@c:1'
+
+    Raise LaunchError for any other text.
+    """
+    words = Words(text, "--servers", "2@b", EXPECTED_SERVERS)
+    hosts = []
+    for _ in words.listed(","):
+        count, _, name = words.next.partition("@")
+        if NAME.fullmatch(name) is None or not (count.isascii() and count.isdigit() and int(count) in COUNTS):
+            raise words.refused()
+        words.at += 1
+        hosts.append(f"{name}:{int(count)}")
     return ",".join(hosts)
 
 

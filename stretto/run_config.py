@@ -95,7 +95,13 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Option("Multiply the script's learning rate by the number of workers, or by its square root.", WORKERS),
     ] = "none"
     servers: Annotated[
-        int | None, Option("Run the recipe over a parameter server of N shards.", SERVER, "N", "the recipe's")
+        int | None,
+        Option(
+            "Run the recipe over a parameter server of N shards, here or on hosts that ssh reaches: 2@a,1@b.",
+            SERVER,
+            "N[@HOST],...",
+            "the recipe's",
+        ),
     ] = None
     on_nan: Annotated[OnNan, Option("End the run at an update that is not finite, or skip the update.", SERVER)] = (
         "stop"
@@ -218,6 +224,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     out: Annotated[Path | None, Option("Run folder.", OUTPUT, default="runs/DATE-NAME")] = None
     output: Annotated[Output, Option("Output that is shown: of worker 0, of all workers, or none.", OUTPUT)] = "rank0"
+    server_hosts: str | None = None
+    """Hosts of the shards, with the number of shards on each, as in `hosts`; None if they are on this machine."""
     announced: int = 0
     """Number of workers that tasks of a cluster's job, or an engine, start beside those of this machine."""
     listen_port: int | None = None
@@ -274,13 +282,15 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def record(self) -> dict[str, Any]:
         """Return the configuration for `run.json`; `--config` reads it. The folder of the run is left out."""
         fields = msgspec.to_builtins(self, enc_hook=str)
+        placed = [f"{host.workers}@{host.name}" for host in parse_hosts(self.server_hosts or "")]
         return {name: value for name, value in fields.items() if name not in NOT_RECORDED} | {
+            "servers": ",".join(placed) or self.servers,
             "threads": self.threads_each(),
             "workers": self.workers or (self.announced if self.on is not None else 0),
         }
 
 
-NOT_RECORDED = ("out", "retyped", "scaled_workers", "announced")
+NOT_RECORDED = ("out", "retyped", "server_hosts", "scaled_workers", "announced")
 
 
 @functools.cache

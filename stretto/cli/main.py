@@ -218,6 +218,17 @@ def join(
     join_run(joining, ProgressDisplay(quiet=quiet))
 
 
+@app.command(hidden=True)
+def serve() -> None:
+    """Serve shards of a parameter server for a run on another machine: to be started by stretto run --servers 2@HOST.
+
+    Requests arrive at the standard input, and replies are written to the standard output.
+    """
+    from stretto.launcher.shard_agent import main as serve_shards
+
+    serve_shards()
+
+
 app.command(
     "compare",
     cls=ScriptCommand,

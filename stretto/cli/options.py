@@ -13,6 +13,8 @@ import typer
 
 from stretto.cli.script_arguments import SCRIPT_TYPED, Arguments, Script, nearest, recipe_names
 from stretto.errors import LaunchError, explain
+from stretto.host_list import parse as parse_hosts
+from stretto.host_list import server_hosts
 from stretto.masking import MASK
 from stretto.run_config import OUTPUT, WORKERS, RunConfig, options
 from stretto.units import seconds
@@ -20,8 +22,8 @@ from stretto.units import seconds
 Command = Callable[..., None]
 VERSION = "stretto"
 """Key of `run.json` that no other file has; keys there that are no options describe the run."""
-FROM_FILE = "stretto.from_file"
-"""Key in a command's context: fields of the configuration that the file for `--config` sets and that have no option."""
+WITHOUT_OPTION = "stretto.without_option"
+"""Key in a command's context: fields of the configuration that have no option of their own."""
 
 
 def whole_number(text: str | float) -> int:
@@ -34,16 +36,28 @@ def whole_number(text: str | float) -> int:
         raise typer.BadParameter(explain(problem, got=text, expected=expected, to_type="4")) from None
 
 
-def shards(text: str | float) -> int:
-    """Return the number of servers that was typed. Raises BadParameter, also for servers on another host."""
-    count, _, host = str(text).partition("@")
-    if not host:
-        return whole_number(text)
-    expected = "a number, and the launcher on the host that should have the servers"
-    to_type = f"on {host}: stretto run -n 0 --listen ADDRESS --min-workers 2 --servers {count}"
-    raise typer.BadParameter(
-        explain("servers run on the launcher's host", got=text, expected=expected, to_type=to_type)
-    )
+def servers(text: str | float) -> tuple[int, str | None]:
+    """Return the number of shards that was typed, and their hosts, if other ones are named. Raises BadParameter."""
+    if "@" not in str(text):
+        return whole_number(text), None
+    try:
+        hosts = server_hosts(str(text))
+    except LaunchError as error:
+        raise typer.BadParameter(str(error)) from None
+    return sum(host.workers for host in parse_hosts(hosts)), hosts
+
+
+def _place_servers(context: typer.Context, typed: tuple[int, str | None] | None) -> int | None:
+    """Keep the hosts of the shards in the context; return the number of shards. Raises BadParameter."""
+    if typed is None:
+        return None
+    count, hosts = typed
+    if hosts is not None and not any(parameter.name == "hosts" for parameter in context.command.params):
+        problem, got = f"stretto {context.info_name} starts nothing on other hosts", f"--servers of {hosts}"
+        to_type = f"--servers {count}"
+        raise typer.BadParameter(explain(problem, got=got, expected="a number of shards", to_type=to_type))
+    context.meta.setdefault(WITHOUT_OPTION, {})["server_hosts"] = hosts
+    return count
 
 
 def duration(text: str | float) -> float:
@@ -59,7 +73,7 @@ def option(name: str) -> Any:
     """Return the type of a command's parameter: that of a field of `RunConfig`, with its option."""
     kind, declared, _ = options()[name]
     settings: dict[str, Any] = {"parser": whole_number} if kind in (int, int | None) else {}
-    settings |= {"parser": shards} if name == "servers" else {}
+    settings |= {"parser": servers, "callback": _place_servers} if name == "servers" else {}
     settings |= {"parser": duration} if declared.metavar == "TIME" else {}
     settings |= {"autocompletion": recipe_names} if declared.completed_by_recipes else {}
     typer_option = typer.Option(
@@ -99,7 +113,7 @@ def configured(*names: str, file: bool = True, **defaults: Any) -> Callable[[Com
             values.pop("file", None)  # read before the others: see _read_file
             fields = {name: values.pop(name) for name in ("script", *names)}
             args = tuple(values.pop("args") or ())
-            command(context, RunConfig(args=args, **fields, **context.meta.get(FROM_FILE, {})), **values)
+            command(context, RunConfig(args=args, **fields, **context.meta.get(WITHOUT_OPTION, {})), **values)
 
         declared = list(inspect.signature(command, eval_str=True).parameters.values())
         added = [
@@ -150,7 +164,7 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     if VERSION in values:
         values["workers"] = values.get("workers", 1) * values.pop("ranks", 1)
         hidden = (set(RunConfig.__struct_fields__) - set(options()) - {"script", "args"}) & values.keys()
-        context.meta[FROM_FILE] = {name: values[name] for name in hidden}
+        context.meta[WITHOUT_OPTION] = {name: values[name] for name in hidden}
         values = {name: value for name, value in values.items() if name in parameter_by_key}
     defaults = {
         parameter_by_key.get(name) or _refuse(path, name, parameter_by_key): value for name, value in values.items()

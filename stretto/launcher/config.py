@@ -245,7 +245,9 @@ def _check_host(config: RunConfig) -> None:
     """Raise LaunchError for a run that workers cannot join: with one worker a parameter server has no update rule."""
     if config.host is None:
         if config.hosts is not None and config.on is None:
-            raise _without_listen(config.hosts)
+            raise _without_listen("--hosts", config.hosts)
+        if config.server_hosts is not None:
+            raise _without_listen("--servers", str(config.record()["servers"]))
         if config.secret_file is not None:
             problem, got = "only a run that others join has a secret to share", f"--secret-file {config.secret_file}"
             to_type = f"--listen 10.0.0.1:7878 {got}"
@@ -266,12 +268,13 @@ def _check_host(config: RunConfig) -> None:
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
-def _without_listen(hosts: str) -> LaunchError:
+def _without_listen(option: str, hosts: str) -> LaunchError:
     """Return the error for hosts that cannot reach this machine."""
     addresses = own_addresses()
     expected = f"an address of this machine that the hosts reach, such as {', '.join(addresses)}"
-    to_type = f"--hosts {hosts} --listen {addresses[-1]}"
-    return LaunchError(explain("--hosts needs --listen", got=f"--hosts {hosts}", expected=expected, to_type=to_type))
+    got = f"{option} {hosts}"
+    to_type = f"{got} --listen {addresses[-1]}"
+    return LaunchError(explain(f"{option} needs --listen", got=got, expected=expected, to_type=to_type))
 
 
 def _check_relay(config: RunConfig) -> None:

@@ -29,6 +29,8 @@ class Servers:
     elsewhere: tuple[str, ...] = ()
     relay: socket | None = None
     relay_elsewhere: str | None = None
+    hosted: tuple[str, ...] = ()
+    """Addresses of the shards on other hosts, which this launcher has started there."""
     given: Mapping[str, KeyTexts] = field(default_factory=dict, repr=False)
 
     @property
@@ -46,12 +48,12 @@ class Servers:
     @property
     def shards(self) -> int:
         """Number of shards."""
-        return max(0, len(self.sockets) - 1)
+        return len(self.hosted) or max(0, len(self.sockets) - 1)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the batch dispatcher and of each shard; empty without a parameter server."""
-        return tuple(map(address, self.sockets)) if self.shards else self.elsewhere[1:]
+        return (*map(address, self.sockets), *self.hosted) if self.shards else self.elsewhere[1:]
 
     @property
     def is_encrypted(self) -> bool:
@@ -100,13 +102,16 @@ def servers_for(
     host: str | None = None,
     port: int | None = None,
     relayed: bool = False,
+    hosted: bool = False,
 ) -> Iterator[Servers]:
     """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make a new secret unless `plain`.
 
-    The coordinator listens on `port`, by default a free one. If `relayed`, there is a socket for a relay.
+    The coordinator listens on `port`, by default a free one. If `relayed`, there is a socket for a relay. If the shards
+    are `hosted`, other hosts have their sockets.
     """
+    opened = (1 if hosted else shards + 1) if shards else 0
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(listening(host=host)) for _ in range(shards + 1 if shards else 0)]
+        sockets = [stack.enter_context(listening(host=host)) for _ in range(opened)]
         coordinator = stack.enter_context(listening(port, host)) if coordinated else None
         relay = stack.enter_context(listening(host=host)) if relayed else None
         secret = None if plain or not (shards or coordinated) else _new_secret()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 JOIN_KEY = "join.key"
 CODE = "code"
 """Directory with the received code in the run directory of a joining launcher."""
-OF_THE_LAUNCHER = ("hosts", "on", "resources", "out", "faults", "copy_to", "secret_file")
+OF_THE_LAUNCHER = ("hosts", "server_hosts", "on", "resources", "out", "faults", "copy_to", "secret_file")
 """Options that do not concern launchers that join the run."""
 SECRET = re.compile("[0-9a-f]{64}", re.ASCII)
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -99,7 +99,7 @@ def route(options: RunConfig, servers: Servers) -> list[str]:
     """Return a sentence on the way of tensors between workers of different hosts; none if they go to a server."""
     if servers.relay_at is not None:
         return [f"workers of different hosts exchange through the relay at {servers.relay_at}"]
-    if servers.addresses or not options.elastic:
+    if servers.addresses or options.servers or not options.elastic:
         return []
     return ["workers of different hosts connect with each other; --relay is for hosts that can't"]
 
@@ -160,7 +160,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     with JoinClient(key.address, key.keys) as client:
         first = request.first if key.first is None else key.first
         invitation = client.ask(request.workers, first, key.replaces)
-        _check_versions(invitation.versions)
+        check_versions(invitation.versions)
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
         if not invitation.numbers:
             raise indivisible(request.workers, options.ranks, f"stretto join {request.run} -n {{}}")
@@ -193,7 +193,7 @@ def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tupl
     return folder, script
 
 
-def _check_versions(there: Mapping[str, str]) -> None:
+def check_versions(there: Mapping[str, str]) -> None:
     """Raise LaunchError for another version of Stretto; print a notice for another one of what the script runs on."""
     here = versions()
     for name in there.keys() & here.keys() - {"stretto"}:

@@ -20,6 +20,7 @@ from stretto.launcher.engines.agents import StartAgent
 from stretto.launcher.engines.clusters import Cluster, connected
 from stretto.launcher.engines.interface import Engine, Inbox, Signalled
 from stretto.launcher.engines.local import LocalEngine
+from stretto.launcher.engines.shard_hosts import ShardHosts
 from stretto.launcher.engines.ssh import SshAgents
 from stretto.launcher.failure_cause import Cause, readable
 from stretto.launcher.join import JoinRequest, given_secret, invited, plan_of_join, route, write_join_key
@@ -69,7 +70,13 @@ def _run(
     with (
         listening(config.port) as listener,
         servers_for(
-            config.servers or 0, config.plain, config.elastic, config.host, config.listen_port, config.relay
+            config.servers or 0,
+            config.plain,
+            config.elastic,
+            config.host,
+            config.listen_port,
+            config.relay,
+            config.server_hosts is not None,
         ) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):
@@ -152,9 +159,11 @@ def _supervise_with(
     elsewhere = LogsElsewhere(folder, plan.numbers_shown) if config.host is not None and not plan.joining else None
     relay = LogRelay(folder, config.output, display, forward, elsewhere)
     remote = RemoteWorkers(plan, _start_agent(config, cluster, inbox, relay), relay.note)
-    supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
-    after_output.callback(supervisor.close)  # once all launchers have ended, no coordinator takes output any more
+    engine = shard_hosts = ShardHosts(config, folder, engine, inbox, relay.note)
     try:
+        plan = shard_hosts.begin(plan, display.note)
+        supervisor = Supervisor(plan, engine, relay, inbox, planned(config), remote)
+        after_output.callback(supervisor.close)  # once all launchers have ended, no coordinator takes output any more
         supervisor.start()
         if plan.listener is not None and not config.elastic:
             plan.listener.close()  # only worker 0 holds it now: a rendezvous without worker 0 fails immediately

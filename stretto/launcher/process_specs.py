@@ -144,19 +144,19 @@ class ProcessPlan:
         """Return the server of a shard. It has no recipe: the workers bring it."""
         config, servers, shard = self.config, self.servers, shard_of(number)
         serves_dispatcher = not shard and servers.coordinator is None
-        fds = servers.inherited(shard, serves_dispatcher)
+        fds = servers.inherited(shard, serves_dispatcher) if not servers.hosted else []
         process = ShardConfig(
             options=config,
             run=self._run,
             shard=shard,
             shards=servers.shards,
-            listen_fd=fds[0],
+            listen_fd=fds[0] if fds else None,
             dispatcher_fd=fds[1] if serves_dispatcher else None,
             keys=(servers.secret,) if servers.secret else None,
             snapshots=str(self.folder.resolve() / "snapshots") if config.elastic else None,
             restarted=incarnation > 0,
         )
-        return self._service(number, servers.shards, "shard_main", process, fds)
+        return service_spec(number, servers.shards, "shard_main", process, fds)
 
     def _coordinator(self) -> ProcessSpec:
         """Return the coordinator. It holds the settings of the run, so workers cannot disagree on them."""
@@ -176,26 +176,28 @@ class ProcessPlan:
             relay=servers.relay_at,
             snapshot_interval_s=_snapshot_interval_s(self.config),
         )
-        return self._service(COORDINATOR, 1, "coordinator_main", process, fds)
+        return service_spec(COORDINATOR, 1, "coordinator_main", process, fds)
 
     def _relay(self) -> ProcessSpec:
         relay, secret = self.servers.relay, self.servers.relay_secret
         assert relay is not None
         fd = relay.fileno()
         process = RelayConfig(options=self.config, run=self._run, listen_fd=fd, keys=secret)
-        return self._service(RELAY, 1, "relay_main", process, [fd])
-
-    def _service(self, number: int, workers: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
-        environment = _common(self.config) | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
-        environment |= _path(environment)
-        if (folder := codec_folder(self.config)) is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), folder]))
-        return ProcessSpec(number, workers, command, environment, process, fds)
+        return service_spec(RELAY, 1, "relay_main", process, [fd])
 
     @property
     def _run(self) -> str:
         return str(self.folder.resolve())
+
+
+def service_spec(number: int, of: int, module: str, process: Config, fds: list[int]) -> ProcessSpec:
+    """Return the specification of a service, whose entry point is a module of this package."""
+    environment = _common(process.options) | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
+    environment |= _path(environment)
+    if (folder := codec_folder(process.options)) is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), folder]))
+    return ProcessSpec(number, of, command, environment, process, fds)
 
 
 def _snapshot_interval_s(config: RunConfig) -> float:

@@ -13,12 +13,12 @@ from queue import Empty
 
 import msgspec
 
-from stretto.errors import LogError
+from stretto.errors import LaunchError, LogError
 from stretto.events import COORDINATOR, RELAY, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
 from stretto.launcher import supervised
 from stretto.launcher.engines.agents import AgentExited
-from stretto.launcher.engines.interface import Engine, Exited, Inbox, Process, Signalled
+from stretto.launcher.engines.interface import Engine, EngineLost, Exited, Inbox, Process, Signalled
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, for_others, in_words
 from stretto.launcher.log_relay import LogRelay
@@ -120,7 +120,7 @@ class Supervisor:
     # Exits of processes
 
     def _next(self) -> Exited | AgentExited | None:
-        """Return the next exit of a process or an agent, or None when something else is due."""
+        """Return the next exit of a process or an agent, or None when something else is due. Raises LaunchError."""
         soon = [due_s for due_s, *_ in self._due[:1]] + [time.perf_counter() + POLL_S] * self._is_ending()
         try:
             news = self._inbox.get(timeout=max(0.0, min(soon) - time.perf_counter()) if soon else None)
@@ -129,6 +129,8 @@ class Supervisor:
         if isinstance(news, Signalled):
             self._end_gracefully(Stopped(news.number))
             return None
+        if isinstance(news, EngineLost):
+            raise LaunchError(news.text)
         return news
 
     def _end_gracefully(self, stop: Stopped) -> None:
@@ -244,6 +246,8 @@ class Supervisor:
                 news = self._inbox.get(timeout=min(0.05, left_s))
                 if isinstance(news, Signalled):
                     raise Stopped(news.number)
+                if isinstance(news, EngineLost):
+                    raise LaunchError(news.text)
                 if isinstance(news, AgentExited):
                     continue
                 member = self._members[news.worker]

@@ -52,6 +52,13 @@ def hosts() -> Iterator[None]:
 
 
 @pytest.fixture
+def three_hosts() -> Iterator[None]:
+    """Yield three hosts on a bridge: 10.79.0.1 to 10.79.0.3."""
+    with bridged(HOSTS):
+        yield
+
+
+@pytest.fixture
 def apart_hosts() -> Iterator[None]:
     """Yield three hosts, 10.79.0.1 to 10.79.0.3, of which the last two reach the first and not each other."""
     with bridged(HOSTS):

@@ -29,10 +29,21 @@ STRETTO = f"{sys.executable} -m stretto.cli"
 
 
 class SshHosts:
-    """Hosts `a`, `b`, ... at one ssh server, on loopback or in a network namespace, that `ssh NAME` reaches."""
+    """Hosts of these names at one ssh server, on loopback or in a network namespace, that `ssh NAME` reaches.
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1", network: str = "") -> None:
+    `other` is the folder of another server, whose hosts the client reaches, too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        address: str = "127.0.0.1",
+        network: str = "",
+        names: str = "a b c",
+        other: str = "",
+    ) -> None:
         self.folder, self.address, self.network = folder, address, network
+        self.names, self.other = names, other
         self.commands: list[str] = []
         """Commands that sessions were started with."""
         self._sessions: list[tuple[str, subprocess.Popen[bytes]]] = []
@@ -65,7 +76,8 @@ class SshHosts:
     def config(self) -> str:
         """Return the configuration of the ssh client."""
         return f"""
-Host a b c
+{f"Include {self.other}" if self.other else ""}
+Host {self.names}
   HostName {self.address}
   Port {self.port}
 Host nowhere
@@ -75,7 +87,7 @@ Host stranger
   HostName {self.address}
   Port {self.port}
   UserKnownHostsFile /dev/null
-Host *
+Host {self.names} nowhere stranger
   User tester
   IdentityFile {self.folder}/user_key
   IdentitiesOnly yes
@@ -179,11 +191,11 @@ Host *
 
 @contextmanager
 def _served(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1", network: str = ""
+    folder: Path, monkeypatch: pytest.MonkeyPatch, address: str = "127.0.0.1", network: str = "", **named: str
 ) -> Iterator[SshHosts]:
     if shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
         pytest.skip("there is no ssh client on this machine")
-    hosts = SshHosts(folder, address, network)
+    hosts = SshHosts(folder, address, network, **named)
     hosts.start()
     monkeypatch.setenv("PATH", f"{hosts.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     try:
@@ -208,3 +220,15 @@ def ssh_elsewhere(
     """Yield hosts at 10.79.0.2, in the second network namespace, that the ssh client in PATH reaches from the first."""
     with _served(tmp_path_factory.mktemp("ssh"), monkeypatch, "10.79.0.2", HOSTS[1]) as served:
         yield served
+
+
+@pytest.fixture
+def ssh_servers(
+    place: Place, three_hosts: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SshHosts]:
+    """Yield host `s` at 10.79.0.3; `a`, `b` and `c` are at 10.79.0.2. The ssh client in PATH reaches all."""
+    with _served(tmp_path_factory.mktemp("ssh"), monkeypatch, "10.79.0.2", HOSTS[1]) as workers:
+        other = str(workers.folder / "config")
+        folder = tmp_path_factory.mktemp("ssh")
+        with _served(folder, monkeypatch, "10.79.0.3", HOSTS[2], names="s", other=other) as served:
+            yield served

@@ -115,7 +115,7 @@ def test_typed_options_and_scripts_take_precedence(configured: Any) -> None:
 def test_run_json_of_a_run_starts_the_same_run(configured: Any, tmp_path: Path) -> None:
     several = RunConfig(Path("train.py"), ("--lr", "1"), **{**VALUES, "out": None})
     single = RunConfig(Path("train.py"), single_process=True, global_batch_of=4, keep_states=True, threads=1)
-    for config in (several, single):
+    for config in (several, single, structs.replace(several, servers=3, server_hosts="a:2,user@b:1")):
         write_run(tmp_path, config.record(), datetime(2026, 11, 24))
         assert configured("--config", "run.json") == config
 

@@ -17,7 +17,8 @@ from stretto.recipe.named import NAMED, diloco, local_sgd
 from stretto.recipe.parser import parse
 from stretto.run_config import RunConfig
 
-COMMANDS = list(getattr(get_command(main.app), "commands"))  # noqa: B009 (typer does not say that an app is a group)
+OF_THE_APP = getattr(get_command(main.app), "commands")  # noqa: B009 (typer does not say that an app is a group)
+COMMANDS = [name for name, command in OF_THE_APP.items() if not command.hidden]
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, None])

@@ -437,7 +437,13 @@ def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
         (["--servers=-1", "--recipe", "async_sgd"], 1, ("got: -1", "at least 1")),
         (["--servers", "257", "--recipe", "async_sgd"], 1, ("257", "at most 256")),
         (["--servers", "two", "--recipe", "async_sgd"], 2, ("got: two", "a whole number")),
-        (["--servers", "2@hostb", "--recipe", "async_sgd"], 2, ("on hostb: stretto run -n 0 --listen", "--servers 2")),
+        (["--servers", "2@b", "--recipe", "async_sgd"], 1, ("--servers needs --listen", "try: --servers 2@b --listen")),
+        (
+            ["--servers", "2@", "--recipe", "async_sgd"],
+            2,
+            ("--servers cannot be read: 2@", "expected: a number of shards"),
+        ),
+        (["--servers", "b@2@c", "--recipe", "async_sgd"], 2, ("--servers cannot be read", "try: --servers")),
         (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
         (["--sevrers", "2"], 2, ("no option --sevrers", "nearest are --servers")),
         (["--stragglers", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --stragglers "1:2.0,3:5.0"')),
@@ -456,6 +462,12 @@ def test_invalid_command_is_one_clear_error(
     assert "Traceback" not in err
     assert [word for word in words if word not in err] == []
     assert not Path("ran").exists() and not Path("runs").exists()
+
+
+def test_command_without_hosts_refuses_shards_on_another_host(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["compare", "-n", "2", "--recipe", "async_sgd", "--servers", "2@b", str(place.script(""))]
+    assert command(line) == 2
+    assert "stretto compare starts nothing on other hosts" in capsys.readouterr().err
 
 
 def test_options_reach_the_servers(place: Place) -> None:

@@ -96,4 +96,11 @@ class Signalled:
     number: int
 
 
-Inbox = SimpleQueue[Exited | AgentExited | Signalled]
+@dataclass(frozen=True)
+class EngineLost:
+    """Loss of a host and of all processes that an engine runs there, which ends the run. `text` is the error."""
+
+    text: str
+
+
+Inbox = SimpleQueue[Exited | AgentExited | EngineLost | Signalled]

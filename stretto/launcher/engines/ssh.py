@@ -81,7 +81,7 @@ class SshAgents:
             problem, expected = f"hosts cannot be reached: ssh cannot be started: {error.strerror}", "an ssh client"
             to_type = "apt install openssh-client, or stretto join on each host"
             raise LaunchError(
-                explain(problem, got=f"--hosts {spec.host}", expected=expected, to_type=to_type)
+                explain(problem, got=f"host {spec.host.name}", expected=expected, to_type=to_type)
             ) from error
         return SshAgent(spec, process, self._remote_stretto, self._report, self._output)
 
@@ -106,10 +106,16 @@ class SshAgent:
         ]
         for reader in self._readers:
             reader.start()
-        with contextlib.suppress(OSError):  # it has exited: the reason is in what it printed
-            os.write(_pipe(process.stdin).fileno(), spec.key)
+        self.send(spec.key)
         self._waiter = threading.Thread(target=self._await, daemon=True)
         self._waiter.start()
+
+    def send(self, data: bytes) -> None:
+        """Write to the standard input of the agent. After the exit, which is reported, nothing happens."""
+        with contextlib.suppress(OSError, ValueError):
+            left = memoryview(data)
+            while left:
+                left = left[os.write(_pipe(self._process.stdin).fileno(), left) :]
 
     def end(self) -> None:
         """Let the agent end its workers and exit: its standard input ends. What it prints then is not shown."""
