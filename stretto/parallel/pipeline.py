@@ -34,6 +34,7 @@ from stretto.errors import ModelError
 from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
+from stretto.parallel.micro_batches import pieces
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
@@ -229,18 +230,11 @@ class Pipeline:
         return seed_of(text.encode())
 
     def _pieces(self, flat: list[Any]) -> list[list[Any]]:
-        """Return the arguments of each micro-batch: tensors as long as the first one are cut."""
-        rows = next((len(one) for one in flat if isinstance(one, Tensor) and one.dim()), 0)
-        count = max(1, min(self._layout.micro_batches, rows))
-        if count > 1 and self._batch_norms and self._model.training:
+        """Return the arguments of each micro-batch."""
+        found = pieces(flat, self._layout.micro_batches)
+        if len(found) > 1 and self._batch_norms and self._model.training:
             raise ModelError(refusals.batch_norm(self._batch_norms[0], self._layout))
-        if count == 1:
-            return [flat]
-        cut = [
-            one.tensor_split(count) if isinstance(one, Tensor) and one.dim() and len(one) == rows else [one] * count
-            for one in flat
-        ]
-        return [list(piece) for piece in zip(*cut, strict=True)]
+        return found
 
     def run(self, whole: _Pass) -> list[Tensor]:
         """Run the forward pass of all micro-batches, and return the outputs of the whole batch at all ranks."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
@@ -19,6 +18,7 @@ from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.meta_start import build, is_unbuilt
+from stretto.parallel.micro_batches import micro_batch, refuse_mixing
 from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
@@ -109,6 +109,8 @@ class PipelineStages(RankParts):
 
     def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
         """Return the stages, at rank 0 of the first worker."""
+        if not is_unbuilt(self._model):
+            refuse_mixing(self._model, self._layout, args, kwargs, self._link.device)
         part_args, part_kwargs = micro_batch(self._layout, args, kwargs)
         calls = record_calls(self._model, part_args, part_kwargs)
         names = self._layout.begins
@@ -152,20 +154,6 @@ class PipelineStages(RankParts):
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins, self._record)
-
-
-def micro_batch(layout: pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of one micro-batch, given those of a batch."""
-    rows = rows_of(args, kwargs)
-    size = -(-rows // layout.micro_batches)
-    return tree_map_only(
-        Tensor, lambda one: one[:size] if one.dim() and len(one) == rows else one, (tuple(args), dict(kwargs))
-    )
-
-
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch; 0 for one without a tensor of rows."""
-    return next((len(one) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), 0)
 
 
 def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:

@@ -12,8 +12,9 @@ from torch import nn
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU
 from stretto.parallel.measure import measured_costs
+from stretto.parallel.micro_batches import micro_batch
 from stretto.parallel.split import Costs, Split, measured_split, named_split
-from stretto.parallel.stages import by_stage, described, micro_batch
+from stretto.parallel.stages import by_stage, described
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states
 from stretto.simulator.compute.cost_model import CostModel

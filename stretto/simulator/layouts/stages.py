@@ -19,9 +19,9 @@ from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU
 from stretto.parallel.measure import held_bytes
+from stretto.parallel.micro_batches import micro_batch, refuse_mixing, rows_of
 from stretto.parallel.schedule import Batch, Boundary, Schedule, pipeline_schedule
 from stretto.parallel.split import Costs, measured_split, named_split
-from stretto.parallel.stages import micro_batch, rows_of
 from stretto.recipe.layout import pipeline
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.device_random import kept_random_states
@@ -74,7 +74,7 @@ class StagedReplica(RankedReplica):
             self._split_first(module, args, kwargs)
 
         def after(_: nn.Module, args: Any, kwargs: Any, found: Any) -> None:
-            self._count(worker, rows_of(args, kwargs), found)
+            self._count(worker, rows_of((args, kwargs)), found)
 
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True)
@@ -112,11 +112,12 @@ class StagedReplica(RankedReplica):
         part_args, part_kwargs = micro_batch(self._layout, args, kwargs)
         self._is_recording = True
         try:
+            refuse_mixing(model, self._layout, args, kwargs, CPU)
             with kept_random_states(CPU):
                 self._calls = record_calls(model, part_args, part_kwargs)
         finally:
             self._is_recording = False
-        self._divide(model, self._calls, rows_of(args, kwargs), rows_of(part_args, part_kwargs))
+        self._divide(model, self._calls, rows_of((args, kwargs)), rows_of((part_args, part_kwargs)))
 
     def _divide(self, model: nn.Module, calls: Calls, rows: int, part_rows: int) -> None:
         """Choose the stages, and from them the parts of the parameters and the bytes at the boundaries."""
