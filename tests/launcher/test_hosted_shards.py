@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -25,6 +26,9 @@ from namespace_hosts import (
 )
 from run_place import Place, config_of, until
 from ssh_hosts import STRETTO, SshHosts, ssh_hosts, ssh_servers
+
+from stretto.errors import LaunchError
+from stretto.launcher.shard_agent import serve
 
 __all__ = ["ssh_hosts", "ssh_servers", "three_hosts"]
 
@@ -220,12 +224,35 @@ def test_host_of_shards_that_vanishes_ends_the_run_with_one_error_and_it_can_be_
 def test_shard_that_fails_too_often_ends_the_run_with_one_error(
     place: Place, ssh_hosts: SshHosts, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = Run(place, tmp_path_factory, "-n", "2", "--servers", "1@a", "--listen", "127.0.0.1", "--restarts", "0")
+    options = ["-n", "2", "--servers", "1@a", "--listen", "127.0.0.1", "--restarts", "0"]
+    run = Run(place, tmp_path_factory, *options, remote=f"echo Welcome; {STRETTO}")
     run.until_started(0, 1)
     run.shards()[0].kill()
     said = run.process.communicate(timeout=LIMIT_S)[0].decode()
     assert run.process.returncode == 1, said
     assert "server 0 was killed by SIGKILL" in said and "Traceback" not in said
+    assert "stretto: a: Welcome" in said
+
+
+def test_workers_that_wait_for_each_other_exchange_through_shards_of_other_hosts_until_their_agent_is_asked_to_end(
+    place: Place, ssh_hosts: SshHosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = ["-n", "0", "--hosts", "a:2", "--servers", "1@b", "--listen", "127.0.0.1", "--recipe", "local_sgd"]
+    run = Run(place, tmp_path_factory, *options)
+    run.until_trained(0, 1)
+    agents = [one for command, one in zip(ssh_hosts.commands, ssh_hosts.sessions, strict=True) if "serve" in command]
+    assert len(agents) == 1
+    agents[0].terminate()
+    said = run.process.communicate(timeout=LIMIT_S)[0].decode()
+    assert run.process.returncode == 1, said
+    assert "stretto: shard 0 of the parameter server is lost: host b: stopped by SIGTERM" in said
+    assert "Traceback" not in said
+
+
+def test_agent_of_shards_without_a_launcher_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match="no launcher asks for shards") as caught:
+        serve(io.BytesIO(b"{}\n"), 1)
+    assert "try: stretto run --servers 2@HOST" in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
