@@ -39,11 +39,12 @@ from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
 from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated
+from stretto.parallel.remote_parameter import let_go, take, within_pass
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held, without_memory
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held
 
 
 @dataclass(slots=True)
@@ -126,12 +127,12 @@ class Pipeline:
         for name, parameter in self._model.named_parameters():
             if self._calls.stage_of(name, self._begins) == self._link.rank:
                 own.append(parameter)
-                hold_here(parameter)
+                take(parameter)
                 continue
-            parameter.data = without_memory(parameter, parameter.device)
-            hold_elsewhere(parameter)
-            for optimizer in optimizers:
-                optimizer.state.pop(parameter, None)
+            let_go(parameter)
+        for optimizer in optimizers:
+            _drop_others(optimizer)
+            optimizer.register_load_state_dict_post_hook(_drop_others)
         for name, buffer in self._model.named_buffers():
             is_own = self._calls.stage_of(name, self._begins) == self._link.rank
             (hold_here if is_own else hold_elsewhere)(buffer)
@@ -253,7 +254,7 @@ class Pipeline:
         args, kwargs = tree_unflatten(turn.flat, whole.shape)
         self._turn, turn.now = turn, 0
         try:
-            with torch.set_grad_enabled(keeps):
+            with torch.set_grad_enabled(keeps), within_pass():
                 found = self._plain(*args, **kwargs)
         finally:
             self._turn = None
@@ -357,6 +358,14 @@ def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, _meta
     for name, tensor in named:
         if not is_held(tensor):
             state.pop(prefix + name, None)
+
+
+def _drop_others(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the state of other stages' parameters from an optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not is_held(parameter):
+                optimizer.state.pop(parameter, None)
 
 
 class _WholeModel(torch.autograd.Function):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
@@ -65,8 +65,12 @@ class PipelineStages(RankParts):
             return
         for tensor in () if self._context.continues else (*self._model.parameters(), *self._model.buffers()):
             hold_elsewhere(tensor)  # nothing is exchanged before the stages are known
-        self._model.forward = uncompiled(self._first_forward)
-        self._model.register_state_dict_pre_hook(self._refuse_without_values)  # type: ignore[no-untyped-call]
+        self._model.forward = _FirstCall(self._model, uncompiled(self._first_forward))
+
+        def refuse(*_: Any) -> None:  # a function, not a method: a copy of the model must not copy the stages
+            self._refuse_without_values()
+
+        self._model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
     def facts(self) -> Any:
         """Return the stages, for workers that join; None before they are chosen."""
@@ -82,7 +86,7 @@ class PipelineStages(RankParts):
         others = self._link.collect(functools.partial(state_transfer.pack_own, ({}, tensors)))
         return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), tensors)
 
-    def _refuse_without_values(self, *_: Any) -> None:
+    def _refuse_without_values(self) -> None:
         if self._chosen is None and is_unbuilt(self._model):
             raise ModelError(
                 explain(
@@ -154,6 +158,23 @@ class PipelineStages(RankParts):
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins, self._record)
+
+
+class _FirstCall:
+    """The first forward pass of a model, which splits it. A copy of the model runs its own, and is not split."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Split the model, and run it."""
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the forward pass of the copy."""
+        copied = memo[id(self._model)]
+        own: Callable[..., Any] = type(copied).forward.__get__(copied)
+        return own
 
 
 def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
