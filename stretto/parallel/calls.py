@@ -22,10 +22,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from stretto.errors import ModelError, explain
-from stretto.parallel.remote import RemoteTensor, remote
+from stretto.parallel.remote import RemoteTensor, remote, seen
 from stretto.strategies.model_sync import plain_name
 
 Forward = Callable[..., Any]
@@ -187,13 +187,13 @@ class _Recorder:
                 found = forward(*args, **kwargs)
             finally:
                 self._closed -= 1
-            return tree_map_only(Tensor, lambda tensor: remote(tensor, now, self), found)
+            return tree_map_only(Tensor, lambda tensor: remote(tensor, now, self), seen(found))
 
         return call
 
     def end(self, outputs: Any) -> None:
         """Note what the model returns, and its use."""
-        for one in tree_flatten(outputs)[0]:
+        for one in tree_leaves(seen(outputs)):
             if isinstance(one, RemoteTensor):
                 self._use(self._label(one), self.now)
                 self.output_bytes += one.nbytes

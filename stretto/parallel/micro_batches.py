@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stretto.errors import ModelError, explain
+from stretto.parallel.remote import seen
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states
 
@@ -68,7 +69,7 @@ def refuse_mixing(
 
     def outputs(given: Sequence[Any]) -> list[Tensor]:
         args, kwargs = tree_unflatten(list(given), shape)
-        return [one for one in tree_leaves(model.forward(*args, **kwargs)) if isinstance(one, Tensor)]
+        return [one for one in tree_leaves(seen(model.forward(*args, **kwargs))) if isinstance(one, Tensor)]
 
     with _evaluation(model), kept_random_states(device), torch.no_grad():
         whole, again = outputs(flat), outputs(flat)

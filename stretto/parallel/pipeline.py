@@ -38,13 +38,13 @@ from stretto.parallel.micro_batches import pieces
 from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
-from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated
+from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated, seen
 from stretto.parallel.remote_parameter import let_go, take, within_pass
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class Pipeline:
         self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()), device="cpu")
         """Input of the operation, for ranks without a trained parameter."""
         self._batch_norms = list(refusals.batch_norms(model))
-        self._parameters = self._let_go(optimizers)
+        self._parameters = self._let_go()
         self._norm = GradientNorm(model, optimizers, link)
         for name, is_open in opened(model).items():
             module = model.get_submodule(name)
@@ -119,9 +119,8 @@ class Pipeline:
                 module.forward = self._routed(name, module, module.forward, is_open)
         model.forward = uncompiled(self.forward)
         give_whole_states(model, optimizers, link)
-        model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
 
-    def _let_go(self, optimizers: Optimizers) -> list[nn.Parameter]:
+    def _let_go(self) -> list[nn.Parameter]:
         """Give up the memory of other stages' parameters; return this stage's."""
         own = []
         for name, parameter in self._model.named_parameters():
@@ -130,9 +129,6 @@ class Pipeline:
                 take(parameter)
                 continue
             let_go(parameter)
-        for optimizer in optimizers:
-            _drop_others(optimizer)
-            optimizer.register_load_state_dict_post_hook(_drop_others)
         for name, buffer in self._model.named_buffers():
             is_own = self._calls.stage_of(name, self._begins) == self._link.rank
             (hold_here if is_own else hold_elsewhere)(buffer)
@@ -197,12 +193,15 @@ class Pipeline:
 
     def _shape(self, now: int, module: nn.Module, inner: Forward, args: Any, kwargs: Any) -> Any:
         """Return the shape of another stage's result, found once for each shape of its arguments."""
-        known = tuple(kind_of(one) if isinstance(one, Tensor) else None for one in leaves(args, kwargs))
+        known = tuple(
+            kind_of(one) if isinstance(one, Tensor) else one if isinstance(one, int | float | str) else None
+            for one in leaves(args, kwargs)
+        )
         key = now, known, module.training
         if key not in self._shapes:
             args, kwargs = mapped(Tensor, remote, args, kwargs)
             with torch.no_grad():
-                self._shapes[key] = tree_map_only(Tensor, remote, inner(*args, **kwargs))
+                self._shapes[key] = tree_map_only(Tensor, remote, seen(inner(*args, **kwargs)))
         return repeated(self._shapes[key])
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class Pipeline:
             self._turn = None
         if turn.now + 1 < len(self._calls.names):
             raise ModelError(refusals.other_calls("nothing more", self._calls.names[turn.now + 1]))
-        turn.outputs, whole.returned = tree_flatten(tree_map_only(RemoteTensor, received, found))
+        turn.outputs, whole.returned = tree_flatten(tree_map_only(RemoteTensor, received, seen(found)))
         if not keeps:
             turn.sent = turn.sent.detach() if turn.sent is not None else None
 
@@ -350,22 +349,6 @@ class Pipeline:
             gradient = found.pop(0)
             self._link.send(torch.zeros_like(one) if gradient is None else gradient, self._link.rank - 1, BACKWARD)
         return found
-
-
-def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Remove the tensors of other stages from the `state_dict` of a module."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        if not is_held(tensor):
-            state.pop(prefix + name, None)
-
-
-def _drop_others(optimizer: torch.optim.Optimizer) -> None:
-    """Remove the state of other stages' parameters from an optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not is_held(parameter):
-                optimizer.state.pop(parameter, None)
 
 
 class _WholeModel(torch.autograd.Function):

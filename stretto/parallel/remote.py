@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 
 from stretto.errors import ModelError, explain
 
@@ -106,6 +107,46 @@ def remote(tensor: Tensor, label: int = 0, operations: Operations | None = None)
 def repeated(found: Any) -> Any:
     """Return new remote tensors in place of those in what a module has returned before for such shapes."""
     return remote(found) if isinstance(found, RemoteTensor) else tree_map_only(RemoteTensor, remote, found)
+
+
+def seen(found: Any) -> Any:
+    """Return what a module has returned, whose tensors are seen from now on, also in dataclasses.
+
+    Raises ModelError for tensors in objects of other classes.
+    """
+    for one in tree_leaves(found):
+        if is_dataclass(one) and not isinstance(one, type):
+            _see_into(type(one))
+            seen(one)
+        elif not isinstance(one, Tensor) and any(
+            isinstance(held, Tensor) for held in getattr(one, "__dict__", {}).values()
+        ):
+            raise ModelError(_unseen(type(one).__name__))
+    return found
+
+
+def _see_into(kind: type) -> None:
+    names = [one.name for one in fields(kind)]
+
+    def flatten(one: Any) -> tuple[list[Any], None]:
+        return [getattr(one, name) for name in names], None
+
+    def unflatten(values: Iterable[Any], _: None) -> Any:
+        one: Any = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(one, name, value)
+        return one
+
+    register_pytree_node(kind, flatten, unflatten)
+
+
+def _unseen(name: str) -> str:
+    return explain(
+        "a module returns tensors that cannot be seen, so they are not sent to another stage",
+        got=f"an object of the class {name} that holds tensors",
+        expected="tensors, or tuples, lists, dicts, named tuples and dataclasses of them",
+        to_type=f"@dataclass before the class {name}",
+    )
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.parallel.link import Link
 from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.parameter_view import is_held
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 
@@ -25,7 +26,10 @@ def give_whole_states(model: nn.Module, optimizers: Optimizers, link: Link) -> N
     """
     names = [*type(model).state_dict(model)]
     model.state_dict = functools.partial(_of_model, model, link, names)  # type: ignore[method-assign,assignment]
+    model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
     for optimizer in optimizers:
+        _drop_others(optimizer)
+        optimizer.register_load_state_dict_post_hook(_drop_others)
         optimizer.state_dict = functools.partial(_of_optimizer, optimizer, link)  # type: ignore[method-assign]
 
 
@@ -62,3 +66,19 @@ def _gathered(link: Link, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     message = msgspec.msgpack.encode({name: packed(tensor) for name, tensor in tensors.items()})
     parts = [msgspec.msgpack.decode(part, type=dict[str, Packed]) for part in link.gather(message)]
     return {name: unpacked(one) for part in parts for name, one in part.items()}
+
+
+def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Remove the tensors of other stages from the `state_dict` of a module."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if not is_held(tensor):
+            state.pop(prefix + name, None)
+
+
+def _drop_others(optimizer: torch.optim.Optimizer) -> None:
+    """Remove the state of other stages' parameters from an optimizer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not is_held(parameter):
+                optimizer.state.pop(parameter, None)
