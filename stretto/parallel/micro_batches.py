@@ -33,7 +33,7 @@ def rows_of(arguments: Any) -> int:
 
 
 def pieces(flat: Sequence[Any], count: int) -> list[list[Any]]:
-    """Return the flat arguments of each micro-batch, of at most so many.
+    """Return the flat arguments of each of at most `count` micro-batches.
 
     >>> pieces([torch.tensor([1, 2, 3]), "a"], 2)
     [[tensor([1, 2]), 'a'], [tensor([3]), 'a']]

@@ -318,6 +318,24 @@ say("whole")
     assert Path("whole").exists()
 
 
+def test_worker_that_has_left_and_is_killed_while_python_ends_is_not_restarted(place_with_coordinator: Place) -> None:
+    text = """
+import atexit
+if rank == 0:
+    assert life == 0
+    atexit.register(os.kill, os.getpid(), 9)
+    status.leave()
+    say("quit", str(os.getpid()))
+    sys.exit()
+until("quit")
+while pathlib.Path("/proc", pathlib.Path("quit").read_text()).exists():
+    time.sleep(0.01)
+time.sleep(0.5)
+"""
+    place_with_coordinator.run(HEAD + text, workers=2)
+    assert launcher_messages(place_with_coordinator) == []
+
+
 def test_run_that_all_workers_left_early_is_not_complete(place_with_coordinator: Place) -> None:
     message = failure(place_with_coordinator, "status.leave()", workers=2)
     assert message.startswith("all workers left before the end, as they were asked to")

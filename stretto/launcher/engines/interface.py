@@ -85,7 +85,12 @@ class Exited:
 
     @property
     def failed(self) -> bool:
-        """True unless a worker finished: a server must not exit while workers run."""
+        """True unless a worker finished: a server must not exit while workers run.
+
+        A worker that has left, as it was asked to, and whose script has ended, may be killed while its process ends.
+        """
+        if self.worker >= 0 and self.code < 0 and self.record.left and self.record.finished:
+            return False
         return self.code != 0 or self.worker < 0 or not self.record.finished
 
 
