@@ -249,6 +249,19 @@ def test_workers_that_wait_for_each_other_exchange_through_shards_of_other_hosts
     assert "Traceback" not in said
 
 
+def test_launcher_that_is_stopped_while_it_waits_for_shards_leaves_no_process(
+    place: Place, ssh_hosts: SshHosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = ["-n", "2", "--servers", "1@a", "--listen", "127.0.0.1"]
+    run = Run(place, tmp_path_factory, *options, remote=f"cat > read; {STRETTO}")
+    run.until(lambda: bool(list(ssh_hosts.folder.glob("host1/read"))))
+    run.process.send_signal(signal.SIGINT)
+    said = run.process.communicate(timeout=LIMIT_S)[0].decode()
+    assert run.process.returncode == 128 + signal.SIGINT, said
+    assert "stopped by SIGINT" in said and "Traceback" not in said
+    until(lambda: place.left() == [], LIMIT_S)
+
+
 def test_agent_of_shards_without_a_launcher_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match="no launcher asks for shards") as caught:
         serve(io.BytesIO(b"{}\n"), 1)
