@@ -35,7 +35,7 @@ from stretto.parallel import refusals
 from stretto.parallel.pass_record import memory_figures
 from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
-from stretto.parallel.shards import Shards
+from stretto.parallel.shards import Shards, read_whole
 from stretto.recipe.layout import sharded
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.parameter_view import note_own_shard
@@ -73,6 +73,7 @@ class ShardedModel(RankParts):
         forward = self._seeded(type(self._model).forward.__get__(self._model))
         self._model.forward = uncompiled(forward, inner=True)
         self._shards.give_whole_states()
+        read_whole()
 
     def figures(self) -> dict[str, Any]:
         """Return the memory of this rank."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -114,6 +115,16 @@ class Shards:
             for number, entries in state["state"].items()
         }
         type(optimizer).load_state_dict(optimizer, {**state, "state": states})
+
+
+def read_whole() -> None:
+    """Let a number that a script reads, as by `parameter.norm().item()`, be that of all parts, not of this rank's."""
+
+    def read(op_call: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return op_call(_whole(args[0]), **kwargs)
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers  # as torch.distributed.tensor.parallel.loss_parallel does
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 @torch.no_grad()
