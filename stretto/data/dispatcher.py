@@ -14,7 +14,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin
+from stretto.data.leases import FirstCome, Lease, Ledger, PlanName, RoundRobin
 from stretto.membership.epoch_numbers import section_of
 
 
@@ -83,25 +83,27 @@ class BatchDispatcher:
         epoch_number: int,
         sizes: Sequence[int],
         barrier_every: int | None = None,
-        in_turn: bool = False,
+        plan: PlanName = "first-come",
         settled: Sequence[int] = (),
     ) -> None:
         """Start epoch `epoch_number` with batches of these sizes, with a barrier after every `barrier_every` of them.
         Idempotent.
 
-        Batches are reserved for the workers in turn if `in_turn`, else they go to the first worker that asks. If some
-        are `settled`, they were trained before, and the others go to the first worker that asks. The count of batches
-        between barriers restarts with each section.
+        If some are `settled`, they were trained before, and the others go to the first worker that asks even if the
+        plan is in turn. The count of batches between barriers restarts with each section.
         """
         if epoch_number <= self.epoch_number:
             return
         if section_of(epoch_number) != section_of(self.epoch_number):  # the next barrier is a full interval away
             self._batches_leased = self._scheduled_barriers * (barrier_every or 0)
         self.epoch_number, self.barrier_every = epoch_number, barrier_every
-        self._ledger = Ledger(sizes, RoundRobin(sorted(self.members)) if in_turn else FirstCome())
+        members = sorted(self.members)
+        self._ledger = Ledger(sizes, RoundRobin(members) if plan == "in-turn" else FirstCome())
         self._settled_before = list(settled)
         if settled:
             self._ledger.roll_back(settled)
+        if plan == "one-each":
+            self._ledger.reserve_one_each(members)
         self._reset_leases()
         self._left_early.clear()
 

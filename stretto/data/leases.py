@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import astuple, dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,10 @@ class RoundRobin:
         return range(self.members.index(owner), batches, len(self.members))
 
 
+PlanName = Literal["first-come", "in-turn", "one-each"]
+"""Plans of an epoch: batches go to the first worker that asks, or in turn, or each worker has one of them for sure."""
+
+
 class Ledger:
     """Leases the batches of one epoch. `sizes` are their numbers of samples, in order.
 
@@ -108,6 +112,12 @@ class Ledger:
         batch = heapq.heappop(min(heaps))
         self._leased[batch] = Lease(batch, worker, self._bounds[batch], self._bounds[batch + 1])
         return self._leased[batch]
+
+    def reserve_one_each(self, workers: Sequence[int]) -> None:
+        """Reserve one of the batches for each of these workers, as far as there are any."""
+        free = self._reserved[None]
+        for worker in workers[: len(free)]:
+            self._reserved[worker] = [heapq.heappop(free)]
 
     def leased(self, batch: int) -> Lease | None:
         """Return the lease of a batch that a worker holds."""

@@ -166,6 +166,11 @@ def is_asynchronous(config: RunConfig) -> bool:
     return parse(config.recipe).asynchronous
 
 
+def _waits_at_servers(config: RunConfig) -> bool:
+    """Return True if the workers of a resolved configuration wait for each other at a parameter server."""
+    return bool(config.servers) and not is_asynchronous(config)
+
+
 def check(config: RunConfig, live: bool = True) -> None:
     """Raise LaunchError or RecipeError if the configuration cannot be run.
 
@@ -177,7 +182,7 @@ def check(config: RunConfig, live: bool = True) -> None:
         raise LaunchError(explain("alone means one worker", got=config.workers, expected="1 worker", to_type="-n 1"))
     if config.servers and config.recipe is None:
         raise _without_recipe(config.servers)
-    check_layout(config, ranks_of(config), lambda: settled(config).servers)
+    check_layout(config, ranks_of(config), lambda: _waits_at_servers(settled(config)))
     config = _in_workers(config)
     factors(config.stragglers, config.initial_workers)
     _check_server_options(config, live)

@@ -10,7 +10,7 @@ from stretto.interval import every
 from stretto.run_config import RunConfig
 
 
-def check_layout(config: RunConfig, ranks: int, servers: Callable[[], int | None]) -> None:
+def check_layout(config: RunConfig, ranks: int, waits_at_servers: Callable[[], bool]) -> None:
     """Raise LaunchError for a layout that these processes, or this recipe, can't have."""
     if config.layout is None or config.ranks > 1:
         return
@@ -27,13 +27,13 @@ def check_layout(config: RunConfig, ranks: int, servers: Callable[[], int | None
     for host in parse_hosts(config.hosts or ""):
         if host.workers % ranks:
             raise indivisible(host.workers, ranks, f"--hosts {host.name}:{{}} {layout}")
-    refused = {"--servers": config.servers, "--no-recovery": not config.recovery}
-    if (option := next((name for name, value in refused.items() if value), None)) is not None:
-        problem = f"workers of several processes cannot run with {option} yet"
-        raise LaunchError(explain(problem, got=f"{option} {layout}", expected="one of the two", to_type=layout))
-    if servers():
-        problem = "workers of several processes cannot exchange through a parameter server yet"
-        got, expected = f"--recipe {config.recipe} {layout}", "a recipe whose workers exchange with each other"
+    if not config.recovery:
+        problem, got = "workers of several processes cannot run with --no-recovery yet", f"--no-recovery {layout}"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=layout))
+    if waits_at_servers():
+        problem = "workers of several processes that wait for each other exchange without a parameter server"
+        got = f"--recipe {config.recipe}{f' --servers {config.servers}' if config.servers else ''} {layout}"
+        expected = "a recipe whose workers exchange with each other, or do not wait for each other"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"--recipe local_sgd {layout}"))
 
 

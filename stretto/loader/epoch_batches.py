@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import BatchAssignment, Range
+from stretto.data.leases import PlanName
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
@@ -379,8 +380,10 @@ class BatchSource:
             return ShardedBatchSampler(order, assign, self._transport.number, self._arrangement)
         if self._transport.server is None:
             raise TypeError("a recipe without barriers leases batches through a server")
-        in_turn = when.bound == 0 or self.assignment == "contiguous"
-        return LeasedBatchSampler(order, self._transport.server, self._division.barrier_every, in_turn)
+        several = self._transport.siblings is not None  # their model is split when all of them first call it
+        plan: PlanName = "one-each" if several else "first-come"
+        plan = "in-turn" if when.bound == 0 or self.assignment == "contiguous" else plan
+        return LeasedBatchSampler(order, self._transport.server, self._division.barrier_every, plan)
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""

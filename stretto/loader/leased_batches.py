@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader
 
 from stretto.data.assignment import BatchAssignment
-from stretto.data.leases import Lease
+from stretto.data.leases import Lease, PlanName
+from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Batch
 from stretto.loader.epoch_order import EpochOrder, pack, parted, unpack
 from stretto.loader.global_step import GlobalStep, refuse_too_few
@@ -23,15 +24,19 @@ from stretto.parameter_server.messages import Leased
 class LeasedBatchSampler(BatchSampler):
     """Samples the batches that this worker leases, one after the other, until none are left.
 
-    A loader that loads ahead leases ahead. All workers meet at a barrier after every `barrier_every` batches. With
-    `in_turn`, for workers that wait for each other in every round, the coordinator assigns batches in turn, so that a
-    round has the same batches as with any other barrier.
+    A loader that loads ahead leases ahead. All workers meet at a barrier after every `barrier_every` batches. By the
+    `plan` "in-turn", for workers that wait for each other in every round, a round has the same batches as with any
+    other barrier; by "one-each" all workers get a batch.
     """
 
     def __init__(
-        self, draw: Callable[[], EpochOrder], transport: ParameterServerClient, barrier_every: int | None, in_turn: bool
+        self,
+        draw: Callable[[], EpochOrder],
+        transport: ParameterServerClient,
+        barrier_every: int | None,
+        plan: PlanName,
     ) -> None:
-        self._draw, self.transport, self._barrier_every, self._in_turn = draw, transport, barrier_every, in_turn
+        self._draw, self.transport, self._barrier_every, self._plan = draw, transport, barrier_every, plan
         self._order: EpochOrder | None = None
         self._begun: tuple[EpochOrder, list[int]] | None = None
         """Order of an epoch that another run began, and the batches of it that were done there."""
@@ -60,7 +65,7 @@ class LeasedBatchSampler(BatchSampler):
                 self.transport.store_order(self._number, pack(self._order))
             if self._begun is not None:
                 self.transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
-            self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._in_turn, settled)
+            self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._plan, settled)
         return self._order
 
     @property
@@ -75,6 +80,20 @@ class LeasedBatchSampler(BatchSampler):
             return unpack(transport.order[1])
         with transport.storing_order(number if self._stores_order else None):
             return self._draw()
+
+    def refuse_too_few(self) -> None:
+        """Raise LoaderError unless what is left of the epoch has a batch for each worker, where the plan gives one."""
+        workers, settled = self.transport.workers, self._begun[1] if self._begun is not None else []
+        batches = len(self) - len(settled)
+        if self._plan == "one-each" and batches < workers:
+            raise LoaderError(
+                explain(
+                    f"each worker of several processes needs a batch in an epoch, and there are {workers} workers",
+                    got=f"{batches} batch{'es' * (batches != 1)}",
+                    expected=f"at least {workers}",
+                    to_type="a smaller batch_size= of the DataLoader, or fewer processes (-n)",
+                )
+            )
 
     def at_rest(self) -> BatchAssignment:
         """Return the epoch's assignment with no update in flight: trained batches, and those to be assigned again.
@@ -190,6 +209,7 @@ class LeasedEpoch:
         self.order = sampler.order()
         self.dropped = self.order.dropped
         self.samples = begun[1].samples if begun is not None else self.order.bounds[-1]
+        sampler.refuse_too_few()
         if begun is None:
             refuse_too_few(self.samples, sampler.transport.workers)
 

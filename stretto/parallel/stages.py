@@ -106,7 +106,7 @@ class PipelineStages(RankParts):
         del self._model.forward
         byte_s = time_per_byte(self._link)
         make = functools.partial(self._choose, args, kwargs, byte_s)
-        first = self._broadcast(make) if self._link.rank == 0 else b""
+        first = self._broadcast(make if self._link.rank == 0 else b"")
         self._apply(msgspec.msgpack.decode(self._link.broadcast(first), type=Chosen))
         self._on_split()
         return self._model.forward(*args, **kwargs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.collective_ops import Exchange as ExchangeOp
+from stretto.data.leases import PlanName
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
@@ -381,9 +382,8 @@ class ParameterServerClient(Transport):
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> PushHandle:
         """Request the newest version; `flush` applies the updates that are being collected."""
-        return PushHandle(
-            self.channels, [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels], lengths
-        )
+        body = m.Read(flush, self.recovery_epoch, len(lengths))
+        return PushHandle(self.channels, [channel.send(body) for channel in self.channels], lengths)
 
     def read_rows(self, parameter_set: int, table: int, numbers: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return rows of a table, flat and of the dtype of `like`, by their numbers at each shard, in their order.
@@ -406,7 +406,7 @@ class ParameterServerClient(Transport):
 
         Raises RollbackRequiredError if a service was lost.
         """
-        results = self._request_all([m.ReadRuleState(self.recovery_epoch)] * self.shards)
+        results = self._request_all([m.ReadRuleState(self.recovery_epoch, parts)] * self.shards)
         body = results[0][0]
         assert isinstance(body, m.RuleStateReply)
         by_part = zip(*(chunks for _, chunks in results), strict=True)
@@ -414,18 +414,20 @@ class ParameterServerClient(Transport):
         return RuleState(by_name(body.names, flat, parts), body.arrivals)
 
     def begin_epoch(
-        self, number: int, sizes: Sequence[int], barrier_every: int | None, in_turn: bool, settled: Sequence[int] = ()
+        self, number: int, sizes: Sequence[int], barrier_every: int | None, plan: PlanName, settled: Sequence[int] = ()
     ) -> None:
         """Start epoch `number` with batches of these sizes, with a barrier after every `barrier_every` of them.
 
-        Batches go to the first worker that asks, or to the workers `in_turn`, except those that are `settled`.
+        The `plan` reserves batches for workers, except those that are `settled`. Joining workers are admitted once the
+        server has parameters.
         """
-        body = m.BeginEpoch(number, barrier_every, in_turn, list(settled))
+        body = m.BeginEpoch(number, barrier_every, plan, list(settled))
         self._epoch = body, torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._send_epoch()
         if self.join_position is None or self.join_position.epoch_number != number:
             self.take_snapshot()
-        self.leave_barrier()
+        if self._exchange is not None:
+            self.leave_barrier()
 
     @contextlib.contextmanager
     def storing_order(self, number: int | None) -> Iterator[None]:
@@ -438,6 +440,14 @@ class ParameterServerClient(Transport):
         """Send an order that was not broadcast to the dispatcher, for joining workers."""
         self.order = number, order
         self._dispatcher.send(*self._order_to_store())
+
+    def store_facts(self, facts: bytes) -> None:
+        """Send the dispatcher the division of the model among ranks, for joining workers."""
+        self._dispatcher.send(m.StoreFacts(facts))
+
+    def agreed(self, is_so: bool) -> bool:
+        """Return True if all ranks of this worker pass True; they call this together."""
+        return is_so
 
     def _order_to_store(self) -> tuple[m.StoreOrder, list[Tensor]]:
         return m.StoreOrder(self.order[0], *self._loop.clock_zero()), [as_bytes(self.order[1])]
@@ -525,7 +535,7 @@ class ParameterServerClient(Transport):
         clock = min(reply.clock for reply in positions)
         self._request_all([m.ResumeClock(clock)] * self.shards)
         parameter_set = positions[0].parameter_set
-        self.join_position = JoinPosition(body.epoch_number, self.order[1], body.clock_zeros, parameter_set)
+        self.join_position = JoinPosition(body.epoch_number, self.order[1], body.clock_zeros, parameter_set, body.facts)
         self.arrives = parameter_set > 0
 
     def _join_shards(self) -> list[m.Joined]:

@@ -33,6 +33,7 @@ STORED = (
     "_last_call",
     "_was_over",
     "_clock_zeros",
+    "_facts",
     "_ending",
     "_outside_barrier",
     "_op",
@@ -84,6 +85,8 @@ class DispatcherHandler:
         """Zero of the run's clock, by the id of the boot whose clock it is."""
         self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
         """Number of an epoch, and its order as it was broadcast."""
+        self._facts = b""
+        """Division of the model among the ranks of a worker."""
         self._ending: set[int] = set()
         """Members that are at the barrier at the end of the epoch, or on their way to it."""
         self._outside_barrier: dict[int, tuple[int, int]] = {}
@@ -139,6 +142,9 @@ class DispatcherHandler:
         if isinstance(body, m.StoreOrder):
             self._store_order(body.epoch_number, _flat(header, tensors, torch.uint8))
             self._clock_zeros[body.boot] = body.clock_zero
+            return []
+        if isinstance(body, m.StoreFacts):
+            self._facts = body.facts
             return []
         if isinstance(body, m.Group):
             self._collectives.group(body.generation, body.members)
@@ -231,7 +237,7 @@ class DispatcherHandler:
             raise FramingError(f"a barrier after every {body.barrier_every} batches")
         sizes = _flat(header, tensors, torch.int64).tolist()
         if body.epoch_number > self.dispatcher.epoch_number:
-            self.dispatcher.begin(body.epoch_number, sizes, body.barrier_every, body.in_turn, body.settled)
+            self.dispatcher.begin(body.epoch_number, sizes, body.barrier_every, body.plan, body.settled)
         return [OutgoingMessage(worker, header.request_id, m.Result())]
 
     # --- collective operations, and joining -----------------------------------------------------------------------
@@ -294,6 +300,7 @@ class DispatcherHandler:
             barriers_passed,
             present,
             self._clock_zeros,
+            facts=self._facts,
         )
         return [OutgoingMessage(worker, request_id, joined, [order]) for worker, request_id in joining.items()]
 

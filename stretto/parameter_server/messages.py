@@ -31,6 +31,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stretto.data.leases import PlanName
 from stretto.membership.loop_positions import LoopPosition
 from stretto.transport.host_memory import Offer
 
@@ -143,11 +144,12 @@ class EnterBarrier(_Message):
 class Read(_Message):
     """Request for the newest version, after applying the updates that are being collected if `flush`.
 
-    Tables of rows are not in the reply (see `ReadRows`).
+    The worker has this number of `parts`. Tables of rows are not in the reply (see `ReadRows`).
     """
 
     flush: bool
     recovery_epoch: int = 0
+    parts: int = 0
 
 
 class ReadRows(_Message):
@@ -162,9 +164,10 @@ class ReadRows(_Message):
 
 
 class ReadRuleState(_Message):
-    """Request for the update rule's state besides the parameters, at a barrier with no request pending."""
+    """Request for the update rule's state of this number of `parts`, at a barrier with no request pending."""
 
     recovery_epoch: int
+    parts: int = 0
 
 
 class Contribute(_Message):
@@ -252,13 +255,19 @@ class BeginEpoch(_Message):
     """Start of an epoch, with a barrier after every `barrier_every` batches. Its tensor holds the samples of each
     batch.
 
-    Batches go to the first worker that asks, or to the workers `in_turn`. `settled` batches were trained before.
+    `plan` says for whom batches are reserved. `settled` batches were trained before.
     """
 
     epoch_number: int
     barrier_every: int | None
-    in_turn: bool
+    plan: PlanName
     settled: list[int] = []
+
+
+class StoreFacts(_Message):
+    """The division of the model among the ranks of a worker, for joining workers."""
+
+    facts: bytes
 
 
 class Lease(_Message):
@@ -369,7 +378,7 @@ class EpochStatus(_Message):
 
 class Joined(_Message):
     """The run's position for a joining worker. From the dispatcher: the epoch, the next operation, the barriers passed,
-    and the zeros of the run's clock.
+    the zeros of the run's clock, and the `facts` of the model's division.
 
     From a shard: the parameter set, and the rounds of the slowest worker.
     """
@@ -382,6 +391,7 @@ class Joined(_Message):
     clock_zeros: dict[bytes, float] = {}
     parameter_set: int = 0
     clock: int = 0
+    facts: bytes = b""
 
 
 class SnapshotList(_Message):
@@ -452,6 +462,7 @@ Request: TypeAlias = (
     | Gather
     | BroadcastOrder
     | StoreOrder
+    | StoreFacts
     | Barrier
     | LeaveBarrier
     | Group
@@ -487,7 +498,7 @@ Reply: TypeAlias = (
     | Refused
     | RunOver
 )
-WITHOUT_REPLY = (Settle, Leave, LeaveBarrier, StoreOrder, Group)
+WITHOUT_REPLY = (Settle, Leave, LeaveBarrier, StoreOrder, StoreFacts, Group)
 """Messages without a reply."""
 Body: TypeAlias = Request | Reply
 

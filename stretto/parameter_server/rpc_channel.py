@@ -297,18 +297,37 @@ def connect_client(
     A new or restarted worker `joins` the running training. With a failure timeout lost services are awaited, and the
     run continues from the last snapshot.
     """
-    keep_freed_memory()
-    context = zmq.Context()
-    context.set(zmq.IO_THREADS, 1)
-    channels = [
-        RpcChannel(context, address, name_of(worker, incarnation), keys, peer, timeout_s, failure_timeout_s)
-        for address, peer in zip(addresses, _peer_names(addresses), strict=True)
-    ]
+    context = new_context()
+    name = name_of(worker, incarnation)
+    channels = connect_channels(context, addresses, name, keys, timeout_s, failure_timeout_s)
     client = ParameterServerClient(worker, workers, channels[0], channels[1:], elastic=failure_timeout_s is not None)
     client.on_close(context.term)
     if joins:
         client.join()
     return client
+
+
+def new_context() -> zmq.Context[Any]:
+    """Return a context for the channels of one client."""
+    keep_freed_memory()
+    context = zmq.Context()
+    context.set(zmq.IO_THREADS, 1)
+    return context
+
+
+def connect_channels(
+    context: zmq.Context[Any],
+    addresses: Sequence[str],
+    name: bytes,
+    keys: WorkerKeys | None,
+    timeout_s: float,
+    failure_timeout_s: float | None,
+) -> list[RpcChannel]:
+    """Return an incarnation's channels to the dispatcher and the shards."""
+    return [
+        RpcChannel(context, address, name, keys, peer, timeout_s, failure_timeout_s)
+        for address, peer in zip(addresses, _peer_names(addresses), strict=True)
+    ]
 
 
 def _peer_names(addresses: Sequence[str]) -> list[str]:

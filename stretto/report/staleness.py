@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from stretto.events import Event
+from stretto.events import Event, process_name
 from stretto.report.run_log import History
 
 
@@ -107,13 +107,19 @@ def summary(history: History) -> dict[str, Any] | None:
 
 def blocked_share(record: dict[str, Any]) -> float | None:
     """Return the share of the time of all workers for which the staleness bound blocked them."""
-    total = sum(sum(phases.values()) for phases in record["time_breakdown"])
-    blocked = record.get("blocked_seconds")
-    return sum(blocked) / total if blocked is not None and total else None
+    blocked = record.get("blocked_seconds") or []
+    total = sum(_totals(record, len(blocked)))
+    return sum(blocked) / total if total else None
 
 
 def blocked_shares(record: dict[str, Any]) -> list[float | None]:
     """Return the share of its time for which the staleness bound blocked each worker."""
-    totals = (sum(phases.values()) for phases in record["time_breakdown"])
     blocked = record.get("blocked_seconds") or []
+    totals = _totals(record, len(blocked))
     return [seconds / total if total else None for seconds, total in zip(blocked, totals, strict=True)]
+
+
+def _totals(record: dict[str, Any], workers: int) -> list[float]:
+    """Return the seconds of each worker: those of its rank 0."""
+    phases = dict(zip(record["processes"], record["time_breakdown"], strict=True))
+    return [sum(phases[process_name(worker)].values()) for worker in range(workers)]

@@ -64,12 +64,10 @@ class AsyncStrategy(RecipeStrategy):
     # --- the training loop ----------------------------------------------------------------------------------------
 
     def begin_epoch(self, together: bool) -> None:
-        """Exchange the parameters that are trained now; lay moved ones flat again."""
+        """Exchange the parameters that are trained now, all ranks together; lay moved ones flat again."""
         parameter_set = self.sets[0]
-        if parameter_set.has_changed():
+        if not self._client.agreed(not parameter_set.has_changed() and parameter_set.is_laid()):
             self._rebuild(parameter_set, parameter_set.trainable())
-        else:
-            self._lay_again(parameter_set)
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps parameters that no exchange includes."""
@@ -145,7 +143,13 @@ class AsyncStrategy(RecipeStrategy):
             self._transport.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         super()._rebuild(parameter_set, by_name, late)
 
+    def _is_unused(self, by_name: Named) -> bool:
+        """Return True if no rank of this worker has parameters to exchange; each calls this."""
+        return self._client.agreed(not by_name)
+
     def _tables(self, by_name: Named) -> Container[int]:
+        if self._transport.siblings is not None:
+            return ()  # a table is looked up by one rank of a worker, and all of them speak to the server together
         found = sparse_tables(self._model, by_name, self._optimizers, self.recipe)
         for line in notice_of(found):
             self._context.events.notice(line)

@@ -387,8 +387,9 @@ class AsyncServer:
 
     def _encode(self) -> Messages:
         """Encode a message to each shard for its range of every flat buffer."""
-        self._messages = [[each.encode(shard) for shard in range(self._transport.shards)] for each in self._all]
-        return [[message for each in shard for message in each] for shard in zip(*self._messages, strict=True)]
+        shards = range(self._transport.shards)
+        self._messages = [[each.encode(shard) for shard in shards] for each in self._all]
+        return [[message for each in self._messages for message in each[shard]] for shard in shards]
 
     def _count_traffic(self, update: Update) -> None:
         if self._account is None:
@@ -521,8 +522,12 @@ class AsyncServer:
     # --- NaN and infinity ---------------------------------------------------------------------------------------
 
     def _is_skipped(self, parts: Sequence[Tensor]) -> bool:
-        """Return True if an update with NaN or infinity is left out; raise NotFiniteError if it must not be."""
-        if is_finite(parts):
+        """Return True if an update with NaN or infinity is left out; raise NotFiniteError if it must not be.
+
+        It is left out whole, with the parts of other ranks.
+        """
+        finite = is_finite(parts)
+        if self._transport.agreed(finite) if self._skips else finite:
             return False
         if not self._skips:
             raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")

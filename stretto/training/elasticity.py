@@ -222,7 +222,7 @@ class ElasticAgent:
     def rest(self) -> None:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         transport = self._trainer.transport
-        if self._asked and transport.server is not None:
+        if transport.server is not None and self._trainer.rank_parts.agreed(self._asked):
             self._trainer.epochs.push_all()
             transport.server.leave()
             status.leave()

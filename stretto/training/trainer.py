@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import msgspec
+
 from stretto.codecs import CodecContext
 from stretto.errors import LogError, StaysOutError
 from stretto.loader.data_digest import rows_digest
@@ -79,6 +81,7 @@ class Trainer:
         self.strategy = self.global_steps.strategy
         self.agent = ElasticAgent(self, context)
         self.agent.arrive()
+        self._store_facts()
         for text in section.notices:
             self.events.notice(text)
         write_start(self, context)
@@ -103,16 +106,27 @@ class Trainer:
             self._continues,
             transport.broadcast_bytes,
             self.events.notice,
-            on_split=lambda: self.strategy.begin_epoch(True),
+            on_split=self._on_split,
             on_exchange=lambda: self.progress.count_round(),
             timeout_s=timeout_s,
             timer=self.timer,
             write=lambda kind, **fields: self.events.write(kind, None, **fields),
         )
         parts = create_parts(arguments.layout, context)
-        state = self.section.state if transport.arrives else None
-        parts.begin(state.facts.get("stages") if state is not None else None)
+        state, position = self.section.state if transport.arrives else None, transport.join_position
+        facts = state.facts.get("stages") if state is not None else None
+        parts.begin(msgspec.msgpack.decode(position.facts) if position is not None and position.facts else facts)
         return parts
+
+    def _on_split(self) -> None:
+        """Exchange this rank's part of the model, which has just been split."""
+        self.strategy.begin_epoch(True)
+        self._store_facts()
+
+    def _store_facts(self) -> None:
+        """Let a parameter server keep the division of the model, for workers that join."""
+        if self.transport.server is not None and (facts := self.rank_parts.facts()) is not None:
+            self.transport.server.store_facts(msgspec.msgpack.encode(facts))
 
     @contextmanager
     def _waiting_for_ranks(self, phase: str = "waiting") -> Iterator[None]:

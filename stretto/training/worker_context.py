@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,10 +21,12 @@ from stretto.loader.epoch_batches import Rule
 from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
 from stretto.membership.event_client import remote_log
-from stretto.membership.messages import ReadyReport
+from stretto.membership.messages import GenerationView, RankReport, ReadyReport
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RunOverError
 from stretto.parameter_server.embedded import serve_at_rank0
-from stretto.parameter_server.rpc_channel import connect_client
+from stretto.parameter_server.rpc_channel import connect_channels, connect_client, new_context
+from stretto.parameter_server.rpc_server import name_of
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
 from stretto.run_config import RunConfig
@@ -278,9 +280,15 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
             return ElasticTransport(
                 config.worker, membership, ServerRendezvous(open_client(config.incarnation, away_s))
             )
-        membership.await_generation(ReadyReport(0))
+        siblings = _siblings(config)
+        report = ReadyReport(0) if siblings is None else RankReport(0, own_address=siblings.address)
+        view = membership.await_generation(report)
         try:
-            client = open_client(config.incarnation, away_s, config.joins)
+            client = (
+                open_client(config.incarnation, away_s, config.joins)
+                if siblings is None
+                else _client_of_ranks(config, siblings, view, addresses, away_s)
+            )
         except RunOverError:
             membership.leave()
             membership.close()
@@ -289,6 +297,29 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         return client
 
     return connect
+
+
+def _client_of_ranks(
+    config: WorkerConfig, siblings: Siblings, view: GenerationView, addresses: Sequence[str], away_s: float | None
+) -> ParameterServerClient:
+    """Return one rank's client of the launcher's parameter server."""
+    from stretto.parallel.server_ranks import RanksClient
+
+    siblings.connect(view, config.worker)
+    assert siblings.group is not None
+    name, keys = name_of(config.worker, config.incarnation), worker_keys(config.keys)
+    shards, group, waiting = len(addresses) - 1, siblings.group, siblings.waiting
+    if config.rank:
+        client = RanksClient(config.worker, config.world_size, [], shards, group, waiting)
+    else:
+        context = new_context()
+        channels = connect_channels(context, addresses, name, keys, config.options.timeout_s, away_s)
+        client = RanksClient(config.worker, config.world_size, channels, shards, group, waiting)
+        client.on_close(context.term)
+    client.on_close(siblings.close)
+    if config.joins:
+        client.join()
+    return client
 
 
 def _membership(config: WorkerConfig) -> MembershipClient:

@@ -121,6 +121,8 @@ class JoinPosition:
     clock_zeros: dict[bytes, float]
     """Zeros of the run's clock, by the id of a machine's boot."""
     parameter_set: int
+    facts: bytes
+    """Division of the model among the ranks of a worker; empty where there is none."""
 
 
 class Loop(Protocol):

@@ -179,7 +179,6 @@ def test_baselines_have_no_stragglers(tmp_path: Path) -> None:
         ({"layouts": ["pipeline(stages=3)"]}, LaunchError, "4 processes cannot be divided into workers of 3"),
         ({"layouts": ["pipelin(3)"]}, RecipeError, "pipeline"),
         ({"layouts": ['blocks("a", "b")']}, LaunchError, "no recipe says what else"),
-        ({"recipes": ["async_sgd"], "layouts": ["pipeline(2)"]}, LaunchError, "through a parameter server yet"),
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from stretto.data.dispatcher import BatchDispatcher, DispatchReply
-from stretto.data.leases import Audit, Lease, audit
+from stretto.data.leases import Audit, Lease, PlanName, audit
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
 
@@ -176,18 +176,19 @@ def test_beginning_an_epoch_again_or_late_changes_nothing() -> None:
     assert dispatcher.settle(0, 2, [first.lease.batch]) == 1
 
 
-@given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.booleans())
+@given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.sampled_from(["first-come", "in-turn", "one-each"]))
 @settings(max_examples=examples(40))
-def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
+def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], workers: int, plan: PlanName) -> None:
     """Only unsettled batches are leased; a rollback to before the epoch leads to the state in which it was begun."""
     done = sorted(batch for batch in some if batch < len(sizes))
     before = sum(sizes[batch] for batch in done)
     dispatcher = BatchDispatcher(workers)
     earlier = dispatcher.settled_batches()
-    dispatcher.begin(4, sizes, None, dealt, done)
+    dispatcher.begin(4, sizes, None, plan, done)
     for _ in range(2):
         found = []
-        while (handed := dispatcher.lease(len(found) % workers, 4)).lease is not None:
+        while (handed := first_lease(dispatcher, workers)) is not None:
+            assert handed.lease is not None
             found.append(handed.lease.batch)
             assert handed.samples == before + sum(sizes[batch] for batch in found)
             dispatcher.settle(handed.lease.worker, 4, [handed.lease.batch])
@@ -196,13 +197,35 @@ def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], worke
         dispatcher.roll_back(*earlier)
 
 
+def first_lease(dispatcher: BatchDispatcher, workers: int) -> DispatchReply | None:
+    """Return the reply to the first worker for which there is a batch in epoch 4."""
+    replies = (dispatcher.lease(worker, 4) for worker in range(workers))
+    return next((reply for reply in replies if reply.lease is not None), None)
+
+
+@given(SIZES, st.integers(1, 4), st.integers(0, 24))
+@settings(max_examples=examples(40))
+def test_each_worker_has_one_batch_for_sure_though_another_asks_first(
+    sizes: list[int], workers: int, done: int
+) -> None:
+    dispatcher = BatchDispatcher(workers)
+    dispatcher.begin(1, sizes, None, "one-each", list(range(min(done, len(sizes)))))
+    left = max(len(sizes) - done, 0)
+    taken = 0
+    while dispatcher.lease(0, 1).lease is not None:
+        taken += 1
+    each = [dispatcher.lease(worker, 1).lease is not None for worker in range(1, workers)]
+    assert each == [worker < left for worker in range(1, workers)]
+    assert taken + sum(each) == left
+
+
 @given(SIZES, st.integers(1, 4), st.randoms())
 @settings(max_examples=examples(40))
 def test_assigned_batches_go_to_the_workers_in_turn_in_any_order_of_requests(
     sizes: list[int], workers: int, shuffle: random.Random
 ) -> None:
     dispatcher = BatchDispatcher(workers)
-    dispatcher.begin(1, sizes, in_turn=True)
+    dispatcher.begin(1, sizes, plan="in-turn")
     got: dict[int, list[int]] = {worker: [] for worker in range(workers)}
     asking = [worker for worker in range(workers) for _ in range(len(sizes) + 1)]
     shuffle.shuffle(asking)

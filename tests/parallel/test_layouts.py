@@ -73,7 +73,7 @@ def test_processes_are_divided_into_workers(tmp_path: Path) -> None:
     [
         ({"workers": 6}, 'try: -n 8 --layout "pipeline(stages=4)"'),
         ({"workers": 3}, 'try: -n 4 --layout "pipeline(stages=4)"'),
-        ({"recipe": "async_sgd"}, "cannot exchange through a parameter server yet"),
+        ({"recipe": "allreduce", "servers": 2}, "that wait for each other exchange without a parameter server"),
         ({"recovery": False}, "cannot run with --no-recovery yet"),
     ],
 )

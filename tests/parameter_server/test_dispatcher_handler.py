@@ -28,7 +28,7 @@ class Run:
         for worker in (0, 1):
             self.says(worker, m.BroadcastOrder(1, 0, 1), ORDER)
         for worker in (0, 1):
-            self.says(worker, m.BeginEpoch(1, meet, False), BATCHES)
+            self.says(worker, m.BeginEpoch(1, meet, "first-come"), BATCHES)
             self.says(worker, m.LeaveBarrier(1, 0))
 
     def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
@@ -102,7 +102,7 @@ def test_a_call_that_was_not_read_before_a_rollback_is_repeated() -> None:
     """At a snapshot the dispatcher learns the calls that each worker has read; a rollback voids later ones."""
     handler = DispatcherHandler(1, lambda: 0.0, math.inf)
     replies_to(handler, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
-    replies_to(handler, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
+    replies_to(handler, 0, 2, m.BeginEpoch(1, 1, "first-come"), BATCHES)
     replies_to(handler, 0, 3, m.Snapshot(1, 0))
     _, call = [replies_to(handler, 0, number, m.Lease(1))[0].body for number in (4, 5)]
     assert isinstance(call, m.Leased) and call.barrier

@@ -338,11 +338,14 @@ def message(body: m.Body, *tensors: torch.Tensor, number: int = 7) -> list[list[
 
 HUGE = torch.full((4,), 2**63 - 1)
 MEANINGLESS: dict[str, tuple[int, list[list[list[bytes]]]]] = {
-    "meet after none": (0, [message(m.BeginEpoch(1, 0, False), HUGE), message(m.Lease(1))]),
-    "meet after less": (0, [message(m.BeginEpoch(1, -1, False), HUGE), message(m.Lease(1))]),
-    "samples beyond counting": (0, [message(m.BeginEpoch(1, None, False), HUGE), *[message(m.Lease(1))] * 4]),
-    "less than no samples": (0, [message(m.BeginEpoch(1, None, False), -HUGE), *[message(m.Lease(1))] * 4]),
-    "batches that are none": (0, [message(m.BeginEpoch(1, None, False), HUGE), message(m.Settle(1, [-1, 2**63]))]),
+    "meet after none": (0, [message(m.BeginEpoch(1, 0, "first-come"), HUGE), message(m.Lease(1))]),
+    "meet after less": (0, [message(m.BeginEpoch(1, -1, "first-come"), HUGE), message(m.Lease(1))]),
+    "samples beyond counting": (0, [message(m.BeginEpoch(1, None, "first-come"), HUGE), *[message(m.Lease(1))] * 4]),
+    "less than no samples": (0, [message(m.BeginEpoch(1, None, "first-come"), -HUGE), *[message(m.Lease(1))] * 4]),
+    "batches that are none": (
+        0,
+        [message(m.BeginEpoch(1, None, "first-come"), HUGE), message(m.Settle(1, [-1, 2**63]))],
+    ),
     "a root that is none": (0, [message(m.Gather(1, 99), torch.zeros(3, dtype=torch.uint8))]),
     "a root below": (0, [message(m.Gather(1, -9), torch.zeros(3, dtype=torch.uint8))]),
     "a sum of truths": (1, [message(m.Contribute(1, "mean"), torch.ones(3, dtype=torch.bool))]),

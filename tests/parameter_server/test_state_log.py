@@ -37,7 +37,10 @@ def conversation(seed: int) -> list[tuple[int, m.Request, list[Tensor]]]:
         order = torch.arange(12, dtype=torch.uint8)
         requests += [(worker, m.BroadcastOrder(op, 0, epoch), [order]) for worker in range(WORKERS)]
         sizes = [torch.full((6,), 2, dtype=torch.int64)]
-        requests += [(worker, m.BeginEpoch(epoch, None, source.random() < 0.5), sizes) for worker in range(WORKERS)]
+        requests += [
+            (worker, m.BeginEpoch(epoch, None, source.choice(["first-come", "in-turn", "one-each"])), sizes)
+            for worker in range(WORKERS)
+        ]
         requests += [(worker, m.LeaveBarrier(op), []) for worker in range(WORKERS)]
         for _ in range(12):
             worker = source.randrange(WORKERS)
@@ -114,7 +117,7 @@ def test_a_dispatcher_continues_on_a_full_disk_and_a_later_log_is_complete(
         said(service, numbers, (worker, m.BroadcastOrder(1, 0, 1), order))
     is_full[0] = True
     for worker in range(WORKERS):
-        said(service, numbers, (worker, m.BeginEpoch(1, None, False), [torch.ones(4, dtype=torch.int64)]))
+        said(service, numbers, (worker, m.BeginEpoch(1, None, "first-come"), [torch.ones(4, dtype=torch.int64)]))
     assert not path.exists()
     assert "no space left" in capfd.readouterr().err
     with pytest.raises(LogError, match="lost with the state of the batch dispatcher"):

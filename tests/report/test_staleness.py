@@ -226,6 +226,14 @@ def test_the_summary_mentions_only_an_existing_bound(tmp_path: Path) -> None:
 
 def test_the_blocked_share_is_over_all_workers() -> None:
     splits = [{"computing": 3.0, "waiting": 1.0}, {"computing": 4.0, "waiting": 0.0}]
-    assert staleness.blocked_share({"blocked_seconds": [1.0, 0.0], "time_breakdown": splits}) == pytest.approx(0.125)
-    assert staleness.blocked_share({"blocked_seconds": None, "time_breakdown": splits}) is None
-    assert staleness.blocked_share({"blocked_seconds": [1.0], "time_breakdown": []}) is None
+    found = {"processes": ["worker 0", "worker 1"], "time_breakdown": splits}
+    assert staleness.blocked_share({"blocked_seconds": [1.0, 0.0], **found}) == pytest.approx(0.125)
+    assert staleness.blocked_share({"blocked_seconds": None, **found}) is None
+
+
+def test_the_blocked_share_of_a_worker_of_several_ranks_is_that_of_its_rank_0() -> None:
+    splits = [{"computing": 3.0, "waiting": 1.0}, {"computing": 9.0}, {"computing": 4.0}, {"computing": 9.0}]
+    processes = ["worker 0", "worker 0 rank 1", "worker 1", "worker 1 rank 1"]
+    found = {"blocked_seconds": [1.0, 0.0], "processes": processes, "time_breakdown": splits}
+    assert staleness.blocked_shares(found) == [0.25, 0.0]
+    assert staleness.blocked_share(found) == pytest.approx(0.125)

@@ -266,7 +266,7 @@ def _converse(wire: ParameterServerClient) -> None:
     for seq in range(1, 4):
         receive(push(wire, seq, parts), parts)
     wire.read(lengths, flush=True).wait(_nowhere)
-    wire.begin_epoch(1, [8] * 300, None, True)
+    wire.begin_epoch(1, [8] * 300, None, "in-turn")
     for _ in range(3):
         leased = wire.lease(wire.request_lease(1))
         assert leased.batch is not None

@@ -117,7 +117,10 @@ def script(recipe: str, barrier_every: int | None, results: Results, has_table: 
 
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
         sampler = LeasedBatchSampler(
-            lambda: draw(loader, client, 1), client, barrier_every, in_turn=parse(recipe).when.bound == 0
+            lambda: draw(loader, client, 1),
+            client,
+            barrier_every,
+            "in-turn" if parse(recipe).when.bound == 0 else "first-come",
         )
         batches = DataLoader(data, batch_sampler=sampler)
         for number in range(client.join_position.epoch_number if client.join_position is not None else 1, EPOCHS + 1):

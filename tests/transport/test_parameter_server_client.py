@@ -205,7 +205,7 @@ def test_abort_ends_waits_and_the_next_generation_continues(servers: Servers) ->
 def test_requests_before_a_rollback_are_void(servers: Servers) -> None:
     """A batch without a lease, or a call to a barrier that the coordinator does not know to be received."""
     (wire,) = servers.clients(servers.start(1))
-    wire.begin_epoch(1, [1, 1, 1], 1, in_turn=False)
+    wire.begin_epoch(1, [1, 1, 1], 1, "first-come")
     assert wire.lease(wire.request_lease(1)).batch == 0
     asked = wire.request_lease(1)
     wire.recovery_epoch += 1

@@ -38,7 +38,7 @@ def test_updates_after_the_snapshot_are_undone_and_earlier_ones_kept(server: Ser
     theta = [torch.zeros(70_000)]
     wire.open(1, ADDING_RECIPE, theta)
     wire.all_gather_bytes(b"open")
-    wire.begin_epoch(1, [4, 4, 4], None, False)
+    wire.begin_epoch(1, [4, 4, 4], None, "first-come")
     for batch in range(2):
         leased = wire.lease(wire.request_lease(1))
         assert leased.batch == batch

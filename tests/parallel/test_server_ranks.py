@@ -1,0 +1,193 @@
+"""Replicas of several ranks at a parameter server train as whole workers do, over failures of ranks and servers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from combinations import mostly_long
+from layout_runs import SCRIPT, counts, difference, run
+from replica_threads import DATA, in_stages, train, with_momentum
+from stage_threads import joined, largest_difference
+from staged_net import loss_of, make_net
+from thread_workers import run_workers
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.errors import LoaderError, NotFiniteError
+from stretto.events import read_events
+
+STAGES = 'pipeline(2, split="blocks.1")'
+IN_ROUNDS = (
+    "stale_synchronous(bound=0)",
+    "stale_synchronous(bound=0, shards=3)",
+    "Recipe(what=updates(), when=on_arrival(every=2, bound=0), whom=server(2), then=add(equal_share()))",
+    "Recipe(what=updates(), when=on_arrival(collect=2, bound=0), whom=server(2), then=outer(0.5, 0.6))",
+    "Recipe(what=parameters(), when=on_arrival(every=2, collect=2, bound=0), whom=server(), then=replace())",
+    "stale_synchronous(bound=0, how=both_ways(cast('bf16')))",
+)
+"""Recipes whose workers wait for each other at a server, so that their results are those of any other run."""
+
+
+@pytest.mark.parametrize("recipe", mostly_long(IN_ROUNDS, short=(1, 3, 5)))
+def test_replicas_in_stages_equal_whole_workers_at_a_server(recipe: str) -> None:
+    nets, evaluations = in_stages(2, 2, recipe, STAGES)
+    wholes = [make_net().double() for _ in range(2)]
+    expected = run_workers(2, lambda worker: train(wholes[worker]), recipe)
+    tolerance = 0.02 if "bf16" in recipe else 1e-12  # what rounding leaves out comes with the next difference
+    assert largest_difference(joined(nets), joined(wholes[:1])) < tolerance
+    assert max(abs(one - expected[0]) for one in evaluations) < tolerance
+
+
+ASYNCHRONOUS = ("async_sgd", "downpour(every=2)", "elastic_averaging(every=2)", "soft_sync")
+
+
+@pytest.mark.parametrize("recipe", mostly_long(ASYNCHRONOUS, short=(0, 2)))
+def test_replicas_that_do_not_wait_train_each_sample_once(recipe: str, tmp_path: Path) -> None:
+    _, evaluations = in_stages(2, 3, recipe, "pipeline(3)", run=tmp_path)
+    assert evaluations[0] == evaluations[1] == evaluations[2]
+    epochs = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
+    assert [one["sample_counts"] for one in epochs if not one.get("rank")] == 2 * [
+        {"once": 46, "twice": 0, "never": 0, "dropped": 0}
+    ]
+
+
+class Normed(nn.Module):
+    """A network of which the first part has buffers, the second no trained parameter, and the third is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        self.second = nn.Sequential(nn.Tanh(), nn.Linear(8, 8).requires_grad_(False))
+        self.third = nn.Linear(8, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.third(self.second(self.first(x)))
+
+
+def normed() -> nn.Module:
+    """Return the same network at each call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Normed().double()
+
+
+def fit(net: nn.Module) -> None:
+    """Train the network for two epochs."""
+    optimizer = with_momentum(net)
+    x = torch.randn(46, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader: Any = stretto.distribute(net, optimizer, DataLoader(data, batch_size=6))
+    for _epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    stretto.finish()
+
+
+@pytest.mark.parametrize("recipe", IN_ROUNDS[1:2])
+def test_ranks_without_buffers_or_trained_parameters_take_part(recipe: str) -> None:
+    nets, _ = in_stages(2, 3, recipe, 'pipeline(3, 1, split="second,third")', fit, normed)
+    wholes = [normed() for _ in range(2)]
+    run_workers(2, lambda worker: fit(wholes[worker]), recipe)
+    assert largest_difference(joined(nets), joined(wholes[:1])) < 1e-12
+    statistics = dict(nets[0].named_buffers())["first.1.running_mean"]
+    assert torch.allclose(statistics, dict(wholes[0].named_buffers())["first.1.running_mean"], atol=1e-12)
+
+
+def broken_in_stage_1(net: nn.Module) -> None:
+    """Train with one gradient that is not a number, of a parameter of the second stage."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6))
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss_of(net(x), y).backward()
+        if number == 1 and (gradient := net.get_parameter("head.weight").grad) is not None:
+            gradient[0, 0] = torch.nan
+        optimizer.step()
+    stretto.finish()
+
+
+def test_an_update_that_is_not_finite_at_one_rank_is_left_out_whole(tmp_path: Path) -> None:
+    nets, _ = in_stages(2, 2, "async_sgd", STAGES, broken_in_stage_1, on_nan="skip", run=tmp_path)
+    assert all(torch.isfinite(one).all() for one in joined(nets).values())
+    (epoch,) = (
+        one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch" and not one.get("rank")
+    )
+    assert 0 < epoch["sample_counts"]["never"] <= 12
+    with pytest.raises(NotFiniteError, match=r"head\.weight"):
+        in_stages(2, 2, "async_sgd", STAGES, broken_in_stage_1)
+
+
+def test_fewer_batches_than_workers_are_refused() -> None:
+    def work(net: nn.Module) -> None:
+        optimizer = with_momentum(net)
+        for x, y in stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=40)):
+            loss_of(net(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(LoaderError, match="at least 3"):
+        in_stages(3, 2, "async_sgd", STAGES, work)
+
+
+KILLS = [
+    ("pipeline(2)", "async_sgd(shards=2)", ("1", "1", "7", "before")),
+    ("sharded(2)", "async_sgd", ("0", "0", "8", "after")),
+    pytest.param("pipeline(2)", "downpour(every=2)", ("0", "1", "7", "within"), marks=pytest.mark.long),
+]
+"""Layout; recipe; worker and rank that is killed, the step, and the phase of the step."""
+ALL_KILLS = [
+    (layout, recipe, (worker, rank, "7", phase))
+    for layout, recipe, worker, rank, phase in itertools.product(
+        ("pipeline(2)", "sharded(2)"), ("async_sgd(shards=2)", "elastic_averaging"), "01", "01", ("before", "within")
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "victim"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL_KILLS)]
+)
+def test_a_killed_rank_costs_no_sample_at_a_server(
+    tmp_path: Path, layout: str, recipe: str, victim: tuple[str, ...]
+) -> None:
+    options = ("-n", "4", "--layout", layout, "--recipe", recipe, "--failure-timeout", "60s")
+    folder = run(tmp_path, "run", *options, script=("6", *victim))
+    events = list(read_events(folder / "events.jsonl"))
+    failed = [event for event in events if event.get("what") == "failed"]
+    assert [(event["worker"], event.get("rank", 0), event["why"]) for event in failed] == [
+        (int(victim[0]), int(victim[1]), "killed by SIGKILL")
+    ]
+    assert counts(folder) == 6 * [{"once": 60, "twice": 0, "never": 0, "dropped": 0}]
+    assert not any(event["event"] == "error" for event in events)
+
+
+SLOW = SCRIPT.replace("import os,", "import time, os,")
+SLOW = SLOW.replace("    step += 1\n", "    step += 1; time.sleep(0.1)\n", 1)
+
+
+@pytest.mark.long
+def test_a_killed_shard_rolls_all_ranks_back(tmp_path: Path) -> None:
+    """A fixed time after the start, at which the script, which sleeps, trains for sure."""
+    recipe = ("--recipe", "async_sgd(shards=2)", "--faults", "kill server 1 at 20s")
+    folder = run(tmp_path, "run", "-n", "4", "--layout", "pipeline(2)", *recipe, script=("40",), text=SLOW)
+    events = list(read_events(folder / "events.jsonl"))
+    assert [event["process"] for event in events if event.get("what") == "failed"] == ["server 1"]
+    assert counts(folder) == 40 * [{"once": 60, "twice": 0, "never": 0, "dropped": 0}]
+
+
+def test_a_checkpoint_at_a_server_is_continued_under_other_layouts(tmp_path: Path) -> None:
+    recipe = ("--recipe", "stale_synchronous(bound=0)")
+    staged = ("-n", "4", "--layout", "pipeline(2)", *recipe)
+    first = run(tmp_path, "first", *staged, "--checkpoint-every", "4 rounds")
+    longer = run(tmp_path, "longer", "-n", "2", *recipe, script=("3",))
+    for name, options in {
+        "whole": ("-n", "2", *recipe),
+        "sharded": ("-n", "4", "--layout", "sharded(2)", *recipe),
+    }.items():
+        resumed = run(tmp_path, name, *options, "--resume", first.name, script=("3",))
+        assert difference(resumed, longer) < 1e-5, name
