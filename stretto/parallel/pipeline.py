@@ -35,10 +35,10 @@ from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.micro_batches import pieces
-from stretto.parallel.norm import GradientNorm
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
 from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated, seen
+from stretto.parallel.remote_gradient import GradientNorm
 from stretto.parallel.remote_parameter import let_go, take, within_pass
 from stretto.parallel.saved_state import give_whole_states
 from stretto.recipe.layout import pipeline
@@ -311,7 +311,7 @@ class Pipeline:
                 found[place] = None  # its memory is free before the next sum
             turns[number] = _Turn([])
         self._link.flush()
-        self._norm.follow(self._parameters)
+        self._norm.follow()
         by_parameter = dict(zip(map(id, trained), total, strict=True))
         return [by_parameter.get(id(one)) for one in self._parameters]
 

@@ -61,6 +61,25 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return norms
 
 
+def clipped_in_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Clip parts of the model each for itself, and all of it by a norm and a noise of the loop's own."""
+    norms, noise = [], torch.Generator().manual_seed(0)
+    for step in range(3):
+        x, y = words(step, 6)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        for part in (model.blocks, model.head):
+            norms.append(float(nn.utils.clip_grad_norm_(part.parameters(), 0.1)))
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        norms.append(sum(one.pow(2).sum().item() for one in gradients) ** 0.5)
+        total = sum(one.norm().item() ** 2 for one in gradients) ** 0.5
+        for one in gradients:
+            assert torch.zeros_like(one).shape == one.shape
+            one.mul_(min(1.0, 0.1 / total)).add_(torch.randn(one.shape, generator=noise), alpha=0.01)
+        optimizer.step()
+    return norms
+
+
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Scale the loss; in the first step the gradients of the last layer are not finite, and the step is skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -118,7 +137,7 @@ def test_stages_train_as_the_whole_model_in_single_precision(make: str) -> None:
     assert max(trained(pipeline(3), plain, make, torch.float32)) < 1e-6
 
 
-@pytest.mark.parametrize("loop", [clipped, several])
+@pytest.mark.parametrize("loop", [clipped, clipped_in_parts, several])
 def test_other_loops_compute_what_they_do_with_the_whole_model(loop: Loop) -> None:
     assert max(trained(pipeline(3), loop, "momentum", torch.float64)) < 1e-12
 

@@ -146,6 +146,12 @@ def twice(net: nn.Module) -> None:
     loss.backward()
 
 
+def largest(net: nn.Module) -> None:
+    """Clip by the largest gradient."""
+    net(torch.ones(4, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0, norm_type=float("inf"))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], pipeline, str]] = {
     "batch norm": (
         normed,
@@ -161,6 +167,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], pipe
     ),
     "loss": (Loss, lambda net: net(torch.ones(4, 4)), pipeline(2), r"shape \(\) for .* samples"),
     "second backward": (layers, twice, pipeline(2), "a second time"),
+    "other norm": (layers, largest, pipeline(2), "only its 2-norm is known here"),
     "create_graph": (
         layers,
         lambda net: torch.autograd.grad(net(torch.ones(4, 4)).sum(), list(net.parameters()), create_graph=True),

@@ -1,0 +1,130 @@
+"""Gradients that other stages hold: their 2-norms, so that a script can clip the gradients of all its parameters.
+
+`clip_grad_norm_`, norms that a loop computes itself and `GradScaler` look at all gradients of the model, or at some. A
+rank has those of its own stage; in place of others each parameter has a `RemoteGradient` after a backward pass. It is
+removed before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import ModelError, explain
+from stretto.parallel.link import Link
+from stretto.parallel.remote_parameter import SHAPES
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.parameter_view import is_held
+
+NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"}
+SQUARES = {"pow", "__pow__", "square", "_foreach_pow"}
+CHECKS = {"isfinite", "isnan", "isinf"}
+ALIASES = {"detach", "to", "float", "double"}
+
+
+class RemoteGradient(Tensor):
+    """Gradient that another stage holds, of which this one knows the 2-norm: a scalar, NaN if it is not known."""
+
+    length: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor, length: Tensor) -> RemoteGradient:
+        """Return the gradient of a parameter, without memory of its own."""
+        found = length.expand(parameter.shape).as_subclass(cls)
+        found.length = length
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of gradients with the norm in place of the gradient; raise ModelError for other functions."""
+        name, options = function.__name__, dict(kwargs or {})
+        is_property = type(function).__name__ == "method-wrapper"
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if name in ALIASES or (is_property and function == Tensor.data.__get__):  # type: ignore[attr-defined]
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_property or name in SHAPES or name.endswith("_like"):
+                return function(*args, **options)
+            if is_in_place and isinstance(args[0], cls) and any(_is_large(one) for one in args[1:]):
+                args[0].length.fill_(float("nan"))  # its stage adds to the gradient itself
+                return args[0]
+            if not (is_in_place or name in CHECKS or (name in NORMS | SQUARES and _is_of_two(name, args, options))):
+                raise ModelError(_other_use(name))
+            found = function(*_lengths(args), **{key: _lengths(one) for key, one in options.items()})
+            return args[0] if is_in_place else found
+
+
+class GradientNorm:
+    """The gradients of other stages at one rank. At all ranks `follow` is called in each backward pass."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, link: Link) -> None:
+        given = {id(one) for one in optimizers.parameters}
+        self._link, self._trained = link, [one for one in model.parameters() if id(one) in given]
+        self._is_queued = False
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._remove)
+
+    def follow(self) -> None:
+        """Give parameters of other stages gradients at the end of the backward pass, after exchanges."""
+        if not self._is_queued:
+            self._is_queued = True
+            _at_end(lambda: _at_end(self._set))
+
+    def _set(self) -> None:
+        self._is_queued = False
+        own = {place: one.grad for place, one in enumerate(self._trained) if is_held(one) and one.grad is not None}
+        lengths = torch.zeros(len(self._trained), dtype=torch.float64, device="cpu")
+        if own:
+            norms = [torch.linalg.vector_norm(one, dtype=_wide(one)).double() for one in own.values()]
+            lengths[[*own]] = torch.stack(norms).cpu()
+        total = self._link.sum(lengths)
+        kinds = {(one.device, one.dtype) for one in self._trained}
+        moved = {kind: total.to(*kind) for kind in kinds}
+        for place, one in enumerate(self._trained):
+            if not is_held(one) and one.requires_grad:
+                one.grad = RemoteGradient.of(one, moved[one.device, one.dtype][place])
+
+    def _remove(self, *_: Any) -> None:
+        for one in self._trained:
+            if not is_held(one):
+                one.grad = None
+
+
+def _is_large(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dim() > 0
+
+
+def _is_of_two(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Return True for the 2-norm or the square of a whole tensor."""
+    given = [*args[1:], *(options[key] for key in ("p", "ord", "exponent") if key in options)]
+    return given in ([2], ["fro"]) or (not given and name not in ("pow", "__pow__"))
+
+
+def _lengths(arguments: Any) -> Any:
+    """Return arguments with norms in place of gradients."""
+    if isinstance(arguments, RemoteGradient):
+        return arguments.length
+    return [_lengths(one) for one in arguments] if isinstance(arguments, list | tuple) else arguments
+
+
+def _other_use(name: str) -> str:
+    return explain(
+        "the gradient of a parameter is at another stage of the pipeline, and only its 2-norm is known here",
+        got=f"{name} of a gradient, or another norm than the 2-norm",
+        expected="clip_grad_norm_ with the 2-norm, over all parameters or some; clip_grad_value_; GradScaler",
+        to_type='clip_grad_norm_(model.parameters(), most), or --layout "whole()"',
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _at_end(act: Any) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(act)
