@@ -106,22 +106,23 @@ def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
 def cut_stream(batches: Iterable[Any], part: int, parts: int) -> Iterator[Any]:
     """Yield one part of each batch; None in place of a part without a sample."""
     for batch in batches:
-        start, stop = portion(samples_in(batch), part, parts)
-        yield _rows_between(batch, start, stop) if start < stop else None
+        samples = samples_in(batch)
+        start, stop = portion(samples, part, parts)
+        yield _rows(batch, samples, slice(start, stop)) if start < stop else None
 
 
-def _rows_between(batch: Any, start: int, stop: int) -> Any:
-    """Return these samples of everything in a batch that has a row for each sample."""
+def _rows(batch: Any, samples: int, rows: slice) -> Any:
+    """Return these rows of everything in a batch that has one for each sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):
-        return batch[start:stop]
+        return batch[rows] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, dict):
-        return {key: _rows_between(item, start, stop) for key, item in batch.items()}
+        return {key: _rows(item, samples, rows) for key, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_rows_between(item, start, stop) for item in batch))
+        return type(batch)(*(_rows(item, samples, rows) for item in batch))
     if isinstance(batch, list | tuple) and _leading(batch) is None:
-        return batch[start:stop]
+        return batch[rows] if len(batch) == samples else batch
     if isinstance(batch, list | tuple):
-        return type(batch)(_rows_between(item, start, stop) for item in batch)
+        return type(batch)(_rows(item, samples, rows) for item in batch)
     return batch
 
 

@@ -2,12 +2,12 @@
 
 `clip_grad_norm_`, norms that a loop computes itself and `GradScaler` look at all gradients of the model, or at some. A
 rank has those of its own stage; in place of others each parameter has a `RemoteGradient` after a backward pass. It is
-removed before the optimizer steps.
+removed while an optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,11 @@ class GradientNorm:
         given = {id(one) for one in optimizers.parameters}
         self._link, self._trained = link, [one for one in model.parameters() if id(one) in given]
         self._is_queued = False
+        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Gradients that are removed during a step."""
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._remove)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
 
     def follow(self) -> None:
         """Give parameters of other stages gradients at the end of the backward pass, after exchanges."""
@@ -89,10 +92,33 @@ class GradientNorm:
             if not is_held(one) and one.requires_grad:
                 one.grad = RemoteGradient.of(one, moved[one.device, one.dtype][place])
 
-    def _remove(self, *_: Any) -> None:
-        for one in self._trained:
-            if not is_held(one):
-                one.grad = None
+    def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remove the gradients, also those of the closure's backward pass."""
+        self._set_aside()
+        (optimizer, *rest), options = args, dict(kwargs)
+        if rest and rest[0] is not None:
+            rest[0] = self._then_aside(rest[0])
+        elif options.get("closure") is not None:
+            options["closure"] = self._then_aside(options["closure"])
+        return (optimizer, *rest), options
+
+    def _then_aside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            found = closure()
+            self._set_aside()
+            return found
+
+        return call
+
+    def _set_aside(self) -> None:
+        self._aside = [(one, one.grad) for one in self._trained if not is_held(one)]
+        for one, _ in self._aside:
+            one.grad = None
+
+    def _after_step(self, *_: Any) -> None:
+        """Put the gradients back: a parameter has its gradient until the script removes it."""
+        for one, grad in self._aside:
+            one.grad = grad
 
 
 def _is_large(argument: Any) -> bool:

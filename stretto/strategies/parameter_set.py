@@ -7,6 +7,7 @@ head. A set detects a change before the next step; the workers agree on it at th
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +26,19 @@ from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
 
+class Agreed(NamedTuple):
+    """The parameters that are trained at any worker. Ranks of a worker, with other ones each, tell the same changes."""
+
+    by_name: Named
+    """Those that this rank holds."""
+    new: Named
+    """Those of them that no exchange carries yet."""
+    has_changed: bool
+    """True if any rank's have changed."""
+    has_new: bool
+    """True if any rank's are new."""
+
+
 class ParameterSet:
     """The parameters that these optimizers train, flat, and how far their training is from the last exchange."""
 
@@ -40,7 +54,9 @@ class ParameterSet:
         """All parameters that the model has had, by id."""
         self._replaced: set[int] = set()
         """Ids of parameters that an optimizer still holds, and that the script has replaced in the model."""
-        self._seen: list[int] = []
+        self._seen: list[tuple[int, bool]] = []
+        self._elsewhere: set[str] | None = None
+        """Names of the trained parameters that other ranks hold, of any worker, when the workers agreed last."""
         self._before: dict[int, Tensor] = {}
         """Values of parameters outside the flat buffers before their first step, by the parameter's id."""
 
@@ -52,6 +68,8 @@ class ParameterSet:
     def see(self) -> None:
         """Note that the workers have agreed on the parameters that are trained now."""
         self._seen = self._signature()
+        if self._elsewhere is None:
+            self._elsewhere = self._trained_elsewhere()
 
     @property
     def parts(self) -> Sequence[FlatBuffer]:
@@ -85,16 +103,21 @@ class ParameterSet:
         """Return the parameters that the optimizers train now."""
         return [parameter for parameter in self._held() if trained(parameter)]
 
-    def _signature(self) -> list[int]:
-        return [id(parameter) for parameter in self.trained_parameters()]
+    def _signature(self) -> list[tuple[int, bool]]:
+        """Return the trained parameters of all ranks by id: what a script changes, it changes at all of them."""
+        return [(id(parameter), is_held(parameter)) for parameter in self._given() if trained(parameter)]
+
+    def _trained_elsewhere(self) -> set[str]:
+        given = {id(one) for one in self._given() if not is_held(one) and trained(one)}
+        return {plain_name(name) for name, one in self._model.named_parameters() if id(one) in given}
 
     def _held(self) -> list[Parameter]:
-        return [
-            parameter
-            for each in self.optimizers
-            for parameter in parameters_of(each)
-            if id(parameter) not in self._replaced and is_held(parameter)
-        ]
+        return [parameter for parameter in self._given() if is_held(parameter)]
+
+    def _given(self) -> list[Parameter]:
+        """Return the parameters that the optimizers hold, without those that the script has replaced."""
+        given = (parameter for each in self.optimizers for parameter in parameters_of(each))
+        return [parameter for parameter in given if id(parameter) not in self._replaced]
 
     def trainable(self) -> Named:
         """Return the parameters that the optimizers train, by name, without parameters that the script has replaced."""
@@ -106,25 +129,31 @@ class ParameterSet:
 
     # --- agreeing -----------------------------------------------------------------------------------------------
 
-    def agree(self, at_start: bool) -> tuple[Named, Named]:
-        """Agree with all workers on the union of their trained parameters; return it, and its new parameters.
+    def agree(self, at_start: bool) -> Agreed:
+        """Agree with all workers on the union of their trained parameters.
 
         New parameters must be equal everywhere; at the start of an epoch, where no worker has used them yet, all take
         those of the first worker. Raises ModelError, at all workers, where they are not.
         """
         laid = self.laid
-        own = [(name, id(parameter) in laid) for name, parameter in self.trainable()]
+        own = [(name, id(parameter) in laid) for name, parameter in self.trainable()], self._trained_elsewhere()
         replies = [
-            msgspec.msgpack.decode(reply, type=list[tuple[str, bool]])
+            msgspec.msgpack.decode(reply, type=tuple[list[tuple[str, bool]], set[str]])
             for reply in self._transport.all_gather_bytes(msgspec.msgpack.encode(own))
         ]
-        wanted = {name for names in replies for name, _ in names}
-        unlaid = {name for names in replies for name, is_laid in names if not is_laid}
+        wanted = {name for names, _ in replies for name, _ in names}
+        unlaid = {name for names, _ in replies for name, is_laid in names if not is_laid}
+        elsewhere = set[str]().union(*(names for _, names in replies))
+        before, self._elsewhere = self._elsewhere or set(), elsewhere
         named = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
         self._check_there(wanted, named)
         new = [(name, parameter) for name, parameter in named.items() if name in unlaid]
         self._start_alike(new, at_start)
-        return [(name, parameter) for name, parameter in named.items() if name in wanted], new
+        by_name = [(name, parameter) for name, parameter in named.items() if name in wanted]
+        if laid and not by_name and elsewhere:
+            raise ModelError(_nothing_here(len(laid)))
+        has_changed = bool(new) or {id(parameter) for _, parameter in by_name} != laid or elsewhere != before
+        return Agreed(by_name, new, has_changed, bool(new) or bool(elsewhere - before))
 
     def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
         held = {id(parameter) for parameter in self._held()}
@@ -168,3 +197,13 @@ class ParameterSet:
             for slot in round_range.part.slots:
                 if (value := self._before.get(id(slot.parameter))) is not None and slot.home is None:
                     slot.view(round_range.state.agreed).copy_(value)
+
+
+def _nothing_here(count: int) -> str:
+    return explain(
+        "all parameters of a stage are frozen, so that it has nothing to train",
+        got=f"no trained parameter, of {count} before",
+        expected="trained parameters in each stage of a pipeline",
+        to_type='--layout "whole()", or requires_grad_(False) before the first call of the model, which is then split '
+        "otherwise",
+    )

@@ -102,12 +102,12 @@ class RecipeStrategy(Strategy):
 
         Average parameters first that were stepped before any exchange. `idle`: this worker has no gradients.
         """
-        by_name, new = parameter_set.agree(at_start)
-        if not new and {id(parameter) for _, parameter in by_name} == parameter_set.laid:
+        agreed = parameter_set.agree(at_start)
+        if not agreed.has_changed:
             parameter_set.see()
             return False
-        late = self._average_new(parameter_set, new) if new and not at_start else []
-        self._rebuild(parameter_set, by_name, late)
+        late = self._average_new(parameter_set, agreed.new) if agreed.has_new and not at_start else []
+        self._rebuild(parameter_set, agreed.by_name, late)
         return True
 
     def _average_new(self, parameter_set: ParameterSet, new: Named) -> list[RoundRange]:

@@ -80,6 +80,23 @@ def clipped_in_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return norms
 
 
+def closed(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Compute and clip the gradients in a closure."""
+    losses = []
+    for step in range(3):
+        x, y = words(step, 6)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return float(loss.detach())
+
+        losses.append(optimizer.step(closure))
+    return losses  # type: ignore[return-value]
+
+
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Scale the loss; in the first step the gradients of the last layer are not finite, and the step is skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -137,7 +154,7 @@ def test_stages_train_as_the_whole_model_in_single_precision(make: str) -> None:
     assert max(trained(pipeline(3), plain, make, torch.float32)) < 1e-6
 
 
-@pytest.mark.parametrize("loop", [clipped, clipped_in_parts, several])
+@pytest.mark.parametrize("loop", [clipped, clipped_in_parts, closed, several])
 def test_other_loops_compute_what_they_do_with_the_whole_model(loop: Loop) -> None:
     assert max(trained(pipeline(3), loop, "momentum", torch.float64)) < 1e-12
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import stretto
 from stretto.errors import LoaderError
+from stretto.loader.epoch_order import cut_stream
 from stretto.loader.streams import CommonRandom, digests, sharded_by
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd"]
@@ -171,3 +172,11 @@ def test_an_unknown_assignment_is_refused(deal: Any) -> None:
     work = reading(lambda worker: DataLoader(data, batch_size=4), deal=deal)
     with pytest.raises(LoaderError if deal == "own" else stretto.errors.ScriptError, match="deal="):
         run_workers(2, work, "allreduce")
+
+
+def test_a_part_of_a_batch_has_the_rows_of_its_samples_and_all_of_other_tensors() -> None:
+    batch = {"x": torch.arange(4), "names": list("abcd"), "weights": torch.ones(3), "scale": torch.tensor(2.0)}
+    parts = [next(cut_stream([batch], part, 2)) for part in range(2)]
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"]]
+    assert all(len(part["weights"]) == 3 and part["scale"] == 2 for part in parts)
