@@ -56,10 +56,6 @@ class EpochBatches(Protocol):
     samples: int
     """Number of samples in the epoch; 0 for streams."""
 
-    def barriers_due(self) -> int:
-        """Return the number of barriers due before the batch returned last, and reset it."""
-        ...
-
     def ask_ahead(self) -> None:
         """Request the next batch in advance."""
         ...
@@ -136,10 +132,6 @@ class AssignedEpoch:
         """Return the assignment at a rest point, with all of it committed; workers of the last step may have left."""
         self.batch_assignment.commit()
         return self.batch_assignment
-
-    def barriers_due(self) -> int:
-        """Return 0: all workers meet at every exchange."""
-        return 0
 
     def ask_ahead(self) -> None:
         """Do nothing: the assignment is known in advance."""
@@ -264,10 +256,6 @@ class StreamedEpoch:
         self._batches = 1 if splits else transport.workers
         """Number of the stream's batches in a global step, at most."""
         self._samples_so_far = 0
-
-    def barriers_due(self) -> int:
-        """Return 0: no barrier can be planned for a stream."""
-        return 0
 
     def ask_ahead(self) -> None:
         """Do nothing: a stream is read sequentially."""

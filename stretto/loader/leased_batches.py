@@ -217,11 +217,6 @@ class LeasedEpoch:
         """Return the assignment so far, with no update in flight. Raises RollbackRequiredError if a server was lost."""
         return self._sampler.at_rest()
 
-    def barriers_due(self) -> int:
-        """Return the number of barriers due before the batch returned last, and reset it."""
-        due, self._sampler.barriers_due = self._sampler.barriers_due, 0
-        return due
-
     def ask_ahead(self) -> None:
         """Request the next batch in advance, unless the loader does so."""
         if not self._loads_ahead:
@@ -246,7 +241,8 @@ class LeasedEpoch:
         """Return this worker's next batch, or None when none are left and no worker holds one."""
         while True:
             batch = next(self._batches, None)
-            self._wait_at_due_barriers()
+            if batch is None or self._sampler.transport.has_parameters:  # the model is divided when all first call it
+                self._wait_at_due_barriers()
             if batch is None and self._is_over():
                 return None
             if batch is None:
@@ -274,7 +270,8 @@ class LeasedEpoch:
             self._sampler.snapshots_due -= 1
             self._sampler.transport.snapshot_barrier(True)
             self._loop.on_snapshot()
-        self._loop.wait_at_barriers(self.barriers_due())
+        due, self._sampler.barriers_due = self._sampler.barriers_due, 0
+        self._loop.wait_at_barriers(due)
 
     def _is_over(self) -> bool:
         """Push this worker's update, and wait for the others, whose batches return if they fail."""

@@ -307,10 +307,12 @@ class _Shares:
 
         def take(tensor: int, at: int, piece: Tensor) -> None:
             rank, part = places[tensor]
-            if rank:
-                self._pieces.setdefault(tensor, []).append(piece.clone())
-            else:
+            if not rank:
                 own(part, at, piece)
+                return
+            if not at:
+                self._pieces[tensor] = []  # the reply begins, maybe again
+            self._pieces[tensor].append(piece.clone())
 
         return take
 

@@ -238,9 +238,14 @@ class ParameterServerClient(Transport):
         """Let this exchange come to barriers for snapshots, and take over the parameters after a rollback."""
         self._exchange = exchange
 
+    @property
+    def has_parameters(self) -> bool:
+        """True once this worker has an exchange: that of several ranks begins when the script first calls the model."""
+        return self._exchange is not None
+
     def snapshot_barrier(self, called: bool) -> bool:
         """Come to a barrier for a snapshot, with no request pending; return True if the epoch was over then."""
-        return self._exchange is None or self._exchange.wait_at_barrier(called)
+        return self._exchange.wait_at_barrier(called) if self._exchange is not None else self.wait_at_barrier(0, called)
 
     # --- generations -------------------------------------------------------------------------------------------
 
@@ -375,8 +380,8 @@ class ParameterServerClient(Transport):
         self._request_all([m.EnterBarrier(seq, barrier, self.recovery_epoch)] * self.shards)
 
     def leave_barrier(self) -> None:
-        """Leave the barrier of all and continue asynchronously."""
-        if not self._has_left_barrier:
+        """Leave the barrier of all, once the servers have parameters for joining workers, and continue."""
+        if not self._has_left_barrier and self.has_parameters:
             self._has_left_barrier = True
             self._dispatcher.send(m.LeaveBarrier(self._op, self.barriers_passed))
 
@@ -418,16 +423,14 @@ class ParameterServerClient(Transport):
     ) -> None:
         """Start epoch `number` with batches of these sizes, with a barrier after every `barrier_every` of them.
 
-        The `plan` reserves batches for workers, except those that are `settled`. Joining workers are admitted once the
-        server has parameters.
+        The `plan` reserves batches for workers, except those that are `settled`.
         """
         body = m.BeginEpoch(number, barrier_every, plan, list(settled))
         self._epoch = body, torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._send_epoch()
-        if self.join_position is None or self.join_position.epoch_number != number:
+        if self.has_parameters and (self.join_position is None or self.join_position.epoch_number != number):
             self.take_snapshot()
-        if self._exchange is not None:
-            self.leave_barrier()
+        self.leave_barrier()
 
     @contextlib.contextmanager
     def storing_order(self, number: int | None) -> Iterator[None]:

@@ -94,7 +94,8 @@ class AsyncStrategy(RecipeStrategy):
 
     def push_all(self) -> None:
         """Push the remaining update, and wait until it is applied."""
-        self._observer.push(self.server.finish)
+        if self._server is not None:
+            self._observer.push(self._server.finish)
 
     def close(self) -> None:
         """Detach from the client, and remove the hooks from the optimizer."""
@@ -109,7 +110,9 @@ class AsyncStrategy(RecipeStrategy):
         """Put the server's newest version in place, with all workers at a barrier."""
         if self._averaged is not None:
             return
-        self.server.wait_at_barrier(called)
+        self._client.snapshot_barrier(called)
+        if self._server is None:
+            return
         with self._context.timer.on("exchanging"):
             self._average(lambda _: lambda: 1 / self._transport.workers, self.server.read_for_evaluation)
 
@@ -122,8 +125,9 @@ class AsyncStrategy(RecipeStrategy):
         is_as_shown = self.server.has_tables_as_shown()
         if not own:
             self.server.start_from_read()
-        is_changed = not averaged.resume(own and is_as_shown) or not is_as_shown
+        is_changed = not self._client.agreed(is_as_shown and not averaged.is_changed())
         if own and not is_changed:
+            averaged.put_back()
             self.server.put_back_rows()
         replies = self._transport.all_gather_bytes(b"changed" if is_changed else b"")
         return any(reply == b"changed" for reply in replies)
@@ -198,7 +202,7 @@ class AsyncStrategy(RecipeStrategy):
     @property
     def versions_read(self) -> Sequence[int]:
         """Version of each shard at the last read."""
-        return self.server.versions_read
+        return self._server.versions_read if self._server is not None else []
 
     def take_outcomes(self) -> list[Outcome]:
         """Return the updates of this worker that the server has applied since the last call."""

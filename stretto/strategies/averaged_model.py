@@ -67,11 +67,12 @@ class AveragedModel:
         norm = sum(float(shown.double().square().sum()) for shown in self._shown)
         return (distance / norm) ** 0.5 if norm else None
 
+    def is_changed(self) -> bool:
+        """Return True if the script has changed the model: its values stay."""
+        return not all(torch.equal(now, shown) for now, shown in zip(self._tensors, self._shown, strict=True))
+
     @torch.no_grad()
-    def resume(self, own: bool = True) -> bool:
-        """Restore this worker's parameters if `own`. Return False if the script changed the model: its values stay."""
-        untouched = all(torch.equal(now, shown) for now, shown in zip(self._tensors, self._shown, strict=True))
-        if untouched and own:
-            for now, before in zip(self._tensors, self._own, strict=True):
-                now.copy_(before)
-        return untouched
+    def put_back(self) -> None:
+        """Restore this worker's parameters."""
+        for now, before in zip(self._tensors, self._own, strict=True):
+            now.copy_(before)

@@ -174,12 +174,12 @@ def same_start(transport: Transport, model: nn.Module) -> int:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
     state = state_of(model)
     told = transport.all_gather_bytes(_sums(state))
-    if len(set(told)) == 1:
+    is_same = len(set(told)) == 1
+    if transport.server.agreed(is_same) if transport.server is not None else is_same:
         return 0
     sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
     apart = [one for one, values in zip(state.values(), zip(*sums, strict=True), strict=True) if len(set(values)) > 1]
-    if apart:
-        follow(transport, apart)
+    follow(transport, apart)
     return len(apart)
 
 

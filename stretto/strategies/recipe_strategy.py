@@ -206,7 +206,10 @@ class RecipeStrategy(Strategy):
 
     def _put_back(self, averaged: AveragedModel, own: bool) -> bool:
         """Put this worker's own parameters back. Return True if the script has changed the model."""
-        return not averaged.resume()
+        is_changed = averaged.is_changed()
+        if not is_changed:
+            averaged.put_back()
+        return is_changed
 
     def average_buffers(self, samples: int) -> None:
         """Average the buffers that an epoch without an optimizer step has changed."""

@@ -69,8 +69,14 @@ class CheckpointManager:
         trainer, due = self._trainer, self._every
         if due is None or not trainer.strategy.asynchronous:
             return False
-        t, rounds = trainer.events.t(), trainer.progress.rounds
-        return trainer.transport.broadcast_bytes(lambda: b"save" if due.due(t, rounds) else b"no") == b"save"
+        t, rounds, server = trainer.events.t(), trainer.progress.rounds, trainer.transport.server
+        assert server is not None
+
+        def asks() -> bytes:
+            is_due = not trainer.rank_parts.rank and due.due(t, rounds)  # the clocks of its other ranks differ
+            return b"no" if server.agreed(not is_due) else b"save"
+
+        return trainer.transport.broadcast_bytes(asks) == b"save"
 
     def restore(self, saved_at: int) -> None:
         """Continue after a checkpoint that was written after this number of rounds."""

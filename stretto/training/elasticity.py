@@ -222,7 +222,7 @@ class ElasticAgent:
     def rest(self) -> None:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         transport = self._trainer.transport
-        if transport.server is not None and self._trainer.rank_parts.agreed(self._asked):
+        if transport.server is not None and transport.server.agreed(self._asked):
             self._trainer.epochs.push_all()
             transport.server.leave()
             status.leave()

@@ -168,7 +168,6 @@ class Epochs:
             global_step = self.current.next()
             self._progress.request_step()
             agent.step_assigned()
-            self.wait_at_barriers(self.current.barriers_due())
             if global_step is None:
                 self._timer.switch("other")
                 if not self.end_epoch(left=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
+from stretto.api import _current
 from stretto.errors import LoaderError, NotFiniteError
 from stretto.events import read_events
+from stretto.interval import Interval
+from stretto.parallel.server_ranks import _Shares
+from stretto.parameter_server import messages as m
+from stretto.strategies.parameter_view import is_held
+from stretto.training.worker_context import find_context
 
 STAGES = 'pipeline(2, split="blocks.1")'
 IN_ROUNDS = (
@@ -107,8 +114,9 @@ def broken_in_stage_1(net: nn.Module) -> None:
     for number, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         loss_of(net(x), y).backward()
-        if number == 1 and (gradient := net.get_parameter("head.weight").grad) is not None:
-            gradient[0, 0] = torch.nan
+        head = net.get_parameter("head.weight")
+        if number == 1 and is_held(head) and head.grad is not None:
+            head.grad[0, 0] = torch.nan
         optimizer.step()
     stretto.finish()
 
@@ -133,6 +141,107 @@ def test_fewer_batches_than_workers_are_refused() -> None:
 
     with pytest.raises(LoaderError, match="at least 3"):
         in_stages(3, 2, "async_sgd", STAGES, work)
+
+
+def plain(net: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Train for an epoch."""
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("evaluate_every", [None, 1])
+def test_epochs_before_the_first_call_of_the_model(tmp_path: Path, evaluate_every: int | None) -> None:
+    """A peek, and an epoch of statistics; barriers for evaluations come before all workers have called the model."""
+
+    def work(net: nn.Module) -> None:
+        optimizer = with_momentum(net)
+        ahead = 1 if evaluate_every else 0
+        loader = DataLoader(DATA, batch_size=6, num_workers=ahead)
+        batches: Any = stretto.distribute(
+            net, optimizer, loader, evaluate=lambda _: {"loss": 0.0}, evaluate_every=evaluate_every
+        )
+        if not ahead:
+            next(iter(batches))
+            for x, _ in batches:
+                x.sum()
+        plain(net, batches, optimizer)
+        stretto.finish()
+
+    in_stages(2, 2, "async_sgd", STAGES, work, run=tmp_path)
+    counted = [
+        one["sample_counts"]
+        for one in read_events(tmp_path / "events.jsonl")
+        if one["event"] == "epoch" and not one.get("rank")
+    ]
+    assert counted[-1] == {"once": 46, "twice": 0, "never": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd", "elastic_averaging(every=2)"])
+def test_a_change_of_one_stage_between_epochs_is_taken_over_by_all(recipe: str) -> None:
+    def work(net: nn.Module) -> None:
+        optimizer = with_momentum(net)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6))
+        plain(net, loader, optimizer)
+        head = net.get_parameter("head.weight")
+        if is_held(head):
+            head.data.fill_(0.5)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.state.clear()
+        plain(net, loader, optimizer)
+        stretto.finish()
+
+    nets, _ = in_stages(2, 2, recipe, STAGES, work)
+    assert torch.equal(joined(nets)["head.weight"], torch.full((11, 8), 0.5, dtype=torch.float64))
+
+
+def test_a_worker_leaves_when_all_its_ranks_are_asked_to() -> None:
+    """The signal comes to each rank at another step."""
+    steps: list[tuple[int, int]] = []
+
+    def work(net: nn.Module) -> None:
+        optimizer, context = with_momentum(net), find_context()
+        assert context is not None
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=2))
+        trainer: Any = _current.get()
+        with suppress(SystemExit):
+            for step, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                loss_of(net(x), y).backward()
+                optimizer.step()
+                if (context.worker, step) == (1, context.runtime.rank):
+                    trainer.agent.ask_to_leave()
+                steps.append((context.worker, step))
+
+    in_stages(2, 2, "async_sgd", STAGES, work)
+    assert max(step for worker, step in steps if worker) == 1
+    assert sum(not worker for worker, _ in steps) == 2 * 21
+
+
+class TwoClocks(Interval):
+    """An interval that has passed at every other rank that asks."""
+
+    asked = itertools.count()
+
+    def due(self, now: float, rounds: int) -> bool:
+        """Return True at each second call, of all ranks together."""
+        return next(self.asked) % 2 == 1
+
+
+def test_one_rank_decides_when_a_checkpoint_is_due(tmp_path: Path) -> None:
+    in_stages(2, 2, "async_sgd", STAGES, checkpoint=TwoClocks(seconds=1.0), run=tmp_path)
+    assert any(event["event"] == "checkpoint" for event in read_events(tmp_path / "events.jsonl"))
+
+
+def test_a_reply_that_begins_again_replaces_its_first_part() -> None:
+    shares = _Shares([(m.Read(False, 0, 1), []), (m.Read(False, 0, 1), [])])
+    own: list[Any] = []
+    take = shares.sink(lambda *piece: own.append(piece))
+    for index, at, length in ((0, 0, 4), (1, 0, 2), (0, 0, 4), (1, 0, 2), (1, 2, 3)):
+        take(index, at, torch.arange(at, at + length))
+    assert [torch.cat(chunks).tolist() for chunks in shares.of(1, shares.streamed())] == [[0, 1, 2, 3, 4]]
+    assert len(own) == 2
 
 
 KILLS = [

@@ -132,7 +132,6 @@ def script(recipe: str, barrier_every: int | None, results: Results, has_table: 
             epochs[:] = [LeasedEpoch(batches, sampler, loop, number)]
             while True:
                 assigned = epochs[0].next()
-                wait_at_barriers(epochs[0].barriers_due())
                 if assigned is None:
                     break
                 element = APART * int(assigned.batch[0][0])
