@@ -100,6 +100,7 @@ class Pipeline:
         calls: Calls,
         begins: Sequence[int],
         record: PassRecord | None = None,
+        norm: GradientNorm | None = None,
     ) -> None:
         self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
         self.record = record or PassRecord()
@@ -112,7 +113,8 @@ class Pipeline:
         """Input of the operation, for ranks without a trained parameter."""
         self._batch_norms = list(refusals.batch_norms(model))
         self._parameters = self._let_go()
-        self._norm = GradientNorm(model, optimizers, link)
+        self._norm = norm or GradientNorm(optimizers, link)
+        self._norm.start(model)
         for name, is_open in opened(model).items():
             module = model.get_submodule(name)
             if name:

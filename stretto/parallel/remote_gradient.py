@@ -62,14 +62,20 @@ class RemoteGradient(Tensor):
 class GradientNorm:
     """The gradients of other stages at one rank. At all ranks `follow` is called in each backward pass."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, link: Link) -> None:
-        given = {id(one) for one in optimizers.parameters}
-        self._link, self._trained = link, [one for one in model.parameters() if id(one) in given]
+    def __init__(self, optimizers: Optimizers, link: Link) -> None:
+        self._optimizers, self._link = optimizers, link
+        self._trained: list[nn.Parameter] = []
         self._is_queued = False
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Gradients that are removed during a step."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_step)
+
+    def start(self, model: nn.Module) -> None:
+        """Note the parameters of the model, once it is split: that may be within a step, in its closure."""
+        given = {id(one) for one in self._optimizers.parameters}
+        self._trained = [one for one in model.parameters() if id(one) in given]
+        for optimizer in self._optimizers:
             optimizer.register_step_post_hook(self._after_step)
 
     def follow(self) -> None:

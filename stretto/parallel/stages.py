@@ -23,6 +23,7 @@ from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
 from stretto.parallel.refusals import refuse_indivisible
+from stretto.parallel.remote_gradient import GradientNorm
 from stretto.parallel.schedule import Batch, Boundary, Hop, pipeline_schedule
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
@@ -51,6 +52,7 @@ class PipelineStages(RankParts):
         self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
         self._record = PassRecord(context.timer)
+        self._norm = GradientNorm(self._optimizers, self._link)
         refuse_indivisible(self._model, self._optimizers, "split into stages")
         if self._link.ranks != layout.stages:
             raise ModelError(_other_ranks(layout, self._link.ranks))
@@ -157,7 +159,8 @@ class PipelineStages(RankParts):
         self._chosen = chosen
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
-        Pipeline(self._model, self._optimizers, self._layout, self._link, chosen.calls, chosen.begins, self._record)
+        calls, begins = chosen.calls, chosen.begins
+        Pipeline(self._model, self._optimizers, self._layout, self._link, calls, begins, self._record, self._norm)
 
 
 class _FirstCall:

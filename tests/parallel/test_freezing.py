@@ -68,3 +68,25 @@ def test_layers_are_frozen_and_thawed_between_epochs(recipe: str) -> None:
     wholes = [make_net().double() for _ in range(2)]
     run_workers(2, lambda worker: freeze_and_thaw(wholes[worker]), recipe)
     assert largest_difference(joined(nets), joined(wholes[:1])) < 1e-12
+
+
+def thaw_within_an_epoch(net: nn.Module) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    first, last = net.get_parameter("place"), net.get_parameter("blocks.3.mix.weight")
+    first.requires_grad = last.requires_grad = False
+    loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=3))
+    for step, (x, y) in enumerate(loader):
+        first.requires_grad = step > 1
+        last.requires_grad = step > 4
+        optimizer.zero_grad()
+        loss_of(net(x), y).backward()
+        optimizer.step()
+    stretto.finish()
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "local_sgd(every=2, how=low_rank(2))"])
+def test_layers_of_one_stage_are_thawed_within_an_epoch(recipe: str) -> None:
+    nets, _ = in_stages(2, 2, recipe, 'pipeline(2, split="blocks.1")', thaw_within_an_epoch)
+    wholes = [make_net().double() for _ in range(2)]
+    run_workers(2, lambda worker: thaw_within_an_epoch(wholes[worker]), recipe)
+    assert "low_rank" in recipe or largest_difference(joined(nets), joined(wholes[:1])) < 1e-12
