@@ -212,4 +212,4 @@ def _sample(kind: Any) -> str:
         return literal(get_args(kind)[0])
     if origin in (Union, UnionType):
         return _sample(get_args(kind)[0])
-    return {int: "1", float: "0.5", bool: "True"}.get(kind, f"{getattr(kind, 'example', 'exact()')}")
+    return {int: "1", float: "0.5", bool: "True", str: '"name"'}.get(kind, f"{getattr(kind, 'example', 'exact()')}")

@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import parameters_of
-from stretto.strategies.parameter_view import local
+from stretto.strategies.parameter_view import is_held, local
 from stretto.transport.device_memory import Arriving
 
 
 def has_non_finite_gradient(optimizer: Optimizer) -> bool:
     """Return True if any gradient of this optimizer's parameters holds NaN or infinity."""
-    gradients = (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
-    return any(not bool(torch.isfinite(gradient.sum())) for gradient in gradients)
+    held = [(is_held(one), one.grad) for one in parameters_of(optimizer) if one.grad is not None]
+    # of a gradient at another rank the norm is known
+    return any(not bool(torch.isfinite(grad.sum() if is_here else grad.norm())) for is_here, grad in held)
 
 
 class GradientCheck:

@@ -33,6 +33,7 @@ def test_printed_layout_can_be_parsed(layout: Layout) -> None:
         ("pipeline(stages=1)", "expected: a whole number at least 2 and at most 256"),
         ("pipeline(2, micro=3)", "try: pipeline(micro_batches=3)"),
         ('pipeline(3, split="a")', 'try: pipeline(stages=3, split="blocks.4, blocks.8")'),
+        ("pipeline(3, split=4)", 'try: pipeline(3, split="name")'),
         ('pipeline(3, split="a, a")', "2 different names of modules"),
         ("pipeline(2) 3", "expected: the end"),
         ("sharded(over=1)", "expected: a whole number at least 2 and at most 256"),
