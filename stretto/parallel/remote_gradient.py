@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, explain
 from stretto.parallel.link import Link
@@ -68,6 +69,8 @@ class GradientNorm:
         self._is_queued = False
         self._aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Gradients that are removed during a step."""
+        self._ends: dict[Any, RemovableHandle] = {}
+        """The last hook after a step, by optimizer."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_step)
 
@@ -75,8 +78,6 @@ class GradientNorm:
         """Note the parameters of the model, once it is split: that may be within a step, in its closure."""
         given = {id(one) for one in self._optimizers.parameters}
         self._trained = [one for one in model.parameters() if id(one) in given]
-        for optimizer in self._optimizers:
-            optimizer.register_step_post_hook(self._after_step)
 
     def follow(self) -> None:
         """Give parameters of other stages gradients at the end of the backward pass, after exchanges."""
@@ -98,9 +99,12 @@ class GradientNorm:
             if not is_held(one) and one.requires_grad:
                 one.grad = RemoteGradient.of(one, moved[one.device, one.dtype][place])
 
-    def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Remove the gradients, also those of the closure's backward pass."""
+    def _before_step(self, stepped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remove the gradients, also those of the closure's backward pass, up to the end of all hooks of the step."""
         self._set_aside()
+        if stepped in self._ends:
+            self._ends[stepped].remove()
+        self._ends[stepped] = stepped.register_step_post_hook(self._after_step)
         (optimizer, *rest), options = args, dict(kwargs)
         if rest and rest[0] is not None:
             rest[0] = self._then_aside(rest[0])

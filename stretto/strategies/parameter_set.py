@@ -30,9 +30,9 @@ class Agreed(NamedTuple):
     """The parameters that are trained at any worker. Ranks of a worker, with other ones each, tell the same changes."""
 
     by_name: Named
-    """Those that this rank holds."""
+    """Parameters of this rank."""
     new: Named
-    """Those of them that no exchange carries yet."""
+    """Parameters among them that no exchange carries yet."""
     has_changed: bool
     """True if any rank's have changed."""
     has_new: bool

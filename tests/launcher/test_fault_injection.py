@@ -124,8 +124,8 @@ def test_plan_follows_the_run_configuration(place_with_coordinator: Place) -> No
 
 
 def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coordinator: Place) -> None:
-    faults = "kill worker 1 at 1s; pause worker 2 for 800ms at 1s; kill worker 0 at 1200ms, back after 1500ms"
-    ends = 'if rank == 3:\n    time.sleep(4.5)\n    pathlib.Path("enough").touch()\n'
+    faults = "kill worker 1 at 3s; pause worker 2 for 800ms at 3s; kill worker 0 at 3200ms, back after 1500ms"
+    ends = 'if rank == 3:\n    time.sleep(6.5)\n    pathlib.Path("enough").touch()\n'
     folder = place_with_coordinator.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, faults=faults)
     done = faults_of(folder)
     assert [(one["verb"], one["worker"], one["kind"], one["numbers"]) for one in done] == [
@@ -135,7 +135,7 @@ def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coord
         ("resume", 2, "worker", [2]),
     ]
     assert [one["t"] for one in done] == sorted(one["t"] for one in done)
-    for one, due in zip(done, (1.0, 1.0, 1.2, 1.8), strict=True):
+    for one, due in zip(done, (3.0, 3.0, 3.2, 3.8), strict=True):
         assert due <= one["t"] < due + 0.5
         assert one["at"] > 0
     lives = [[float(line) for line in Path(f"lives-{rank}").read_text().splitlines()] for rank in range(4)]

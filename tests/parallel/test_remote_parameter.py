@@ -19,6 +19,7 @@ from stretto.parallel.stages import PipelineStages
 from stretto.recipe.layout import pipeline
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import is_held
+from stretto.transport.interface import made
 
 
 def averaged(model: nn.Module) -> None:
@@ -113,7 +114,7 @@ def test_a_copy_that_is_made_before_the_first_call_is_a_model_of_its_own() -> No
     def work(link: Link) -> None:
         net = make_net()
         optimizers = Optimizers([torch.optim.SGD(net.parameters(), lr=0.1)])
-        callbacks = (lambda make: make()), print, lambda: None, lambda: None
+        callbacks = made, print, lambda: None, lambda: None
         context = RankContext(net, optimizers, None, None, None, 1, link, False, *callbacks, 20.0)
         PipelineStages(pipeline(2, 4, "blocks.2"), context).begin(None)
         other = copy.deepcopy(net)

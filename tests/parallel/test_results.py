@@ -1,4 +1,4 @@
-"""What modules and models return: dataclasses are seen into, and shapes depend on all arguments of a call."""
+"""Results of modules and models: dataclasses are seen into, and shapes depend on all arguments of a call."""
 
 from __future__ import annotations
 

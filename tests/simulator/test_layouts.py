@@ -189,7 +189,7 @@ def test_an_epoch_sends_as_many_bytes_as_a_live_one(tmp_path: Path, recipe: str)
     rounds = live[2]
     assert split[2] == rounds > 0
     assert abs(split[1] - live[1]) <= rounds * 2 * 2 * 128  # padding and counts, of each rank of each worker
-    assert split[0] == pytest.approx(live[0], rel=0.005)  # messages of the coordinator make live ones longer
+    assert 0.995 * live[0] - 40_000 < split[0] < 1.005 * live[0]  # a slow live run has more messages of the coordinator
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), st.integers(0, 99), st.integers(1, 8))
