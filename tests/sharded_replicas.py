@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from staged_net import loss_of, make_net, words
+from staged_net import loss_of, make_net, replace_forward, words
 from thread_workers import run_workers
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
@@ -173,6 +173,7 @@ def as_in_a_file(states: list[Any]) -> list[Any]:
 
 LOOPS: dict[str, Loop] = {
     "plain": plain,
+    "patched": plain,
     "clipped": clipped,
     "by-hand": clipped_by_hand,
     "accumulated": accumulated,
@@ -218,6 +219,8 @@ class Job:
     def model(self, rank: int = 0) -> nn.Module:
         """Return the model, as a rank makes it."""
         net: nn.Module = Normalised() if self.loop == "normalised" else make_net()
+        if self.loop == "patched":
+            replace_forward(net)
         if self.loop == "unseeded":
             with torch.no_grad():
                 for one in net.parameters():

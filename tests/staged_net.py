@@ -53,3 +53,9 @@ def words(step: int, samples: int, length: int = 6) -> tuple[Tensor, Tensor]:
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss."""
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def replace_forward(module: nn.Module) -> None:
+    """Set a `forward` in the object, as patches of models do, which doubles what the module returns."""
+    plain = module.forward
+    module.forward = lambda x: 2 * plain(x)

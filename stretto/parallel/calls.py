@@ -101,13 +101,21 @@ def _size(module: nn.Module) -> int:
 @contextmanager
 def replaced(modules: dict[str, nn.Module], make: Callable[[str, Forward], Forward]) -> Iterator[None]:
     """Replace the `forward` of these modules within."""
+    before = {name: vars(module).get("forward") for name, module in modules.items()}
     for name, module in modules.items():
-        module.forward = make(name, module.forward)
+        vars(module)["forward"] = make(name, module.forward)
     try:
         yield
     finally:
-        for module in modules.values():
-            vars(module).pop("forward", None)
+        for name, module in modules.items():
+            put_back(module, before[name])
+
+
+def put_back(module: nn.Module, forward: Forward | None) -> None:
+    """Give a module the `forward` that a script has set for it, or else that of its class (None)."""
+    vars(module).pop("forward", None)
+    if forward is not None:
+        vars(module)["forward"] = forward
 
 
 class _Recorder:

@@ -118,7 +118,8 @@ class Pipeline:
         for name, is_open in opened(model).items():
             module = model.get_submodule(name)
             if name:
-                module.forward = self._routed(name, module, module.forward, is_open)
+                refusals.refuse_compiled_in_place(name, module)
+                vars(module)["forward"] = self._routed(name, module, module.forward, is_open)
         model.forward = uncompiled(self.forward)
         give_whole_states(model, optimizers, link)
 

@@ -48,6 +48,19 @@ def refuse_indivisible(model: nn.Module, optimizers: Optimizers, divided: str) -
         )
 
 
+def refuse_compiled_in_place(name: str, module: nn.Module) -> None:
+    """Raise ModelError for a layer whose `compile()` was called: what compiles it would compile the stages' code."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            explain(
+                f"model.{name} is compiled in place, and a stage of a pipeline may begin there",
+                got=f"model.{name}.compile()",
+                expected="a layer that torch.compile has wrapped, or compile() of modules within it",
+                to_type=f"model.{name} = torch.compile(model.{name})",
+            )
+        )
+
+
 def refuse_unshardable(model: nn.Module) -> None:
     """Raise ModelError for parameters that have no parts, or whose gradients have none."""
     for name, one in model.named_parameters():

@@ -70,8 +70,11 @@ class ShardedModel(RankParts):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]
-        forward = self._seeded(type(self._model).forward.__get__(self._model))
-        self._model.forward = uncompiled(forward, inner=True)
+        given = vars(self._model).get("forward")
+        given = getattr(given, "given", given)  # the model may have been divided before
+        forward = uncompiled(self._seeded(given or type(self._model).forward.__get__(self._model)), inner=True)
+        forward.given = given  # type: ignore[attr-defined]
+        self._model.forward = forward
         self._shards.give_whole_states()
         read_whole()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import joined
 from stretto.errors import ModelError, explain
-from stretto.parallel.calls import Calls, record_calls
+from stretto.parallel.calls import Calls, put_back, record_calls
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.micro_batches import micro_batch, refuse_mixing
@@ -49,6 +50,8 @@ class PipelineStages(RankParts):
         self._model, self._optimizers = context.model, context.optimizers
         self._broadcast, self._notice, self._on_split = context.broadcast, context.notice, context.on_split
         self._chosen: Chosen | None = None
+        self._own_forward: Callable[..., Any] | None = None
+        """The `forward` that the script has set for the model, in place of that of its class."""
         self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
         self._record = PassRecord(context.timer)
@@ -67,7 +70,8 @@ class PipelineStages(RankParts):
             return
         for tensor in () if self._context.continues else (*self._model.parameters(), *self._model.buffers()):
             hold_elsewhere(tensor)  # nothing is exchanged before the stages are known
-        self._model.forward = _FirstCall(self._model, uncompiled(self._first_forward))
+        self._own_forward = vars(self._model).get("forward")
+        self._model.forward = _FirstCall(self._model, uncompiled(self._first_forward), self._own_forward)
 
         def refuse(*_: Any) -> None:  # a function, not a method: a copy of the model must not copy the stages
             self._refuse_without_values()
@@ -102,10 +106,10 @@ class PipelineStages(RankParts):
     def close(self) -> None:
         """Choose no stages after the end of the section."""
         if self._chosen is None:
-            vars(self._model).pop("forward", None)
+            put_back(self._model, self._own_forward)
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
-        del self._model.forward
+        put_back(self._model, self._own_forward)
         calls, costs, byte_s = self._measured(args, kwargs)
         make = functools.partial(self._choose, calls, costs, byte_s)
         first = self._broadcast(make if self._link.rank == 0 else b"")
@@ -173,8 +177,8 @@ class PipelineStages(RankParts):
 class _FirstCall:
     """The first forward pass of a model, which splits it. A copy of the model runs its own, and is not split."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        self._model, self._call = model, call
+    def __init__(self, model: nn.Module, call: Callable[..., Any], own: Callable[..., Any] | None) -> None:
+        self._model, self._call, self._own = model, call, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Split the model, and run it."""
@@ -184,7 +188,7 @@ class _FirstCall:
         """Return the forward pass of the copy."""
         copied = memo[id(self._model)]
         own: Callable[..., Any] = type(copied).forward.__get__(copied)
-        return own
+        return own if self._own is None else copy.deepcopy(self._own, memo)
 
 
 def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
