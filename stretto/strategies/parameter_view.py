@@ -70,7 +70,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def like_parameter(parameter: Tensor, value: Tensor) -> Tensor:
     """Return an entry of an optimizer's state, given its local tensor, as the optimizer keeps it of this parameter."""
-    if not hasattr(parameter, "to_local") or not value.dim() or value.shape != local(parameter.detach()).shape:
+    if not hasattr(parameter, "to_local") or hasattr(value, "to_local"):
+        return value
+    if not value.dim() or value.shape != local(parameter.detach()).shape:
         return value
     entry = torch.zeros_like(parameter.detach(), dtype=value.dtype)
     local(entry).copy_(value)
