@@ -12,6 +12,7 @@ import nbformat
 import torch
 from nbclient import NotebookClient
 from safetensors.torch import load_file
+from traitlets.config import Config
 
 from stretto.events import read_events
 
@@ -137,7 +138,10 @@ sums.append(net.weight.sum().item())
     training, plain = cell.format(line=line), cell.format(line="")
     sources = [head + data, training, training, interrupted, training, "stretto.finish()\nsums"]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in sources])
-    NotebookClient(book, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    first = 20_000 + 5 * (os.getpid() % 2_000)  # below the ports that the system gives to others in between
+    kinds = ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
+    ports = Config(KernelManager={"cache_ports": False} | {kind: first + at for at, kind in enumerate(kinds)})
+    NotebookClient(book, timeout=LIMIT_S, resources={"metadata": {"path": tmp_path}}, config=ports).execute()
     script = "\n".join([head + data, plain, plain, interrupted, plain, "print(sums)"])
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True)

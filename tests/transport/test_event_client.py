@@ -132,7 +132,7 @@ def test_lying_worker_neither_ends_the_coordinator_nor_writes_in_anothers_name(c
         b"events 1.0",
         b"events 0.0 rank 00 section 1",
     ]
-    for name in names:
+    for name in [*names, names[0]]:  # a liar that is gone at once may not be heard
         liar = dealer(context, name, KEYS.client(role_of(name)), TIMEOUT_S)
         liar.connect(f"tcp://{coordinator.address}")
         for frame in sent:
@@ -141,7 +141,7 @@ def test_lying_worker_neither_ends_the_coordinator_nor_writes_in_anothers_name(c
         liar.close(linger=0)
     context.term()
     assert coordinator.process.poll() is None
-    assert times(coordinator.folder, 0) == [1.0] * len(names)
+    assert times(coordinator.folder, 0) == [1.0] * (1 + len(names))
     assert times(coordinator.folder, 1) == []
     assert not (coordinator.folder / "section-9").exists()
     warnings = [one for one in read_events(coordinator.folder / "events.jsonl") if one["event"] == "warning"]
