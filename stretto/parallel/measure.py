@@ -17,6 +17,7 @@ from stretto.parallel.meta_start import with_memory
 from stretto.parallel.remote import mapped, remote, repeated
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
+from stretto.runtime.kept_modules import kept_modules
 from stretto.strategies.model_sync import plain_name
 from stretto.transport.device_memory import free_memory, wait_for
 
@@ -61,15 +62,11 @@ def measured_costs(
         return call
 
     modules = opened(model)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     timed = replaced({name: model.get_submodule(name) for name in modules}, make)
-    with kept_random_states(device), torch.no_grad():
+    with kept_modules(model), kept_random_states(device), torch.no_grad():
         with timed:
             model.forward(*args, **kwargs)
         between_s = _between(model, args, kwargs)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device), kept, between_s)
 
 

@@ -6,8 +6,7 @@ piece as a whole. So a model has to treat each sample for itself, which `refuse_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from stretto.errors import ModelError, explain
 from stretto.parallel.remote import seen
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states
+from stretto.runtime.kept_modules import kept_modules
 
 TOLERANCE = 0.05
 """Largest difference between two outputs that is rounding, also in 16 bits, as a share of the largest output."""
@@ -71,10 +71,12 @@ def refuse_mixing(
         args, kwargs = tree_unflatten(list(given), shape)
         return [one for one in tree_leaves(seen(model.forward(*args, **kwargs))) if isinstance(one, Tensor)]
 
-    with _evaluation(model), kept_random_states(device), torch.no_grad():
+    with kept_modules(model), kept_random_states(device), torch.no_grad():
+        for module in model.modules():
+            module.training = False
         whole, again = outputs(flat), outputs(flat)
         if any(not one.dim() or len(one) != rows_of(flat) for one in whole):
-            return  # no rows to compare: such outputs are refused as they are joined
+            return  # no rows to compare: such outputs are refused when they are joined
         if any(_difference(one, other) for one, other in zip(whole, again, strict=True)):
             return
         try:
@@ -85,23 +87,6 @@ def refuse_mixing(
     for one, other in zip(whole, joined, strict=True):
         if difference := _difference(one, other):
             raise ModelError(_mixes(layout, difference))
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Let a model evaluate within; its buffers and modes are as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _difference(one: Tensor, other: Tensor) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stretto.errors import EvaluateError, explain
 from stretto.runtime.device_random import device_states, set_device_states
+from stretto.runtime.kept_modules import kept_modules
 from stretto.strategies.model_sync import given
 
 Metrics = dict[str, float]
@@ -87,18 +88,12 @@ def _number(value: Any) -> float | None:
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Modes and buffers of the modules and the random states are after it what they were before it."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     of_devices = device_states()
     try:
-        yield
+        with kept_modules(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
