@@ -110,32 +110,25 @@ class PipelineStages(RankParts):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         put_back(self._model, self._own_forward)
-        calls, costs, byte_s = self._measured(args, kwargs)
-        make = functools.partial(self._choose, calls, costs, byte_s)
+        byte_s = time_per_byte(self._link)
+        make = functools.partial(self._choose, args, kwargs, byte_s)
         first = self._broadcast(make if self._link.rank == 0 else b"")
         self._apply(msgspec.msgpack.decode(self._link.broadcast(first), type=Chosen))
         self._on_split()
         return self._model.forward(*args, **kwargs)
 
-    def _measured(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Calls, Costs | None, float]:
-        """Return the calls of a forward pass, their costs unless the stages are named, and the seconds for a byte.
-
-        All ranks measure at the same time, since they also compute at the same time, perhaps on the cores of one host.
-        """
+    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
+        """Return the stages, at rank 0 of the first worker."""
         if not is_unbuilt(self._model):
             refuse_mixing(self._model, self._layout, args, kwargs, self._link.device)
-        byte_s, (part_args, part_kwargs) = time_per_byte(self._link), micro_batch(self._layout, args, kwargs)
+        part_args, part_kwargs = micro_batch(self._layout, args, kwargs)
         calls = record_calls(self._model, part_args, part_kwargs)
-        if self._layout.begins is not None:
-            return calls, None, byte_s
-        return calls, measured_costs(self._model, calls, part_args, part_kwargs, byte_s, self._link.device), byte_s
-
-    def _choose(self, calls: Calls, costs: Costs | None, byte_s: float) -> bytes:
-        """Return the stages, at rank 0 of the first worker."""
-        if costs is None:
-            split = named_split(calls, self._layout.begins or ())
+        names = self._layout.begins
+        if names is not None:
+            split = named_split(calls, names)
             self._notice(f"pipeline: {described(calls, split)}")
         else:
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s, self._link.device)
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
