@@ -23,7 +23,7 @@ from stretto.api import _current
 from stretto.errors import LoaderError, NotFiniteError
 from stretto.events import read_events
 from stretto.interval import Interval
-from stretto.parallel.server_ranks import _Shares
+from stretto.parallel.rank_channels import Shares
 from stretto.parameter_server import messages as m
 from stretto.strategies.parameter_view import is_held
 from stretto.training.worker_context import find_context
@@ -235,7 +235,7 @@ def test_one_rank_decides_when_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 
 def test_a_reply_that_begins_again_replaces_its_first_part() -> None:
-    shares = _Shares([(m.Read(False, 0, 1), []), (m.Read(False, 0, 1), [])])
+    shares = Shares([(m.Read(False, 0, 1), []), (m.Read(False, 0, 1), [])])
     own: list[Any] = []
     take = shares.sink(lambda *piece: own.append(piece))
     for index, at, length in ((0, 0, 4), (1, 0, 2), (0, 0, 4), (1, 0, 2), (1, 2, 3)):
