@@ -82,7 +82,7 @@ class LeasedBatchSampler(BatchSampler):
             return self._draw()
 
     def refuse_too_few(self) -> None:
-        """Raise LoaderError unless what is left of the epoch has a batch for each worker, where the plan gives one."""
+        """Raise LoaderError unless the rest of the epoch has a batch for each worker, where the plan gives one."""
         workers, settled = self.transport.workers, self._begun[1] if self._begun is not None else []
         batches = len(self) - len(settled)
         if self._plan == "one-each" and batches < workers:

@@ -423,7 +423,7 @@ class ParameterServerClient(Transport):
     ) -> None:
         """Start epoch `number` with batches of these sizes, with a barrier after every `barrier_every` of them.
 
-        The `plan` reserves batches for workers, except those that are `settled`.
+        The `plan` reserves batches for workers, but none of the `settled` ones.
         """
         body = m.BeginEpoch(number, barrier_every, plan, list(settled))
         self._epoch = body, torch.tensor(sizes, dtype=torch.int64, device="cpu")

@@ -115,7 +115,7 @@ class ParameterSet:
         return [parameter for parameter in self._given() if is_held(parameter)]
 
     def _given(self) -> list[Parameter]:
-        """Return the parameters that the optimizers hold, without those that the script has replaced."""
+        """Return the parameters that the optimizers hold, without any that the script has replaced."""
         given = (parameter for each in self.optimizers for parameter in parameters_of(each))
         return [parameter for parameter in given if id(parameter) not in self._replaced]
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,20 @@ def joining(host: str, folder: Path, key: bytes, *words: str) -> Any:
     """Start `stretto join` on a host, where `folder` is empty; the key comes from standard input."""
     command = [sys.executable, "-m", "stretto.cli", "join", *words, "--key", "-"]
     hidden = [*OWN_DISK, "50%", str(folder), *command]
+    return started(host, hidden, {**os.environ, "OMP_NUM_THREADS": "1"}, key)
+
+
+def started(host: str, command: Sequence[str], environment: Mapping[str, str], text: bytes) -> subprocess.Popen[bytes]:
+    """Start a command on a host, with this text as its standard input."""
     process = subprocess.Popen(
-        ["ip", "netns", "exec", host, *hidden],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ["ip", "netns", "exec", host, *command],
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     assert process.stdin is not None
-    process.stdin.write(key)
+    process.stdin.write(text)
     process.stdin.close()
     process.stdin = None
     return process

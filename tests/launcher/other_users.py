@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespace_hosts import started
 
 USER = 65534
 """Number of the user and the group `nobody`, who has no rights."""
@@ -32,8 +33,8 @@ def mounting(hidden: Path) -> list[str]:
 
     Shared memory is the namespace's own, too.
 
-    A folder that only its owner enters, as the home of the user of the tests may be, becomes an empty one that holds
-    nothing else.
+    A folder that only its owner enters, as the home of the user of the tests may be, becomes an empty one with nothing
+    else in it.
     """
     commands = [f"mount -t tmpfs -o mode=0700,uid={USER},gid={USER} none {shlex.quote(str(hidden))}"]
     stage = hidden / STAGE
@@ -74,15 +75,4 @@ def environment(hidden: Path) -> dict[str, str]:
 def joining_as_user(host: str, hidden: Path, key: bytes, *words: str) -> Any:
     """Start `stretto join` as another user on a host, with a copy of the key in the user's home."""
     command = shlex.join([sys.executable, "-m", "stretto.cli", "join", *words, "--key", "join.key"])
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", host, *_as_user(hidden, f"umask 077; cat > join.key; exec {command}")],
-        env=environment(hidden),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert process.stdin is not None
-    process.stdin.write(key)
-    process.stdin.close()
-    process.stdin = None
-    return process
+    return started(host, _as_user(hidden, f"umask 077; cat > join.key; exec {command}"), environment(hidden), key)

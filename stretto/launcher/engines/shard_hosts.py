@@ -251,7 +251,7 @@ class ShardProcess:
         self._record = record
 
     def take_output(self, data: bytes) -> None:
-        """Pass output on, as far as it is read; empty data is its end."""
+        """Pass output on while it is read; empty data is its end."""
         with self._lock, contextlib.suppress(OSError):
             if self._is_ended:
                 return
