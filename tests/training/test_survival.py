@@ -183,7 +183,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(recipe: str, tmp_path: Path)
 
         return train
 
-    options = {"checkpoint": every("5 rounds"), "keep": 50}
+    options = {"checkpoint": every("2 rounds"), "keep": 50}
     whole, _ = run_elastic_workers(2, work(3), recipe, tmp_path / "whole", **options)
     saved = sorted((tmp_path / "whole" / "checkpoints").iterdir())
     assert len(saved) > 1
