@@ -317,7 +317,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place = Place(tmp_path, mark)
     try:
         yield place
-        assert place.left() == []
+        place.await_ends()
     finally:
         place.end()
 
@@ -474,7 +474,7 @@ def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert time.monotonic() - began < WITHIN_S
-    assert place.left() == []
+    place.await_ends()
     assert process.returncode == (130 if ended == "launcher" else 1)
     if ended != "launcher":
         assert err.decode().count(f"{ended} 1 was killed by SIGKILL") == 1

@@ -32,6 +32,8 @@ SOON_S = 0.02
 """Interval at which a new pipe, or the end, is looked for while all pipes are closed."""
 DRAIN_S = 0.7
 """Time that a pipe may stay open after the workers: a process that left its group may hold it."""
+LARGEST_PIPE = 1 << 20
+"""Largest number of bytes that a pipe holds; more of them needs a privilege."""
 
 
 Forward = Callable[[int, int, bytes], None]
@@ -77,6 +79,8 @@ class LogRelay(threading.Thread):
         self._output = output
         self._display: ProgressDisplay | None = display
         self._limit: float | None = None
+        self._reads = 0
+        """Number of reads of pipes, which tells that this thread is not blocked."""
         self._selector = selectors.DefaultSelector()
         self._outputs: dict[tuple[int, int], _Output] = {}
         """Outputs by worker and rank."""
@@ -111,17 +115,21 @@ class LogRelay(threading.Thread):
                 self._relay_elsewhere()
                 self._show(lambda display: display.poll())
                 due_s = time.monotonic() + TICK_S
+        self._read_rest()
         self._relay_elsewhere()
         self._show_due()
         self._show(lambda display: display.end())
         self._close_all()
 
     def close(self) -> None:
-        """Wait for the last output of exited processes, at most DRAIN_S."""
+        """Wait for the last output of exited processes: DRAIN_S, and as long as output is read and shown after that."""
         self._limit = time.monotonic() + DRAIN_S
         if self.ident is None:
             self._close_all()
-        else:
+            return
+        reads = -1
+        while self.is_alive() and reads != self._reads:
+            reads = self._reads
             self.join(timeout=DRAIN_S + 2 * TICK_S)
 
     def tail(self, worker: int, rank: int = 0) -> str:
@@ -136,7 +144,14 @@ class LogRelay(threading.Thread):
             while True:
                 self._show(self._due.get_nowait())
 
+    def _read_rest(self) -> None:
+        """Read what the pipes hold, without a wait: on a busy machine the time limit passes before the last output."""
+        for _ in range(LARGEST_PIPE // CHUNK_BYTES + 1):
+            for key, _ in self._selector.select(timeout=0):
+                self._read(key.data)
+
     def _read(self, source: _Output) -> None:
+        self._reads += 1
         data = os.read(source.pipe.fileno(), CHUNK_BYTES)
         source.tail = (source.tail + data)[-TAIL_BYTES:]
         self._store(source, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from stretto.run_config import RunConfig
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]
 PATH = str(ROOT)
+ENDS_WITHIN_S = 30.0
+"""Seconds within which processes end, of which none would end alone."""
 
 STUB = """
 import sys, types
@@ -52,6 +55,7 @@ if '"type":"shard"' in os.environ.get("STRETTO_CONFIG", ""):
 
 COORDINATOR = """
 import os
+import pty
 if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     import json, socket, sys, time, msgspec, zmq
     config = json.loads(os.environ["STRETTO_CONFIG"])
@@ -106,7 +110,7 @@ class Place:
         path.write_text("import stub; from stub import config\n" + dedent(text))
         return path
 
-    def service(self, body: str = "time.sleep(60)") -> None:
+    def service(self, body: str = "time.sleep(600)") -> None:
         """Let servers started from here run `body`, which has a `place`; each first writes its pid to a file."""
         (self.folder / "service").mkdir()
         indented = indent(dedent(body).strip(), " " * 8)
@@ -175,15 +179,58 @@ class Place:
         except psutil.Error:
             return False
 
+    def await_ends(self) -> None:
+        """Wait until no process that was started from here is left: a killed process may need a moment to end."""
+        until(lambda: not self.left(), ENDS_WITHIN_S)
+
     def end(self) -> None:
         """Kill the processes that a failed test has left."""
         for process in self.left():
             process.kill()
         for started in self._started:
-            started.wait(timeout=5)
+            started.wait(timeout=60)
             for pipe in (started.stdout, started.stderr):
                 if pipe is not None:
                     pipe.close()
+
+
+class Terminal:
+    """A terminal that shows what a command prints."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = pty.openpty()
+        self._shown = b""
+
+    def start(self, place: Place, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        """Start the command in the terminal."""
+        environment = os.environ | {"TERM": "xterm"}
+        process = place.stretto(*arguments, stdout=self._theirs, stderr=self._theirs, env=environment)
+        os.close(self._theirs)
+        return process
+
+    def until(self, text: str) -> None:
+        """Read until this was shown."""
+        while text not in self.shown:
+            assert self._read(), self.shown
+
+    def read(self) -> str:
+        """Read to the end; return all that was shown."""
+        while self._read():
+            pass
+        os.close(self._ours)
+        return self.shown
+
+    @property
+    def shown(self) -> str:
+        return self._shown.decode(errors="replace")
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # Linux reports a closed other end in this way
+            return False
+        self._shown += data
+        return bool(data)
 
 
 def config_of(process: psutil.Process) -> dict[str, Any]:
@@ -201,7 +248,7 @@ def staff(place: Place) -> int:
     return 2 + place.recovers
 
 
-def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Wait for a condition; raise TimeoutError if it is not true in time."""
     limit = time.monotonic() + limit_s
     while not condition():

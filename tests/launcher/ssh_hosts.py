@@ -58,7 +58,7 @@ class SshHosts:
         for name in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
         self._thread.start()
-        self.port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(20)
+        self.port = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
         (self.folder / "known").write_text(f"[{self.address}]:{self.port} {(self.folder / 'host_key.pub').read_text()}")
         (self.folder / "config").write_text(self.config())
         (self.folder / "bin").mkdir()
@@ -183,9 +183,9 @@ Host {self.names} nowhere stranger
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(20)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
         self._loop.close()
 
 

@@ -23,7 +23,7 @@ from stretto.membership.worker_status import ProcessRecord, ReportedError, Statu
 from stretto.process_config import WorkerConfig
 from stretto.report.summary import conclude
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 """Seconds within which a failed run must end."""
 
 WAIT = """
@@ -39,7 +39,7 @@ def failure(place: Place, text: str, **order: object) -> str:
         place.run(WAIT + text, **order)
     started = max(path.stat().st_mtime for path in place.folder.glob("started-*"))
     assert time.time() - started < WITHIN_S
-    assert place.left() == []
+    place.await_ends()
     return str(raised.value)
 
 
@@ -53,7 +53,7 @@ def compute():
 if rank == 2:
     print("last words")
     compute()
-time.sleep(60)
+time.sleep(600)
 """,
         workers=4,
     )
@@ -78,6 +78,13 @@ def test_error_is_an_event(place: Place) -> None:
     assert events[0]["consequence"] is False
 
 
+@pytest.fixture
+def slow_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait as long for a cause as a busy machine may need to start the worker that has it."""
+    monkeypatch.setattr("stretto.launcher.supervisor.CAUSE_S", WITHIN_S)
+
+
+@pytest.mark.usefixtures("slow_causes")
 def test_cause_is_reported_before_its_consequences(place: Place) -> None:
     message = failure(
         place,
@@ -100,7 +107,7 @@ def test_first_consequence_is_reported_if_there_is_no_cause(place: Place) -> Non
 from stretto.errors import TransportError
 if rank == 1:
     raise TransportError("nobody came within 5 s")
-time.sleep(60)
+time.sleep(600)
 """,
         workers=2,
     )
@@ -137,6 +144,7 @@ else:
     assert "ended before that without an error: worker 0" in message
 
 
+@pytest.mark.usefixtures("slow_causes")
 def test_killed_worker_is_the_cause_of_the_others_errors(place: Place) -> None:
     message = failure(
         place,
@@ -165,7 +173,7 @@ os.kill(os.getpid(), 9)
     ],
 )
 def test_every_abnormal_exit_is_named(place: Place, end: str, expected: str) -> None:
-    message = failure(place, f"if rank == 1: {end}\ntime.sleep(60)", workers=2, min_workers=2, restarts=0)
+    message = failure(place, f"if rank == 1: {end}\ntime.sleep(600)", workers=2, min_workers=2, restarts=0)
     assert message.startswith(expected)
     assert ("mute" in message) == ("mute" in end)
 
@@ -214,7 +222,7 @@ if rank == 1:
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     raise ValueError("boom")
-time.sleep(60)
+time.sleep(600)
 """,
         workers=2,
     )
@@ -260,7 +268,7 @@ while not pathlib.Path("ready").exists():
     time.sleep(0.01)
 if rank == 1:
     raise ValueError("boom")
-time.sleep(60)
+time.sleep(600)
 """,
         workers=2,
     )
@@ -271,14 +279,14 @@ time.sleep(60)
 def test_children_of_workers_end_with_them(place: Place, end: str) -> None:
     text = f"""
 import subprocess
-subprocess.Popen(["sleep", "60"])
+subprocess.Popen(["sleep", "600"])
 {end}
 """
     if end == "pass":
         place.run(WAIT + text, workers=2)
     else:
         failure(place, text, workers=2)
-    assert place.left() == []
+    place.await_ends()
 
 
 @pytest.fixture

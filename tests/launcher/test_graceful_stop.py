@@ -61,9 +61,6 @@ def test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it(place: 
     assert all((one["once"], one["twice"], one["never"]) == (SAMPLES, 0, 0) for one in counts.values())
 
 
-test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it.limit_s = 240  # type: ignore[attr-defined]
-
-
 def test_second_signal_ends_the_run_at_once(place: Place) -> None:
     place.recovers = True
     script = place.script("import pathlib, time\npathlib.Path(f'ready-{config.worker}').touch()\ntime.sleep(600)")

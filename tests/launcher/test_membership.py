@@ -10,18 +10,24 @@ from run_place import Place
 from stretto.events import read_events
 
 WORKER = """
-import os, time
+import os, pathlib, time
 from stretto.membership.messages import GenerationView, ReadyReport
 from stretto.security import worker_keys
 from stretto.membership.client import MembershipClient
 rank, incarnation = config.worker, config.incarnation
 keys, limit_s = worker_keys(config.keys), config.options.failure_timeout_s
 client = MembershipClient(rank, incarnation, config.coordinator, keys, limit_s)
-step, until, deadline = 0, 0, time.monotonic() + 40
+step, until, deadline = 0, 0, time.monotonic() + 120
 
 def report(between_steps):
     return ReadyReport(view.generation if view else 0, commits=step, global_step=step, between_steps=between_steps)
 
+def is_formed_without_it():
+    log = pathlib.Path(config.run, "events.jsonl")
+    return '"members":[0,2]' in log.read_text()
+while incarnation and not is_formed_without_it():  # a busy machine may restart a worker before the others continue
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 view = client.await_generation(ReadyReport(0))
 step = max(member.report.global_step for member in view.members)
 while not any(member.incarnation for member in view.members) or step < until:
@@ -60,7 +66,7 @@ def test_killed_worker_is_replaced_while_the_others_continue(place: Place) -> No
     place.recovers = True
     script = place.script(WORKER.replace("{deaths}", "[(1, 0)]"))
     process = place.stretto("run", "-n", "3", "--out", "here", "--failure-timeout", "20s", script)
-    out, err = process.communicate(timeout=80)
+    out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err.decode()
     told = membership_events(Path("here"))
     whole, left = ("formed", [0, 1, 2]), ("formed", [0, 2])
@@ -68,6 +74,3 @@ def test_killed_worker_is_replaced_while_the_others_continue(place: Place) -> No
     assert [one for one in told if one in wanted] == wanted
     assert b"worker 1 failed (killed by SIGKILL)" in err
     assert b"worker 1, at " in out and b"2 workers continued after" in out and b"restarted after" in out
-
-
-test_killed_worker_is_replaced_while_the_others_continue.limit_s = 90  # type: ignore[attr-defined]

@@ -61,6 +61,3 @@ def _ports(place: Place) -> list[int]:
         for one in process.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN
     ]
-
-
-test_connections_that_say_nothing_do_not_end_a_run.limit_s = 240  # type: ignore[attr-defined]

@@ -39,7 +39,7 @@ def test_guests_of_another_user_who_see_nothing_of_the_launcher_train_fail_leave
 ) -> None:
     hidden = hidden_folder(place.folder)
     enough, run = write_script(place.folder, tmp_path_factory, epochs=EPOCHS), place.folder / "run"
-    options = ["-n", "2", "--recipe", recipe, "--listen", ADDRESS, "--failure-timeout", "3s", "--out", "run"]
+    options = ["-n", "2", "--recipe", recipe, "--listen", ADDRESS, "--failure-timeout", "5s", "--out", "run"]
     here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
     until(lambda: (run / "join.key").exists(), here)
     key = (run / "join.key").read_bytes()
@@ -55,7 +55,7 @@ def test_guests_of_another_user_who_see_nothing_of_the_launcher_train_fail_leave
     until(lambda: starts(run)[2]["pid"] != guest.pid and 3 in starts(run), here, stays, leaves)
     os.kill(starts(run)[3]["pid"], signal.SIGTERM)
     until(lambda: times(run, 3, "left") == 1, here, stays)
-    said = leaves.communicate(timeout=60)[0].decode()
+    said = leaves.communicate(timeout=90)[0].decode()
     assert (leaves.returncode, said.count("Traceback")) == (3, 0), said
     assert "all workers left before the end, as they were asked to" in said
     assert times(run, 2, "failed") == 1
@@ -69,7 +69,4 @@ def test_guests_of_another_user_who_see_nothing_of_the_launcher_train_fail_leave
         assert "-joined-train/code/nets.py" in (run / f"worker-{worker}.log").read_text()
     assert all(path.stat().st_uid == os.geteuid() for path in run.rglob("*"))
     stays.terminate()
-    assert "Traceback" not in stays.communicate(timeout=30)[0].decode()
-
-
-test_guests_of_another_user_who_see_nothing_of_the_launcher_train_fail_leave_and_vanish.limit_s = 240  # type: ignore[attr-defined]
+    assert "Traceback" not in stays.communicate(timeout=90)[0].decode()

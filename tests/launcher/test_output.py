@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_place import Place
+from run_place import Place, Terminal
 
 from stretto.cli.main import command
 from stretto.launcher.progress_display import ProgressDisplay
@@ -24,7 +22,7 @@ def evaluation(step):
         log.write(json.dumps(event) + "\\n")
     until_shown(f"step {step}:")
 def until_shown(text):
-    limit = time.monotonic() + 15
+    limit = time.monotonic() + 60
     while text not in open("shown").read():
         assert time.monotonic() < limit, text + " was not shown"
         time.sleep(0.02)
@@ -35,7 +33,7 @@ def output_lines(place: Place, script: Path, *options: str) -> list[str]:
     """Return the lines of a run whose output and errors go to one file, which the script sees as `shown`."""
     shown = place.folder / "shown"
     with shown.open("wb") as file:
-        place.stretto("run", *options, script, stdout=file, stderr=file).wait(timeout=40)
+        place.stretto("run", *options, script, stdout=file, stderr=file).wait(timeout=60)
     return shown.read_bytes().decode().split("\n")[:-1]
 
 
@@ -61,21 +59,18 @@ def test_error_begins_a_line_even_if_only_the_script_is_shown(place: Place) -> N
 def test_line_that_a_worker_prints_for_stretto_begins_a_line_on_a_terminal(place: Place) -> None:
     """The worker's own output may end without a newline."""
     script = place.script(
-        "import sys, time\nprint('\\r 50%|##', end='', flush=True)\ntime.sleep(0.5)\n"
-        "print('stretto: note', file=sys.stderr)\ntime.sleep(0.5)\nprint('\\r100%|####')\n"
+        "import pathlib, sys, time\n"
+        "def until(name):\n    while not pathlib.Path(name).exists(): time.sleep(0.01)\n"
+        "print('\\r 50%|##', end='', flush=True)\nuntil('bar')\n"
+        "print('stretto: note', file=sys.stderr)\nuntil('note')\nprint('\\r100%|####')\n"
     )
-    ours, theirs = pty.openpty()
-    process = place.stretto("run", script, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
-    os.close(theirs)
-    seen = b""
-    try:
-        while data := os.read(ours, 65536):
-            seen += data
-    except OSError:  # Linux reports a closed other end in this way
-        pass
-    os.close(ours)
-    assert process.wait(timeout=10) == 0
-    text = seen.decode()
+    terminal = Terminal()
+    process = terminal.start(place, "run", script)
+    for name, shown in {"bar": " 50%|##", "note": "stretto: note"}.items():
+        terminal.until(shown)
+        Path(name).touch()
+    text = terminal.read()
+    assert process.wait(timeout=60) == 0
     assert " 50%|##\r\n" in text and "\x1b[2Kstretto: note\r\n" in text and "100%|####\r\n" in text
     assert "##stretto" not in text
 
@@ -87,7 +82,7 @@ def test_first_line_names_the_run_before_torch_is_imported(place: Place) -> None
     before += "W.starting = lambda watch, what: (was(watch, what), print('torch' in sys.modules, file=sys.stderr)); "
     line = ["-n", "2", "--recipe", "local_sgd(every=16)", "--out", "here"]
     process = place.stretto("run", *line, script, "--lr", "1", before=before)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=90)
     first, torch, *_ = err.decode().splitlines()
     assert first == f"stretto: starting 2 workers of {script} --lr 1, recipe local_sgd(every=16), run folder here"
     assert torch == "False"

@@ -23,21 +23,25 @@ from stretto.security import worker_keys
 worker, rank, ranks, incarnation = config.worker, config.rank, config.ranks, config.incarnation
 pathlib.Path(f"begun-{worker}-{rank}-{incarnation}").write_text(str(os.getpid()))
 def until(*names):
-    limit = time.monotonic() + 40
+    limit = time.monotonic() + 120
     while not all(pathlib.Path(name).exists() for name in names):
         assert time.monotonic() < limit, names
         time.sleep(0.01)
 def until_exited(pid):
-    limit = time.monotonic() + 40
+    limit = time.monotonic() + 120
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < limit, pid
         time.sleep(0.01)
 def connect():
     keys, limit_s = worker_keys(config.keys), config.options.failure_timeout_s
-    return MembershipClient(worker, incarnation, config.coordinator, keys, limit_s, 40.0, rank, ranks)
+    return MembershipClient(worker, incarnation, config.coordinator, keys, limit_s, 120.0, rank, ranks)
 """
 MEMBERS = """
 client = connect()
+def is_formed_without_it():
+    return '"members":[0]' in pathlib.Path(config.run, "events.jsonl").read_text()
+while incarnation and not is_formed_without_it():  # a busy machine may restart a worker before the other continues
+    time.sleep(0.01)
 view = client.await_generation(ReadyReport(0))
 assert (ranks, view.numbers) == (2, (0, 1)), view
 until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")
@@ -97,7 +101,7 @@ def test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole(pla
     ]
     begun = sorted(path.name for path in place.folder.glob("begun-*"))
     assert begun == [f"begun-{name}" for name in ("0-0-0", "0-1-0", "1-0-0", "1-0-1", "1-1-0", "1-1-1")]
-    assert place.left() == []
+    place.await_ends()
 
 
 def test_a_killed_rank_is_named_if_the_exit_of_one_that_noticed_it_comes_first(
@@ -126,7 +130,7 @@ time.sleep(600)
         place_with_ranks.run(HEAD + text, workers=2)
     assert str(raised.value).startswith("worker 1 rank 1 failed: ValueError: a wrong shape")
     assert "worker-1-rank-1.log" in str(raised.value)
-    assert place_with_ranks.left() == []
+    place_with_ranks.await_ends()
 
 
 def test_a_worker_has_finished_when_all_its_ranks_have(place_with_ranks: Place) -> None:
@@ -142,10 +146,3 @@ else:
 """
     place_with_ranks.run(HEAD + text, workers=2)
     assert (place_with_ranks.folder / "last").exists()
-
-
-for one in (
-    test_a_rank_that_is_killed_ends_its_worker_which_is_restarted_as_a_whole,
-    test_a_killed_rank_is_named_if_the_exit_of_one_that_noticed_it_comes_first,
-):
-    one.limit_s = 120  # type: ignore[attr-defined]

@@ -70,9 +70,6 @@ def test_hosts_that_cannot_reach_each_other_train_each_sample_once(
     assert failed == {"worker 3", "relay"}
 
 
-test_hosts_that_cannot_reach_each_other_train_each_sample_once.limit_s = 240  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -124,6 +121,3 @@ def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others
     assert "--relay" in refusal
     assert "workers of different hosts connect with each other; --relay" in said[0]
     assert_each_sample_counts_once(run)
-
-
-test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue.limit_s = 240  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ for epoch in range(int(sys.argv[1])):
         if pathlib.Path("fail").exists() and stretto.rank() == 1:
             raise ValueError("boom")
         if pathlib.Path("slow").exists():
-            time.sleep(0.02)
+            time.sleep(0.1)
 """
 """Training that notes the lines that each worker has written, in a file of its own."""
 OF_OTHERS = ("membership", "fault_injected", "written", "error")
@@ -102,9 +102,6 @@ def test_log_has_each_event_of_a_worker_without_run_directory_once_and_in_order(
     assert [one["event"] for one in in_log(1)][-1] == "end"
 
 
-test_log_has_each_event_of_a_worker_without_run_directory_once_and_in_order.limit_s = 180  # type: ignore[attr-defined]
-
-
 def test_log_equals_that_of_a_run_whose_workers_all_see_the_directory(remote_place: Place) -> None:
     check_ended(start(remote_place, 2, before="", out="seen"))
     check_ended(start(remote_place, 2))
@@ -127,9 +124,6 @@ def test_log_equals_that_of_a_run_whose_workers_all_see_the_directory(remote_pla
     assert written == [{0, 1}] * 2
 
 
-test_log_equals_that_of_a_run_whose_workers_all_see_the_directory.limit_s = 180  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_killed_coordinator_loses_and_repeats_no_event(remote_place: Place, recipe: str) -> None:
     Path("slow").touch()
@@ -148,9 +142,6 @@ def test_killed_coordinator_loses_and_repeats_no_event(remote_place: Place, reci
         assert in_log(worker) == noted(worker)
 
 
-test_killed_coordinator_loses_and_repeats_no_event.limit_s = 240  # type: ignore[attr-defined]
-
-
 def coordinators(place: Place, killed: list[int]) -> list[int]:
     """Return the pid of the coordinator in a list, which is empty after it was killed."""
     return [one.pid for one in place.left() if config_of(one).get("type") == "coordinator" and one.pid not in killed]
@@ -164,9 +155,6 @@ def test_further_section_has_a_log_of_its_own(remote_place: Place) -> None:
         sections = in_log(worker) + in_log(worker, "here/section-2")
         assert sorted(sections, key=str) == sorted(noted(worker), key=str)
         assert len(in_log(worker, "here/section-2")) > len(sections) / 3
-
-
-test_further_section_has_a_log_of_its_own.limit_s = 120  # type: ignore[attr-defined]
 
 
 def test_restarted_worker_continues_in_the_log(remote_place: Place) -> None:
@@ -185,17 +173,11 @@ def test_restarted_worker_continues_in_the_log(remote_place: Place) -> None:
     assert there[:-count] == wrote[: len(there) - count], "the killed process has lost its last events only"
 
 
-test_restarted_worker_continues_in_the_log.limit_s = 180  # type: ignore[attr-defined]
-
-
 def test_error_of_a_worker_without_run_directory_is_in_the_log(remote_place: Place) -> None:
-    run = start(remote_place, 400)
+    run = start(remote_place, 4000)
     pid_in_training(1)
     Path("fail").touch()
     assert "worker 1 failed: ValueError: boom" in check_ended(run, 1)
     errors = [one for one in read_events(Path("here/events.jsonl")) if one["event"] == "error" and one["worker"] == 1]
     assert [one["text"] for one in errors] == ["boom"]
     assert in_log(1) == noted(1)
-
-
-test_error_of_a_worker_without_run_directory_is_in_the_log.limit_s = 120  # type: ignore[attr-defined]

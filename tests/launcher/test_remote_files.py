@@ -159,9 +159,6 @@ def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(re
         assert all(again[name].equal(tensor) for name, tensor in there.items())
 
 
-test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it.limit_s = 240  # type: ignore[attr-defined]
-
-
 def test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is(remote_place: Place) -> None:
     beside("hold").touch()
     run = start(remote_place, 30, "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds")
@@ -173,9 +170,6 @@ def test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is(remote_p
     check_ended(run)
     assert whole() and Path("here", LAST).exists()
     assert ".incoming" not in os.listdir("here")
-
-
-test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is.limit_s = 240  # type: ignore[attr-defined]
 
 
 def test_killed_coordinator_receives_the_checkpoint_again(remote_place: Place) -> None:
@@ -191,9 +185,6 @@ def test_killed_coordinator_receives_the_checkpoint_again(remote_place: Place) -
     assert whole() and Path("here", LAST).exists()
     assert "could not be written" not in warnings()
     assert ".incoming" not in os.listdir("here")
-
-
-test_killed_coordinator_receives_the_checkpoint_again.limit_s = 240  # type: ignore[attr-defined]
 
 
 def test_full_disk_of_the_launcher_is_reported_and_training_continues(remote_place: Place) -> None:
@@ -212,9 +203,6 @@ def test_full_disk_of_the_launcher_is_reported_and_training_continues(remote_pla
     assert Checkpoints(Path("copy/checkpoints")).newest() is None
 
 
-test_full_disk_of_the_launcher_is_reported_and_training_continues.limit_s = 180  # type: ignore[attr-defined]
-
-
 def test_further_section_has_its_files_in_its_own_folder(remote_place: Place) -> None:
     train = remote_place.folder / "train.py"
     train.write_text(SCRIPT + "net =" + SCRIPT.partition("\nnet =")[2])
@@ -223,9 +211,6 @@ def test_further_section_has_its_files_in_its_own_folder(remote_place: Place) ->
         assert whole(folder) and load_file(Path(folder, LAST))["0.weight"].shape == (100_000, 8)
     assert Path("here/final.random").stat().st_size > 0
     assert '"section": 2' in Path("here/section-2/run.json").read_text()
-
-
-test_further_section_has_its_files_in_its_own_folder.limit_s = 180  # type: ignore[attr-defined]
 
 
 def test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_checkpoint(remote_place: Place) -> None:
@@ -238,9 +223,6 @@ def test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_
     beside("stop").unlink()
     check_ended(run)
     assert Path("here", LAST).exists()
-
-
-test_workers_without_the_run_directory_that_all_fail_continue_from_its_last_checkpoint.limit_s = 240  # type: ignore[attr-defined]
 
 
 def test_restarted_worker_receives_the_model_of_an_earlier_section(remote_place: Place) -> None:
@@ -263,9 +245,6 @@ def test_restarted_worker_receives_the_model_of_an_earlier_section(remote_place:
     assert len(kept) == 2
     for model in kept:
         assert all(model[name].equal(tensor) for name, tensor in first_model.items())
-
-
-test_restarted_worker_receives_the_model_of_an_earlier_section.limit_s = 240  # type: ignore[attr-defined]
 
 
 LEAVING = """
@@ -311,6 +290,3 @@ def test_residual_of_a_worker_that_leaves_reaches_the_others_though_they_have_co
     assert beside("added").read_text() == beside("given").read_text() != "0.0"
     assert os.listdir("here/residuals") == []
     assert "residual" not in warnings()
-
-
-test_residual_of_a_worker_that_leaves_reaches_the_others_though_they_have_continued.limit_s = 180  # type: ignore[attr-defined]

@@ -120,12 +120,3 @@ def test_signal_that_killed_a_joined_worker_is_named_at_the_launcher(place: Plac
     said = [one.communicate(timeout=90)[0].decode() for one in (here, guest)]
     assert (here.returncode, guest.returncode) == (0, 0), said
     assert "worker 1 failed (killed by SIGKILL)" in said[0]
-
-
-for one in (
-    test_log_of_a_joined_worker_is_in_the_run_folder_and_its_output_on_the_terminal,
-    test_last_output_of_a_joined_worker_is_in_the_run_folder_before_the_run_ends,
-    test_error_of_a_joined_worker_is_shown_at_the_launcher_with_its_traceback,
-    test_signal_that_killed_a_joined_worker_is_named_at_the_launcher,
-):
-    one.limit_s = 240  # type: ignore[attr-defined]

@@ -62,6 +62,3 @@ def test_guests_reach_the_shards_of_the_launchers_host_which_fail_and_return(
     services = {process for process in ("server 0", "server 1") if happened(run, process, "failed")}
     assert len(services) == 1
     assert not any(happened(run, f"worker {number}", "failed") for number in range(4)), said
-
-
-test_guests_reach_the_shards_of_the_launchers_host_which_fail_and_return.limit_s = 240  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ open(config.run + "/known.txt", "w").close()
 def test_file_written_by_several_workers_is_named_once(place: Place) -> None:
     place.script(WRITES)
     command = place.stretto("run", "-n", "2", "--out", "run", "train.py")
-    _, written_files = command.communicate(timeout=15)
+    _, written_files = command.communicate(timeout=90)
     assert command.returncode == 0, written_files
     said = [line for line in written_files.decode().splitlines() if "several workers wrote" in line]
     assert len(said) == 1

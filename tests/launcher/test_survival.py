@@ -20,17 +20,26 @@ from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.process_config import WorkerConfig
 from stretto.run_config import decode_path
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 HEAD = """
 import os, pathlib, sys, time
 from stretto.membership.worker_status import ReportedError, status
 rank, life = config.worker, config.incarnation
 def until(*names):
-    limit = time.monotonic() + 10
-    while not all(pathlib.Path(name).exists() for name in names):
+    limit = time.monotonic() + 60
+    while not all(pathlib.Path(name).exists() and pathlib.Path(name).stat().st_size for name in names):
         assert time.monotonic() < limit, names
         time.sleep(0.01)
-def say(name, text=""):
+def until_heard(count):
+    limit = time.monotonic() + 60
+    while not os.path.exists("heard") or open("heard").read().count("ProcessExited") < count:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+def until_exited(name):
+    until(name)
+    while pathlib.Path("/proc", pathlib.Path(name).read_text()).exists():
+        time.sleep(0.01)
+def say(name, text="yes"):
     pathlib.Path(name + ".new").write_text(text)
     os.rename(name + ".new", name)
 def declare(generation, *failed):
@@ -41,7 +50,7 @@ def declare(generation, *failed):
     use_keys(socket, b"worker %d" % rank, worker_keys(config.keys))
     socket.connect("tcp://" + config.coordinator)
     socket.send(msgspec.msgpack.encode(Failures(generation, list(failed))))
-    assert socket.poll(10_000)
+    assert socket.poll(60_000)
 """
 
 
@@ -61,7 +70,7 @@ def failure(place: Place, text: str, **order: Any) -> str:
     """Return the error of a run; check that none of its processes is left."""
     with pytest.raises(LaunchError) as raised:
         place.run(HEAD + text, **order)
-    assert place.left() == []
+    place.await_ends()
     return str(raised.value)
 
 
@@ -71,6 +80,7 @@ if rank == 1 and life < {deaths}:
     {end}
 if rank == 1:
     print("life", life)
+    until_heard({deaths})
     say("back")
 until("back")
 """
@@ -103,7 +113,7 @@ def test_children_of_a_failed_worker_end_with_it(place_with_coordinator: Place) 
         + """
 if rank == 1 and life == 0:
     import subprocess
-    say("child", str(subprocess.Popen(["sleep", "60"]).pid))
+    say("child", str(subprocess.Popen(["sleep", "600"]).pid))
     os.kill(os.getpid(), 9)
 if rank == 1:
     child = pathlib.Path("/proc", pathlib.Path("child").read_text(), "stat")
@@ -135,7 +145,7 @@ def test_run_below_the_minimum_of_workers_ends_with_the_cause(
 if rank == 1:
     open(f"life-{life}", "w")
     os.kill(os.getpid(), 9)
-time.sleep(60)
+time.sleep(600)
 """
     message = failure(place_with_coordinator, text, workers=3, min_workers=3, restarts=restarts)
     assert message.startswith("worker 1 was killed by SIGKILL\n")
@@ -145,8 +155,16 @@ time.sleep(60)
     assert message.endswith("worker-1.log")
 
 
+FAILING_IN_TURN = """
+say(f"pid-{rank}", str(os.getpid()))
+if rank == 1:
+    until_exited("pid-0")
+os.kill(os.getpid(), 9)
+"""
+
+
 def test_run_whose_workers_all_failed_ends_with_the_cause(place_with_coordinator: Place) -> None:
-    message = failure(place_with_coordinator, "time.sleep(0.3 * rank)\nos.kill(os.getpid(), 9)", workers=2, restarts=0)
+    message = failure(place_with_coordinator, FAILING_IN_TURN, workers=2, restarts=0)
     assert message.startswith("worker 1 was killed by SIGKILL")
 
 
@@ -157,7 +175,7 @@ if rank == 1 and life == 0:
 until("heard")
 if rank == 2:
     raise ValueError("boom")
-time.sleep(60)
+time.sleep(600)
 """
     began = time.monotonic()
     message = failure(place_with_coordinator, text, workers=3)
@@ -173,7 +191,7 @@ if rank == 1 and life == 0:
 until("heard")
 if rank == 2:
     raise TransportError("nobody came")
-time.sleep(60)
+time.sleep(600)
 """
     assert failure(place_with_coordinator, text, workers=3).startswith("worker 1 was killed by SIGKILL")
 
@@ -186,7 +204,7 @@ def test_failure_that_others_recovered_from_is_not_the_cause_of_a_later_one(
     def watch_and_tell(notifier: ExitNotifier) -> None:
         watch(notifier)
         if notifier.failures().failed:
-            Path("known").touch()
+            Path("known").write_text("yes")
 
     monkeypatch.setattr(ExitNotifier, "watch", watch_and_tell)
     text = """
@@ -198,7 +216,7 @@ if rank == 2:
     declare(2, (1, 0, 1, 0))
     until("known")
     raise TransportError("nobody came")
-time.sleep(60)
+time.sleep(600)
 """
     assert failure(place_with_coordinator, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
@@ -215,7 +233,7 @@ if rank == 1:
 until("back")
 if rank == 2:
     raise TransportError("nobody came")
-time.sleep(60)
+time.sleep(600)
 """
     assert failure(place_with_coordinator, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
@@ -227,7 +245,7 @@ def test_worker_that_ends_its_own_process_is_not_restarted_but_ends_the_run(
     text = f"""
 if rank == 1:
     os._exit({code})
-time.sleep(60)
+time.sleep(600)
 """
     message = failure(place_with_coordinator, text, workers=3)
     assert message.startswith(f"worker 1 ended with exit code {code} ")
@@ -239,6 +257,7 @@ from stretto.errors import MemberOutError
 if rank == 1 and life == 0:
     raise MemberOutError("nobody heard of it for 10 s")
 if rank == 1:
+    until_heard(1)
     say("back")
 until("back")
 """
@@ -264,22 +283,18 @@ until("begun-3")
     times = [Path(f"begun-{life}").stat().st_mtime for life in range(4)]
     away = [after - before for before, after in pairwise(times)]
     assert [spent > least for spent, least in zip(away, (0.2, 0.4, 0.8), strict=True)] == [True] * 3
-    assert sum(away) < 1.4 + 3 * 0.7
+    assert sum(away) < WITHIN_S
 
 
 def test_no_worker_is_restarted_once_one_has_finished(place_with_coordinator: Place) -> None:
     text = """
 assert life == 0
-def wait_for_the_end_of(name):
-    until(name)
-    while pathlib.Path("/proc", pathlib.Path(name).read_text()).exists():
-        time.sleep(0.01)
 say(f"worker-{rank}", str(os.getpid()))
 if rank == 1:
-    wait_for_the_end_of("worker-0")
+    until_exited("worker-0")
     os.kill(os.getpid(), 9)
 if rank == 2:
-    wait_for_the_end_of("worker-1")
+    until_exited("worker-1")
     until("heard")
     time.sleep(0.5)
 """
@@ -293,7 +308,7 @@ if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 if life:
     say("restarted")
-    time.sleep(60)
+    time.sleep(600)
 until("restarted")
 """
     began = time.monotonic()
@@ -307,9 +322,7 @@ if rank == 0:
     status.leave()
     say("quit", str(os.getpid()))
     sys.exit()
-until("quit")
-while pathlib.Path("/proc", pathlib.Path("quit").read_text()).exists():
-    time.sleep(0.01)
+until_exited("quit")
 if life == 0:
     os.kill(os.getpid(), 9)
 say("whole")
@@ -327,9 +340,7 @@ if rank == 0:
     status.leave()
     say("quit", str(os.getpid()))
     sys.exit()
-until("quit")
-while pathlib.Path("/proc", pathlib.Path("quit").read_text()).exists():
-    time.sleep(0.01)
+until_exited("quit")
 time.sleep(0.5)
 """
     place_with_coordinator.run(HEAD + text, workers=2)
@@ -346,7 +357,7 @@ def test_worker_declared_failed_is_not_waited_for_at_the_end(place_with_coordina
 if rank == 1:
     say("stopped")
     os.kill(os.getpid(), 19)
-    time.sleep(60)
+    time.sleep(600)
 until("stopped")
 declare(1, (1, 0, 1, 0))
 """
@@ -361,7 +372,7 @@ import signal
 def lives(): return open("coordinators").read().split("\\n")[:-1] if os.path.exists("coordinators") else []
 def heard(): return open("heard").read().count("ProcessExited") if os.path.exists("heard") else 0
 def wait(condition):
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -393,7 +404,7 @@ def test_coordinator_that_fails_repeatedly_ends_the_run(place_with_coordinator: 
         "if '\"type\":\"coordinator\"' in os.environ.get('STRETTO_CONFIG', ''):\n"
         "    os._exit(open('coordinators', 'a').write('.') + 2)"
     )
-    message = failure(place_with_coordinator, "time.sleep(60)", workers=2, restarts=1)
+    message = failure(place_with_coordinator, "time.sleep(600)", workers=2, restarts=1)
     assert message.startswith("coordinator ended with exit code 3 and named no error")
     assert Path("coordinators").read_text() == ".."
 
@@ -404,7 +415,7 @@ def test_killed_server_is_restarted_at_its_socket(place: Place) -> None:
         pathlib.Path("servers").open("a").write(str(int(place.restarted)))
         said = f"server {len(pathlib.Path('servers').read_text())}"
         socket.socket(fileno=place.listen_fd).accept()[0].sendall(said.encode())
-        time.sleep(60)
+        time.sleep(600)
         """
     )
     place.coordinator()
@@ -412,7 +423,7 @@ def test_killed_server_is_restarted_at_its_socket(place: Place) -> None:
 import signal, socket
 def ask():
     host, port = config.servers[1].split(":")
-    return socket.create_connection((host, int(port)), timeout=10).makefile().readline
+    return socket.create_connection((host, int(port)), timeout=60).makefile().readline
 if rank == 0:
     first, number = ask(), 0
     until("servers")
@@ -434,7 +445,7 @@ until("asked")
 def test_error_of_a_server_ends_the_run(place: Place) -> None:
     place.service('raise ValueError("in the shard")')
     place.coordinator()
-    message = failure(place, "time.sleep(60)", workers=2, recipe="async_sgd")
+    message = failure(place, "time.sleep(600)", workers=2, recipe="async_sgd")
     assert message.startswith("server 0 failed: ValueError: in the shard")
 
 
@@ -484,10 +495,16 @@ def test_single_worker_needs_no_coordinator(place_with_coordinator: Place, order
     assert (folder / "coordinator.log").exists() == there
 
 
+UNTIL_PRINTED = """
+while "and more" not in open(config.run + "/coordinator.log").read():
+    time.sleep(0.01)
+"""
+
+
 def test_output_of_the_coordinator_is_shown_on_the_terminal(place_with_coordinator: Place) -> None:
-    text = HEAD + DIES.format(deaths=1, end="os.kill(os.getpid(), 9)") + "until('heard')\ntime.sleep(0.3)"
+    text = HEAD + DIES.format(deaths=1, end="os.kill(os.getpid(), 9)") + UNTIL_PRINTED
     process = place_with_coordinator.stretto("run", "-n", "2", "--out", "here", place_with_coordinator.script(text))
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 0
     assert b"stretto: heard it\n" in err
     assert b"stretto: and more\n" in err
@@ -497,22 +514,22 @@ def test_output_of_the_coordinator_is_shown_on_the_terminal(place_with_coordinat
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_all_processes_end_with_the_launcher(place_with_coordinator: Place, number: signal.Signals, code: int) -> None:
-    text = HEAD + "say(f'ready-{rank}')\ntime.sleep(60)"
+    text = HEAD + "say(f'ready-{rank}')\ntime.sleep(600)"
     process = place_with_coordinator.stretto("run", "-n", "2", place_with_coordinator.script(text))
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists() and Path("coordinators").exists())
     assert len(place_with_coordinator.left()) == 5  # the launcher, its reaper, the coordinator, two workers
     began = time.monotonic()
     process.send_signal(number)
-    assert process.wait(timeout=10) == code
-    until(lambda: place_with_coordinator.left() == [], limit_s=WITHIN_S)
+    assert process.wait(timeout=60) == code
+    place_with_coordinator.await_ends()
     assert time.monotonic() - began < WITHIN_S
 
 
 def test_run_can_be_ended_while_a_worker_is_away(place_with_coordinator: Place) -> None:
-    text = HEAD + "say(f'ready-{rank}')\nif life or rank: time.sleep(60)\nuntil('ready-1')\nos.kill(os.getpid(), 9)"
+    text = HEAD + "say(f'ready-{rank}')\nif life or rank: time.sleep(600)\nuntil('ready-1')\nos.kill(os.getpid(), 9)"
     process = place_with_coordinator.stretto("run", "-n", "2", "--restarts", "30", place_with_coordinator.script(text))
     until(lambda: Path("heard").exists())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=WITHIN_S) == 130
-    assert place_with_coordinator.left() == []
+    place_with_coordinator.await_ends()
     assert os.path.exists("ready-0")

@@ -38,8 +38,9 @@ for epoch in range(60):
         pathlib.Path(f"training-{stretto.rank()}").write_text(str(os.getpid()))
         if pathlib.Path("fail").exists() and stretto.rank() == 1:
             raise ValueError("boom")
-        if not pathlib.Path("enough").exists():
-            time.sleep(0.075)
+        for _ in range(1 if epoch < 59 else 40):  # a busy machine needs longer than all epochs take
+            if not pathlib.Path("enough").exists():
+                time.sleep(0.075)
 """
 
 
@@ -69,7 +70,7 @@ def check_ends_well(*processes: subprocess.Popen[bytes]) -> None:
     """Let the run end, and check that it has a model and no log."""
     Path("enough").touch()
     for process in processes:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err.decode()
     assert Path(f"here/{NAME}.safetensors").exists()
     assert not Path("here/events.jsonl").exists()
@@ -84,9 +85,6 @@ def test_worker_is_replaced_and_another_joins(place_without_log: Place) -> None:
     check_ends_well(run, join)
 
 
-test_worker_is_replaced_and_another_joins.limit_s = 180  # type: ignore[attr-defined]
-
-
 def test_asynchronous_worker_is_replaced(place_without_log: Place) -> None:
     options = ("-n", "2", "--recipe", "async_sgd", "--out", "here")
     run = place_without_log.stretto("run", *options, "train.py", before=BEFORE)
@@ -94,16 +92,10 @@ def test_asynchronous_worker_is_replaced(place_without_log: Place) -> None:
     check_ends_well(run)
 
 
-test_asynchronous_worker_is_replaced.limit_s = 120  # type: ignore[attr-defined]
-
-
 def test_error_of_the_script_ends_the_run_with_its_cause(place_without_log: Place) -> None:
     run = place_without_log.stretto("run", "-n", "2", "--out", "here", "train.py", before=BEFORE)
     pid_in_training(1)
     Path("fail").touch()
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=90)
     assert run.returncode == 1
     assert b"worker 1 failed: ValueError: boom" in err, err.decode()
-
-
-test_error_of_the_script_ends_the_run_with_its_cause.limit_s = 90  # type: ignore[attr-defined]

@@ -33,6 +33,7 @@ from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess
 from tests.encrypted_ends import joined, new_keys
+from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received, relay, shared_relay
 
 LIMIT_S = 20.0
@@ -240,7 +241,7 @@ def test_workers_of_one_machine_do_not_use_the_relay(monkeypatch: pytest.MonkeyP
 
 
 def test_a_generation_ends_with_its_relay_and_the_next_one_connects_at_the_restarted_relay() -> None:
-    first = RelayThread()
+    first = RelayThread(fixed_port())
     ends = joined(ports(2), relay=first.access)
     assert exchanged(ends, torch.ones(10))
     waiting = ends[0].submit(Exchange(1, torch.ones(9)))

@@ -23,6 +23,7 @@ from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
 from tests.encrypted_ends import joined, new_keys, view
+from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received
 
 LIMIT_S = 20.0
@@ -37,8 +38,8 @@ def joined_end(one: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def listening(host: str = "127.0.0.1") -> Iterator[socket.socket]:
-    with socket.create_server((host, 0)) as made:
+def listening(port: int = 0) -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", port)) as made:
         made.settimeout(LIMIT_S)
         yield made
 
@@ -141,8 +142,8 @@ def test_an_abort_while_a_transport_is_made_ends_it(monkeypatch: pytest.MonkeyPa
 def test_workers_try_again_while_the_relay_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encrypted_sockets, "machine_name", lambda: "")
     with ThreadPoolExecutor(1) as pool:
-        with listening() as away:
-            port = away.getsockname()[1]
+        port = fixed_port()
+        with listening(port) as away:
             ports = [ReservedPort("127.0.0.1", new_keys()) for _ in range(2)]
             forming = pool.submit(joined, ports, relay=RelayAccess(f"127.0.0.1:{port}", SECRET))
             for _ in range(4):

@@ -1,0 +1,63 @@
+"""The relay of output at the end of a run: what processes have written is read, however late the relay is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from stretto.launcher import log_relay
+from stretto.launcher.log_relay import CHUNK_BYTES, LARGEST_PIPE, LogRelay
+from stretto.launcher.progress_display import ProgressDisplay
+
+
+def full_pipe(data: bytes) -> tuple[IO[bytes], int]:
+    """Return the ends of a pipe that holds the data."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, LARGEST_PIPE)
+    assert os.write(writing, data) == len(data)
+    return os.fdopen(reading, "rb", buffering=0), writing
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["ended", "held by a process that left its group"])
+def test_output_that_waits_in_a_pipe_is_read_after_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    monkeypatch.setattr(log_relay, "DRAIN_S", 0.0)
+    relay, data = LogRelay(tmp_path, "none", ProgressDisplay(quiet=True)), os.urandom(LARGEST_PIPE)
+    reading, writing = full_pipe(data)
+    if not is_held:
+        os.close(writing)
+    relay.add(0, reading)
+    relay.start()
+    relay.close()
+    assert not relay.is_alive()
+    assert (tmp_path / "worker-0.log").read_bytes() == data
+    if is_held:
+        os.close(writing)
+
+
+def test_the_end_waits_for_a_terminal_that_is_slow_and_shows_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_relay, "DRAIN_S", 0.3)
+    shown: list[bytes] = []
+    display = ProgressDisplay(quiet=True)
+
+    def say(data: bytes) -> None:
+        time.sleep(0.05)
+        shown.append(data)
+
+    monkeypatch.setattr(display, "say", say)
+    relay, data = LogRelay(tmp_path, "rank0", display), os.urandom(LARGEST_PIPE)
+    reading, writing = full_pipe(data)
+    os.close(writing)
+    relay.add(0, reading)
+    relay.start()
+    relay.close()
+    assert b"".join(shown) == data
+    assert len(shown) > LARGEST_PIPE // CHUNK_BYTES  # the last one is the end
