@@ -18,9 +18,16 @@ from stretto.recipe.layout import pipeline
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import is_held
 from stretto.transport import in_memory
+from stretto.transport.single_worker import SingleWorkerTransport
 
 Found = TypeVar("Found")
 TIMEOUT_S = 20.0
+
+
+def callbacks() -> tuple[Callable[..., Any], ...]:
+    """Return the callbacks of a rank of the only worker, for its RankContext."""
+    alone = SingleWorkerTransport()
+    return alone.all_gather_bytes, alone.broadcast_bytes, lambda: None, print, lambda: None, lambda: None
 
 
 def in_threads(ranks: int, work: Callable[[Link], Found]) -> list[Found]:

@@ -14,6 +14,7 @@ cuts between its first and its last use.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -207,6 +208,18 @@ class _Recorder:
                 self.output_bytes += one.nbytes
 
 
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Call a model without its own hooks, whose calls are no part of its forward pass, and which may read values."""
+    kinds = "_forward_pre_hooks", "_forward_hooks"
+    before = {kind: vars(model)[kind] for kind in kinds}
+    vars(model).update({kind: OrderedDict() for kind in kinds})
+    try:
+        yield
+    finally:
+        vars(model).update(before)
+
+
 def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
     """Return the calls of a forward pass with these arguments, without computing anything."""
     modules = opened(model)
@@ -222,7 +235,8 @@ def record_calls(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
         inner = [names[id(one)] for one in (*module.parameters(), *module.buffers()) if id(one) in names]
         return recorder.enter(name, forward, modules[name], inner)
 
-    with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
+    replacements = replaced({name: model.get_submodule(name) for name in modules}, make)
+    with replacements, _without_hooks(model), torch.no_grad():
         recorder.end(functional_call(model, values, tuple(args), kwargs))
     named = {plain_name(name) for name in parameters}
     shared = {name: (first + 1, last) for name, (first, last) in recorder.used.items() if name in named}

@@ -34,8 +34,12 @@ class RankContext:
     link: Link
     continues: bool
     """True if the model gets its values from a checkpoint."""
-    broadcast: Callable[[Message], bytes]
-    """Returns the message of the first worker at all workers."""
+    gather: Callable[[Message], list[bytes]]
+    """Returns the messages of all workers."""
+    broadcast: Callable[[Message, int], bytes]
+    """Returns the message of one worker at all workers, given its place among them."""
+    announce: Callable[[], None]
+    """Lets workers without a batch in this global step take part in what workers with one do next."""
     notice: Callable[[str], None]
     """Shows a line."""
     on_split: Callable[[], None]
@@ -73,6 +77,16 @@ class RankParts(Arrangement):
     def part_of(self, state: State) -> State:
         """Return this rank's part of the state of a whole model."""
         return state
+
+    def take_part(self) -> None:
+        """Divide the model with the workers that call it for the first time now; all others call this, or the model."""
+
+    def of_first(self, broadcast: Callable[[Message], bytes], make: Callable[[], bytes]) -> bytes:
+        """Return the message that the first worker makes, at all workers. It may call the model in doing so."""
+        return broadcast(make)
+
+    def settle(self) -> None:
+        """Exchange the parts of a model that was divided while its mean was in place; all workers call this."""
 
     def figures(self) -> dict[str, Any]:
         """Return this rank's figures for the event log."""

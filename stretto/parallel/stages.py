@@ -29,6 +29,7 @@ from stretto.parallel.schedule import Batch, Boundary, Hop, pipeline_schedule
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
 from stretto.strategies.parameter_view import hold_elsewhere
+from stretto.transport.interface import Message
 
 Number = TypeVar("Number", int, float)
 
@@ -48,8 +49,12 @@ class PipelineStages(RankParts):
     def __init__(self, layout: pipeline, context: RankContext) -> None:
         self._layout, self._context, self._link = layout, context, context.link
         self._model, self._optimizers = context.model, context.optimizers
-        self._broadcast, self._notice, self._on_split = context.broadcast, context.notice, context.on_split
+        self._notice, self._on_split = context.notice, context.on_split
         self._chosen: Chosen | None = None
+        self._chooses_alone = False
+        """True while the first worker alone may call the model, and all others wait for a message of it."""
+        self._is_settled = True
+        """False if the stages were chosen at a time at which their parameters could not be exchanged."""
         self._own_forward: Callable[..., Any] | None = None
         """The `forward` that the script has set for the model, in place of that of its class."""
         self._random_state = torch.get_rng_state()
@@ -108,14 +113,62 @@ class PipelineStages(RankParts):
         if self._chosen is None:
             put_back(self._model, self._own_forward)
 
+    # --- the first call of the model ----------------------------------------------------------------------------
+
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         put_back(self._model, self._own_forward)
-        byte_s = time_per_byte(self._link)
-        make = functools.partial(self._choose, args, kwargs, byte_s)
-        first = self._broadcast(make if self._link.rank == 0 else b"")
-        self._apply(msgspec.msgpack.decode(self._link.broadcast(first), type=Chosen))
-        self._on_split()
+        make = functools.partial(self._choose, args, kwargs, time_per_byte(self._link))
+        if self._chooses_alone:
+            chosen = self._link.broadcast(make if self._link.rank == 0 else b"")
+            self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
+        else:
+            self._context.announce()
+        while self._chosen is None:  # the worker that chooses may fail
+            self._choose_together(make)
         return self._model.forward(*args, **kwargs)
+
+    def take_part(self) -> None:
+        """Choose the stages with workers that call the model for the first time, if there are any."""
+        if self._chosen is None:
+            self._choose_together(None)
+
+    def _choose_together(self, make: Callable[[], bytes] | None) -> None:
+        """Apply the choice of the first worker that calls the model; all workers take part, and some `make` one."""
+        calls = self._context.gather(b"calls" if make is not None else b"")
+        callers = [number for number, one in enumerate(calls) if one]
+        if not self._link.broadcast(b"called" if callers else b""):  # rank 0 decides: a worker may fail in between
+            return
+        message = make if make is not None and self._link.rank == 0 else b""
+        chosen = self._link.broadcast(self._context.broadcast(message, callers[0] if callers else 0))
+        if chosen:
+            put_back(self._model, self._own_forward)
+            self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
+            self._on_split()
+
+    def of_first(self, broadcast: Callable[[Message], bytes], make: Callable[[], bytes]) -> bytes:
+        """Return the message that the first worker makes, at all workers, with the stages if it chooses them for it."""
+        if self._chosen is not None:
+            return broadcast(make)
+
+        def alone() -> bytes:
+            self._chooses_alone = True
+            try:
+                return msgspec.msgpack.encode((make(), self._chosen))
+            finally:
+                self._chooses_alone = False
+
+        found, chosen = msgspec.msgpack.decode(broadcast(alone), type=tuple[bytes, Chosen | None])
+        if chosen is not None and self._chosen is None:
+            put_back(self._model, self._own_forward)
+            self._apply(chosen)
+        self._is_settled = chosen is None
+        return found
+
+    def settle(self) -> None:
+        """Exchange the parts of a model that was split for an evaluation."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._on_split()
 
     def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
         """Return the stages, at rank 0 of the first worker."""

@@ -11,7 +11,7 @@ from torch import nn
 from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
-from stretto.membership.loop_positions import CLOSED, LOOP
+from stretto.membership.loop_positions import CLOSED, COMING, LOOP
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe
@@ -138,6 +138,8 @@ class Epochs:
             refuse_all_frozen(trainer.model)
         strategy.resume(own=False)
         begun = agent.begun_epoch(progress.epochs)
+        if begun is None:
+            self._divide_model()
         strategy.begin_epoch(together=begun is None)
         if begun is None:
             progress.begin_epoch()
@@ -149,6 +151,13 @@ class Epochs:
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
         progress.begin_loop(whole=begun is None or not begun[1].global_step)
+
+    def _divide_model(self) -> None:
+        """Divide the model with workers that call it before this epoch, which are where their last loop ended."""
+        self._progress.enter(COMING)
+        self._trainer.rank_parts.settle()
+        self._trainer.rank_parts.take_part()
+        self._progress.enter_loop()
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -254,6 +263,7 @@ class Epochs:
             return True
         trainer, progress = self._trainer, self._progress
         strategy, agent, steps = trainer.strategy, trainer.agent, trainer.global_steps
+        trainer.rank_parts.take_part()
         steps.end(left=True)
         self._has_peeked = left and self.is_peek()
         self.push_all()
@@ -314,6 +324,7 @@ class Epochs:
         self._count_all_samples()
         then()
         self._trainer.strategy.resume()
+        self._trainer.rank_parts.settle()
 
     def _count_all_samples(self) -> None:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""

@@ -158,7 +158,10 @@ class Evaluator:
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.figures.training_s()
         with trainer.timer.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
-            trainer.transport.broadcast_bytes(lambda: self._evaluate_here(training_s) if is_new else b"evaluated")
+            trainer.rank_parts.of_first(
+                trainer.transport.broadcast_bytes,
+                lambda: self._evaluate_here(training_s) if is_new else b"evaluated",
+            )
         trainer.events.flush()
 
     def _evaluate_here(self, training_s: float, estimated: int | None = None) -> bytes:

@@ -167,7 +167,7 @@ class GlobalSteps:
     def follow(self, global_step: GlobalStep) -> None:
         """Follow the other workers through a global step that has no batch for this worker."""
         self._timer.switch("waiting")
-        self._idle_workers.follow(global_step, self.strategy, self._count_step)
+        self._idle_workers.follow(global_step, self.strategy, self._count_step, self._trainer.rank_parts.take_part)
         self.end()
 
     def end(self, left: bool = False) -> None:
@@ -318,6 +318,10 @@ class GlobalSteps:
             raise NotFiniteError(f"{error}; {where}; {ADVICE}") from None
 
     # --- exchanges, as the strategy reports them ----------------------------------------------------------------
+
+    def announce_first_call(self) -> None:
+        """Notify idle workers that the model is called for the first time, so that all divide it."""
+        self._idle_workers.announce(self.current, idle_worker.DIVIDE)
 
     def exchange_begins(self) -> None:
         """Notify idle workers that an exchange of gradients begins."""

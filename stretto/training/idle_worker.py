@@ -1,9 +1,9 @@
 """The part of a worker without a batch in a global step in which others have one.
 
 The other workers run the script's loop; an idle worker can't, since it has no batch. So in such a global step the root,
-the first worker with a batch, broadcasts its actions: an exchange begins, the optimizer steps, the global step ends. An
-idle worker takes part in exchanges with weight 0, steps with the root's gradients, and copies the root's schedulers and
-gradient scalers.
+the first worker with a batch, broadcasts its actions: the model is called for the first time, an exchange begins, the
+optimizer steps, the global step ends. An idle worker takes part in the division of the model, and in exchanges with
+weight 0, steps with the root's gradients, and copies the root's schedulers and gradient scalers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stretto.training.schedule import Schedules
 from stretto.training.schedulers import schedulers_of
 from stretto.transport import Transport
 
-EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
+EXCHANGE, COUNT, DIVIDE, END = b"exchange", b"count", b"divide", b"end"
 STEP = b"step "
 """Prefix of a step's message; the optimizer's index in the script's list follows."""
 Plain = dict[str, Any]
@@ -83,10 +83,17 @@ class IdleWorkers:
         if global_step.incomplete:
             self._settings.broadcast(self._transport, global_step.root)
 
-    def follow(self, global_step: GlobalStep, strategy: Strategy, count_step: Callable[[int, bool], None]) -> None:
+    def follow(
+        self,
+        global_step: GlobalStep,
+        strategy: Strategy,
+        count_step: Callable[[int, bool], None],
+        divide: Callable[[], None],
+    ) -> None:
         """Follow the root in a global step that has no batch for this worker.
 
-        `count_step` counts a step of an optimizer; it is called with True if the root's optimizer has stepped.
+        `count_step` counts a step of an optimizer; it is called with True if the root's optimizer has stepped. `divide`
+        takes part in the division of the model.
         """
         if not global_step.incomplete:  # no other worker has a batch that this one lacks: another rank has it
             return
@@ -94,6 +101,8 @@ class IdleWorkers:
         while (action := self._receive(global_step)) != END:
             if action == EXCHANGE:
                 strategy.take_part()
+            elif action == DIVIDE:
+                divide()
             elif action == COUNT:
                 count_step(0, False)
             elif (index := stepped(action)) is not None:

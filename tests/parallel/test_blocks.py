@@ -16,6 +16,7 @@ from factors import loss_of, made
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from stage_threads import callbacks
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -334,9 +335,8 @@ def ring(
 ) -> BlockRing:
     """Return one rank of a ring."""
     link: Any = OneRank()
-    callbacks = bytes, print, lambda: None, lambda: None
     return BlockRing(
-        layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, False, *callbacks, 20.0)
+        layout, RankContext(model, Optimizers([optimizer]), loader, every, None, 1, link, False, *callbacks(), 20.0)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stage_threads import in_threads
+from stage_threads import callbacks, in_threads
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
@@ -74,8 +74,7 @@ def test_a_model_whose_first_dimension_is_time_is_refused_at_its_first_call() ->
         torch.manual_seed(0)
         net = Language()
         optimizers = Optimizers([torch.optim.SGD(net.parameters(), lr=0.1)])
-        callbacks = (lambda make: make()), print, lambda: None, lambda: None
-        context = RankContext(net, optimizers, None, None, None, 1, link, False, *callbacks, 20.0)
+        context = RankContext(net, optimizers, None, None, None, 1, link, False, *callbacks(), 20.0)
         PipelineStages(pipeline(2, 4, "head"), context).begin(None)
         net(torch.randint(0, 9, (12, 6)))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_threads import in_threads, split
+from stage_threads import callbacks, in_threads, split
 from staged_net import loss_of, make_net, words
 from torch import Tensor, nn
 
@@ -201,8 +201,9 @@ def test_one_micro_batch_trains_with_batch_normalisation_and_a_loss_in_the_model
 
 
 def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> None:
-    callbacks = bytes, print, lambda: None, lambda: None
-    PipelineStages(pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, False, *callbacks, 20.0))
+    PipelineStages(
+        pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, False, *callbacks(), 20.0)
+    )
 
 
 def test_compiled_models_several_models_and_lbfgs_are_refused() -> None:

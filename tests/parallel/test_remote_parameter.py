@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stage_threads import in_threads, joined, largest_difference, split
+from stage_threads import callbacks, in_threads, joined, largest_difference, split
 from staged_net import loss_of, make_net, words
 from torch import Tensor, nn
 
@@ -19,7 +19,6 @@ from stretto.parallel.stages import PipelineStages
 from stretto.recipe.layout import pipeline
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import is_held
-from stretto.transport.interface import made
 
 
 def averaged(model: nn.Module) -> None:
@@ -114,8 +113,7 @@ def test_a_copy_that_is_made_before_the_first_call_is_a_model_of_its_own() -> No
     def work(link: Link) -> None:
         net = make_net()
         optimizers = Optimizers([torch.optim.SGD(net.parameters(), lr=0.1)])
-        callbacks = made, print, lambda: None, lambda: None
-        context = RankContext(net, optimizers, None, None, None, 1, link, False, *callbacks, 20.0)
+        context = RankContext(net, optimizers, None, None, None, 1, link, False, *callbacks(), 20.0)
         PipelineStages(pipeline(2, 4, "blocks.2"), context).begin(None)
         other = copy.deepcopy(net)
         x = words(0, 8)[0]

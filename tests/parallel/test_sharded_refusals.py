@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_replicas import results
+from stage_threads import callbacks
 from thread_workers import regression, run_workers, small_net
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -35,9 +36,9 @@ def divided(model: nn.Module, optimizer: Callable[..., Optimizer] = SGD, recipe:
     """Return one rank's part of a model, which is refused before any rank is connected."""
     link = Link(in_memory.wires(2, 1.0)[0])
     optimizers = Optimizers([optimizer(model.parameters(), lr=0.1)])
-    callbacks = bytes, print, lambda: None, lambda: None
     return ShardedModel(
-        sharded(2), RankContext(model, optimizers, None, None, parse(recipe), 2, link, False, *callbacks, timeout_s=1.0)
+        sharded(2),
+        RankContext(model, optimizers, None, None, parse(recipe), 2, link, False, *callbacks(), timeout_s=1.0),
     )
 
 
