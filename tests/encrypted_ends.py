@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
+from zmq.utils import z85
 
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.noise import HANDSHAKE_BYTES, Cipher, Handshake
 from stretto.transport.relay_tunnels import RelayAccess
-from tests.relays import shared_relay
+from stretto.transport.secure_connections import MAGIC, PREFACE, sealed
+from tests.relays import received, shared_relay
 
 LIMIT_S = 20.0
 
@@ -51,3 +55,30 @@ def joined(
 
     with ThreadPoolExecutor(len(ports)) as pool:
         return list(pool.map(connect, range(len(ports))))
+
+
+class Sending:
+    """Connection that sends to an endpoint with these keys, as that of a member's rank does."""
+
+    def __init__(self, keys: KeyPair, end: Endpoint, rank: int, generation: int = 1) -> None:
+        self.socket = socket.create_connection((end.host, end.port), LIMIT_S)
+        preface = PREFACE.pack(MAGIC, generation, rank)
+        self._handshake = Handshake(True, z85.decode(keys.secret), z85.decode(end.public), preface)
+        self.socket.sendall(preface + self._handshake.write())
+        self.cipher: Cipher | None = None
+
+    def is_admitted(self) -> bool:
+        """Return True if the receiver replies to the handshake, and False if it closes the connection."""
+        try:
+            reply = received(self.socket, HANDSHAKE_BYTES)
+        except ConnectionError:
+            return False
+        if reply:
+            self._handshake.read(reply)
+            self.cipher, _ = self._handshake.ciphers()
+        return bool(reply)
+
+    def send(self, head: bytes, payload: bytes = b"") -> None:
+        """Send a message, once the receiver has replied."""
+        assert self.cipher is not None
+        self.socket.sendall(sealed(self.cipher, head, payload))

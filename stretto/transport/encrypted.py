@@ -22,24 +22,16 @@ from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
-from stretto.transport.encrypted_sockets import ABORT_MS, LINGER_MS, Endpoint, MemberSockets, Received, ReservedPort
+from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
 from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport, check_peer, nbytes
 from stretto.transport.malloc import keep_freed_memory
+from stretto.transport.noise import AuthenticationError
 from stretto.transport.peer_group import PeerGroup
 from stretto.transport.peer_means import Mean
-from stretto.transport.peer_stream import (
-    ABORT,
-    HELLO,
-    PIECE_BYTES,
-    Head,
-    PairExchange,
-    PeerStream,
-    ended,
-)
+from stretto.transport.peer_stream import HELLO, Head, PairExchange, PeerStream, ended
 from stretto.transport.relay_tunnels import RelayAccess
+from stretto.transport.secure_connections import IncomingMessage, wire_bytes
 
-FRAME_BYTES = 9 + 33
-"""Bytes that ZeroMQ adds to a frame: its flags and length, and those of its encryption."""
 MANY = 16
 """Messages that are received before another thread can submit."""
 ALONE_BYTES = 1 << 20
@@ -64,20 +56,17 @@ class EncryptedTransport(Transport):
     ) -> None:
         super().__init__(rank, len(members))
         keep_freed_memory()
-        self.timeout_s, self._generation = timeout_s, generation
+        self.timeout_s = timeout_s
         self._names = [f"worker {number}" for number, _ in members]
         self._streams = {
-            one: PeerStream(self._names[rank], self._names[one], generation, _room)
+            one: PeerStream(self._names[rank], self._names[one], _room)
             for one in range(len(members)) if one != rank
         }  # fmt: skip
-        ends, largest = [end for _, end in members], PIECE_BYTES + FRAME_BYTES
-        self._sockets = MemberSockets(port, rank, ends, largest, relay, generation)
+        self._sockets = MemberSockets(port, rank, [end for _, end in members], relay, generation)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._error: TransportError | None = None
         self._is_closing = False
-        self._connections: dict[int, int] = {}
-        """Ranks of the members that have connected with this worker, by the descriptor of the connection."""
         self._greeted, self._gone = set[int](), set[int]()
         """Ranks of the members that have connected, and of the members that have ended the generation."""
         self.unreached: list[int] = []
@@ -98,7 +87,8 @@ class EncryptedTransport(Transport):
         began = time.monotonic()
         with self._changed:
             for rank in self._streams if self._error is None else ():
-                self._send(rank, Head(HELLO, self._generation).packed(), None)
+                self._send(rank, Head(HELLO).packed(), None)
+            self._sockets.wake()
             self._changed.wait_for(lambda: self._error or len(self._greeted) == len(self._streams), limit_s)
             missing = [rank for rank in self._streams if rank not in self._greeted]
         if missing:
@@ -194,16 +184,11 @@ class EncryptedTransport(Transport):
                 self._send(rank, head, payload)
 
     def _send(self, rank: int, head: bytes, payload: Any) -> None:
-        frames = [head] if payload is None else [head, payload]
-        self._bytes_sent += sum(map(len, frames)) + FRAME_BYTES * len(frames)
-        if not self._sockets.send(rank, frames):
-            self._lose(rank)
+        self._bytes_sent += wire_bytes(0 if payload is None else len(payload))
+        self._sockets.send(rank, head, b"" if payload is None else payload)
 
     def _end(self, error: TransportError) -> None:
-        """End all exchanges, and notify the other workers."""
-        if self._error is None and not self._is_closing:
-            for rank in self._streams.keys() - self._gone:
-                self._send(rank, Head(ABORT, self._generation).packed(), None)
+        """End all exchanges. The other workers are notified by the end of the connections."""
         self._error = self._error or error
         for stream in self._streams.values():
             stream.end(self._error)
@@ -218,46 +203,42 @@ class EncryptedTransport(Transport):
 
     def _run(self) -> None:
         while self._error is None and not self._is_closing:
-            self._sockets.poll()
-            for address in self._sockets.admit():
-                say_once(f"a connection from {address} was refused, since its key is not that of a member")
             with self._lock:
-                self._receive()
-        self._sockets.close(LINGER_MS if self._error is None else ABORT_MS, self._gone)
+                watch = self._sockets.watch()
+            ready = watch.wait()
+            with self._lock:
+                self._sockets.proceed(ready)
+                self._receive(ready)
+            for address in self._sockets.refused():
+                say_once(f"a connection from {address} was refused, since its key is not that of a member")
+        self._sockets.close(LINGER_S if self._error is None else None, self._gone)
 
-    def _receive(self) -> None:
+    def _receive(self, ready: set[int]) -> None:
         """Take messages that have arrived; all of them before the end of a connection."""
-        lost = self._lost()
-        for message in self._sockets.receive(MANY if not lost else None):
+        for rank, message in self._sockets.receive(ready, MANY):
             self._progress += 1
-            self._bytes_received += sum(map(len, message.frames)) + FRAME_BYTES * len(message.frames)
+            self._bytes_received += wire_bytes(message.length)
             try:
-                self._take(message, lost)
+                self._take(rank, message)
+            except AuthenticationError:
+                self._lose(rank)
             except TransportError as error:
                 self._end(error)
                 return
-        for rank in lost:
+        for rank in self._sockets.ended():
             self._lose(rank)
 
-    def _take(self, message: Received, lost: list[int]) -> None:
-        rank, frames = message.rank, message.frames
-        named = self._names[rank]
-        try:
-            head = Head.unpacked(frames[0])
-        except ValueError:
-            raise TransportError(f"{named} has sent a message that can't be read") from None
-        if head.generation != self._generation:
-            return
+    def _take(self, rank: int, message: IncomingMessage) -> None:
+        head = Head.unpacked(message.head)
         if head.kind == HELLO:
-            lost += self._lost()  # ends of earlier connections with the same descriptor
-            self._connections[message.descriptor] = rank
             self._greet(rank)
-        elif head.kind == ABORT:
-            self._lose(rank)
-        elif rank not in self._greeted or len(frames) > 2:
-            raise TransportError(f"{named} has sent a message that no worker sends")
-        elif self._streams[rank].error is None:
-            self._streams[rank].receive(head, frames[1] if len(frames) > 1 else None)
+        elif rank not in self._greeted:
+            raise TransportError(f"{self._names[rank]} has sent a message that no worker sends")
+        elif (stream := self._streams[rank]).error is None:
+            payload = stream.room(head, message.length) if message.length else None
+            if payload is not None:
+                message.open_into(payload)
+            stream.receive(head, payload)
             self._flush(rank)
 
     def _greet(self, rank: int) -> None:
@@ -265,11 +246,6 @@ class EncryptedTransport(Transport):
         if len(self._greeted) == len(self._streams):
             self._sockets.accept_no_more()
             self._changed.notify_all()
-
-    def _lost(self) -> list[int]:
-        """Return the ranks of the members whose connections have ended since the last call."""
-        found = [self._connections.pop(one, None) for one in self._sockets.ended()]
-        return [rank for rank in found if rank is not None]
 
     def _lose(self, rank: int) -> None:
         self._gone.add(rank)

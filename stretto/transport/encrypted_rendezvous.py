@@ -128,5 +128,5 @@ class EncryptedRendezvous:
         with self._lock:
             port, self._port = self._port, None
         if port is None or port.endpoint != own:
-            raise TransportError(f"the members of a generation know another address of this worker: {own.url}")
+            raise TransportError(f"the members of a generation know another address of this worker: {own}")
         return port

@@ -1,7 +1,7 @@
-"""Sockets of one worker in one generation: encrypted (CURVE), and open to the members of the generation alone.
+"""Sockets of one worker in one generation: encrypted, and open to the members of the generation alone.
 
-Each worker has a listening socket, and a sending socket for each other member. The two connections of two workers carry
-messages in one direction each. A message's sender is the worker whose key the connection has, whatever it claims.
+Each worker has a listening socket, and a sending connection for each other member (`secure_connections.py`). A
+message's sender is the worker whose key the connection has.
 
     port reserved, connections are refused  ->  open to the keys of the members  ->  closed to new connections
 
@@ -12,37 +12,38 @@ process. With a relay (`stretto/relay.py`), connections between two machines pas
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
-import itertools
+import math
+import select
 import socket
-import struct
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-from zmq.utils.z85 import encode
+from zmq.utils import z85
 
 from stretto.errors import TransportError, explain
 from stretto.transport.host_memory import host_name
+from stretto.transport.noise import AuthenticationError, Handshake
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
+from stretto.transport.secure_connections import (
+    RETRY_S,
+    Address,
+    IncomingMessage,
+    ReceivingConnection,
+    SendingConnection,
+)
 
-HANDSHAKE_MS = 2000
-"""Milliseconds after which a connection without the key of a member is closed."""
-RETRY_MS = 5
-"""Milliseconds between two attempts to connect with a member that does not listen yet."""
 BACKLOG = 64
-WAITING = 16
-"""Messages of one member that are received before this worker reads them; then its connection is not read."""
-LINGER_MS = 2000
-"""Milliseconds that the last messages may take to be sent when a worker leaves gracefully."""
-ABORT_MS = 50
-"""Milliseconds that the notice of an abort may take."""
-SO_ATTACH_FILTER, DROP_ALL = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
-"""Option of Linux that filters the packets of a socket, and the filter that drops those of new connections."""
+STRANGERS = 64
+"""Connections beside those of members that may be without a confirmed handshake; a further one closes the oldest."""
+LINGER_S = 2.0
+"""Seconds that the last messages may take to be sent when a worker leaves gracefully, and to arrive from a member that
+accepts none."""
+ABORT_S = 0.05
+"""Seconds that a relay may take to forward the end of connections when a generation is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,6 @@ class Endpoint:
             to_type = "the same options and the same version of Stretto on all hosts"
             raise TransportError(explain(problem, got=repr(text[:100]), expected=expected, to_type=to_type))
         return cls(host, int(port), public.encode(), machine)
-
-    @property
-    def url(self) -> str:
-        """Address for ZeroMQ."""
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +112,11 @@ def machine_name() -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Message of the member of a rank."""
-
-    rank: int
-    frames: Sequence[Any]
-    descriptor: int
-    """Connection that the message came by."""
-
-
 class MemberSockets:
     """Sockets of the worker of rank `rank` among the members' endpoints.
 
-    `receive`, `ended`, `admit` and `poll` are calls of one thread. `send` may be called by others, one at a time. With
-    a `relay`, connections with other machines pass through it; they are those of this generation.
+    `poll` is a call of one thread, `wake` may be called by any, and all others by one at a time. With a `relay`,
+    connections with other machines pass through it; they are those of this generation.
     """
 
     def __init__(
@@ -138,128 +124,195 @@ class MemberSockets:
         port: ReservedPort,
         rank: int,
         members: Sequence[Endpoint],
-        largest: int,
         relay: RelayAccess | None = None,
         generation: int = 0,
     ) -> None:
-        self._ranks = {one.public: other for other, one in enumerate(members) if other != rank}
-        self._own, self._relay = port.endpoint, relay
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._admission = self._context.socket(zmq.REP)
-        self._admission.bind("inproc://zeromq.zap.01")  # before the port is open: without it all keys are admitted
-        self._listener, self._guarded = self._listen(port, largest)
+        self._own, self._secret, self._relay, self._generation = port.endpoint, port.keys.secret, relay, generation
+        self._members = {one: end.public for one, end in enumerate(members) if one != rank}
+        self._listener: socket.socket | None = port.socket
+        port.socket.setblocking(False)
+        port.socket.listen(BACKLOG)
         self._tunnels = None
         if relay is not None and (relayed := [end.public for end in members if self._is_relayed(end)]):
             self._tunnels = RelayTunnels(relay, port.endpoint, generation, relayed)
-        self._senders = {one: self._connect(port.keys, end) for one, end in enumerate(members) if one != rank}
+        self._senders = {
+            one: SendingConnection(self._address(members[one]), generation, rank, functools.partial(self._call, one))
+            for one in self._members
+        }
+        self._arriving = list[ReceivingConnection]()
+        """Connections that have sent no message yet."""
+        self._receivers = dict[int, ReceivingConnection]()
+        self._ended, self._refused = list[int](), list[str]()
+        self._accepting_from = 0.0
+        """Time before which no connection is accepted, since this process had no descriptor for the last one."""
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._wake_sender.setblocking(False)
-        self._poller = zmq.Poller()
-        for one in (self._listener, self._admission, self._monitor, self._wake_receiver):
-            self._poller.register(one, zmq.POLLIN)
 
-    def _listen(self, port: ReservedPort, largest: int) -> tuple[Any, socket.socket]:
-        made = self._socket(zmq.PULL, port.keys)
-        made.curve_server = True
-        made.rcvhwm, made.maxmsgsize = WAITING, largest
-        self._monitor = made.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        guarded = port.socket.dup()
-        port.socket.listen(BACKLOG)
-        made.setsockopt(zmq.USE_FD, port.socket.detach())
-        made.bind(port.endpoint.url)
-        return made, guarded
-
-    def _connect(self, keys: KeyPair, end: Endpoint) -> Any:
-        made = self._socket(zmq.PUSH, keys)
-        made.curve_serverkey = end.public
-        made.sndhwm, made.reconnect_ivl = 0, RETRY_MS
+    def _address(self, end: Endpoint) -> Address:
         if self._is_relayed(end):
             assert self._tunnels is not None
-            made.handshake_ivl = 0  # the relay waits for the other end
-            made.connect(self._tunnels.url(end.public))
-        else:
-            made.connect(end.url)
-        return made
+            return socket.AF_UNIX, self._tunnels.name(end.public)
+        family, *_, address = socket.getaddrinfo(end.host, end.port, type=socket.SOCK_STREAM)[0]
+        return family, address
 
     def _is_relayed(self, other: Endpoint) -> bool:
         own = self._own
         return self._relay is not None and other != own and (not own.machine or own.machine != other.machine)
 
-    def _socket(self, kind: int, keys: KeyPair) -> Any:
-        made = self._context.socket(kind)
-        made.ipv6 = True
-        made.handshake_ivl = HANDSHAKE_MS
-        made.curve_publickey, made.curve_secretkey = keys.public, keys.secret
-        return made
+    def _call(self, rank: int, preface: bytes) -> Handshake:
+        return Handshake(True, z85.decode(self._secret), z85.decode(self._members[rank]), preface)
 
-    def send(self, rank: int, frames: Sequence[Any]) -> bool:
-        """Send a message, whose bytes are copied. Return False if the member has refused the connection."""
-        try:
-            self._senders[rank].send_multipart(frames, zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
+    def _answer(self, rank: int, preface: bytes) -> Handshake | None:
+        public = self._members.get(rank)
+        return None if public is None else Handshake(False, z85.decode(self._secret), z85.decode(public), preface)
 
-    def poll(self) -> None:
-        """Wait until a call of `receive`, `admit` or `ended` may have a result, or until `wake`."""
-        if self._wake_receiver in dict(self._poller.poll()):
-            with contextlib.suppress(BlockingIOError):
-                self._wake_receiver.recv(1 << 10, socket.MSG_DONTWAIT)
+    def send(self, rank: int, head: bytes, payload: Any) -> None:
+        """Send a message, whose bytes are copied."""
+        if self._senders[rank].send(head, payload):
+            self.wake()
+
+    def watch(self) -> Watch:
+        """Return a wait for the next events of the sockets."""
+        now, found = time.monotonic(), Watch(self._wake_receiver)
+        if self._listener is not None:
+            found.add(self._listener if self._accepting_from <= now else None, until=self._accepting_from)
+        for sender in self._senders.values():
+            if sender.lost_at is None:
+                found.add(sender.socket, sender.events, sender.due)
+        for one in self._arriving:
+            found.add(one.socket)
+            found.add(None, until=one.until)
+        for rank, one in self._receivers.items():
+            found.add(one.socket)
+            if (lost_at := self._senders[rank].lost_at) is not None:
+                found.add(None, until=lost_at + LINGER_S)
+        return found
 
     def wake(self) -> None:
-        """End a `poll`. Callable from any thread."""
+        """End a wait. Callable from any thread."""
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"!")
 
-    def receive(self, most: int | None) -> Iterator[Received]:
-        """Yield the messages that have arrived, or the first of them."""
-        for _ in itertools.count() if most is None else range(most):
+    def proceed(self, ready: Collection[int]) -> None:
+        """Accept connections, connect with members, and send what is left."""
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._accept(self._listener)
+        now = time.monotonic()
+        for sender in self._senders.values():
+            is_ready = sender.due <= now if sender.socket is None else sender.socket.fileno() in ready
+            if is_ready and sender.lost_at is None:
+                sender.proceed()
+
+    def receive(self, ready: Collection[int], most: int) -> Iterator[tuple[int, IncomingMessage]]:
+        """Yield ranks and the first of their messages that have arrived. Note the connections that have ended."""
+        for one in [one for one in (*self._arriving, *self._receivers.values()) if one.socket.fileno() in ready]:
             try:
-                frames = self._listener.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            rank, descriptor = int(frames[0].get("User-Id")), int(frames[0].get(zmq.SRCFD))
-            yield Received(rank, [frame.buffer for frame in frames], descriptor)
+                for message in one.messages():
+                    if not self._is_confirmed(one):
+                        break
+                    assert one.rank is not None
+                    yield one.rank, message
+                    most -= 1
+                    if not most:
+                        return
+            except (OSError, AuthenticationError) as error:
+                self._end(one, isinstance(error, AuthenticationError))
+        self._end_late_ones()
 
     def ended(self) -> list[int]:
-        """Return the connections of others to this worker that have ended."""
-        found = []
-        while self._monitor.poll(0):
-            found.append(int(recv_monitor_message(self._monitor)["value"]))
+        """Return the ranks of members whose connections have ended since the last call, after all their messages."""
+        found, self._ended = self._ended, []
         return found
 
-    def admit(self) -> list[str]:
-        """Admit the connections whose keys are those of members. Return the addresses of refused ones."""
-        refused = []
-        while self._admission.poll(0):
-            version, request, _, address, _, mechanism, *credentials = self._admission.recv_multipart()
-            key = encode(credentials[0]) if mechanism == b"CURVE" and len(credentials[0]) == 32 else b""
-            rank = self._ranks.get(key)
-            if rank is None:
-                refused.append(address.decode(errors="replace"))
-            verdict = (b"400", b"not a member", b"") if rank is None else (b"200", b"OK", b"%d" % rank)
-            self._admission.send_multipart([version, request, *verdict, b""])
-        return refused
+    def refused(self) -> list[str]:
+        """Return the addresses of connections without a member's key since the last call."""
+        found, self._refused = self._refused, []
+        return found
 
     def accept_no_more(self) -> None:
-        """Drop the packets of further connections, so that no number of them uses up this process's descriptors.
+        """Refuse further connections, and close those of strangers."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for one in self._arriving:
+            one.close()
+        self._arriving.clear()
 
-        Only Linux can do so; elsewhere a connection without a key is closed after `HANDSHAKE_MS`.
+    def close(self, linger_s: float | None, without: Collection[int] = ()) -> None:
+        """Close all connections once the messages are sent, or after this time; without a time, abort them.
+
+        Nothing more is sent to the members `without`.
         """
-        instructions = ctypes.create_string_buffer(DROP_ALL)
-        program = struct.pack("HP", 1, ctypes.addressof(instructions))
-        with contextlib.suppress(OSError):
-            self._guarded.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-
-    def close(self, linger_ms: int, without: Collection[int] = ()) -> None:
-        """Close all sockets once the messages are sent, or after this time. Nothing more is sent to some members."""
+        self.accept_no_more()
+        limit = None if linger_s is None else time.monotonic() + linger_s
         for rank, sender in self._senders.items():
-            sender.close(0 if rank in without else linger_ms)
-        self._listener.disable_monitor()
-        for one in (self._monitor, self._listener, self._admission):
-            one.close(0)
-        for other in (self._guarded, self._wake_sender, self._wake_receiver):
+            sender.close(None if rank in without else limit)
+        for receiver in self._receivers.values():
+            receiver.close()
+        for other in (self._wake_sender, self._wake_receiver):
             other.close()
-        self._context.term()
         if self._tunnels is not None:
-            self._tunnels.close(linger_ms)
+            self._tunnels.close(ABORT_S if linger_s is None else linger_s)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            for _ in range(BACKLOG):
+                accepted, address = listener.accept()
+                one = ReceivingConnection(accepted, str(address[0]), self._generation, self._answer)
+                self._arriving.append(one)
+                if len(self._arriving) > STRANGERS + len(self._members):
+                    self._end(min(self._arriving, key=lambda one: (one.rank is not None, one.until)))
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._accepting_from = time.monotonic() + RETRY_S
+
+    def _is_confirmed(self, one: ReceivingConnection) -> bool:
+        """Return True if the connection is that of its member, which its first message shows."""
+        assert one.rank is not None
+        if one in self._arriving:
+            self._arriving.remove(one)
+            if self._receivers.setdefault(one.rank, one) is not one:
+                one.close()
+        return self._receivers.get(one.rank) is one
+
+    def _end(self, one: ReceivingConnection, is_refused: bool = False) -> None:
+        one.close()
+        if one in self._arriving:
+            self._arriving.remove(one)
+            self._refused += [one.address] if is_refused else []
+        elif one.rank is not None:
+            self._receivers.pop(one.rank, None)
+            self._ended.append(one.rank)
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for one in [one for one in self._arriving if one.until <= now]:
+            self._end(one)
+        for rank, one in [*self._receivers.items()]:
+            lost_at = self._senders[rank].lost_at
+            if lost_at is not None and lost_at + LINGER_S <= now:
+                self._end(one)
+
+
+class Watch:
+    """Sockets, and times, for one of which to wait. Bytes that arrive at `wake` are read."""
+
+    def __init__(self, wake: socket.socket) -> None:
+        self._wake, self._poller, self._until = wake, select.poll(), math.inf
+        self.add(wake)
+
+    def add(self, one: socket.socket | None, events: int = select.POLLIN, until: float = 0.0) -> None:
+        """Add events of a socket, or, without a socket, a time."""
+        if one is None:
+            self._until = min(self._until, until)
+        else:
+            self._poller.register(one, events)
+
+    def wait(self) -> set[int]:
+        """Return the descriptors of the sockets with events."""
+        left_ms = 1000 * (self._until - time.monotonic())
+        found = {one for one, _ in self._poller.poll(None if math.isinf(left_ms) else max(0, math.ceil(left_ms)))}
+        if self._wake.fileno() in found:
+            self._wake.recv(1 << 10)
+        return found

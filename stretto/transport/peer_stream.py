@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +27,8 @@ from stretto.collective_ops import Exchange
 from stretto.errors import BrokenTransportError, TransportError, explain
 from stretto.transport.interface import nbytes
 
-PIECE_BYTES = 1 << 18
-WINDOW_BYTES = 4 * PIECE_BYTES
+PIECE_BYTES = 1 << 20
+WINDOW_BYTES = 8 * PIECE_BYTES
 SMALL_BYTES = 1 << 16
 """Largest tensor in bytes that a post carries itself."""
 EAGER_BYTES = 1 << 20
@@ -42,9 +43,9 @@ DTYPES = (
 )  # fmt: skip
 """Dtypes of tensors, by their codes in messages."""
 
-HELLO, POST, PIECE, RECEIVED, ABORT = range(5)
-"""Kinds of messages. Received carries a number of received bytes only; Abort ends the generation."""
-_HEAD = struct.Struct("<BBHIQQQ")
+HELLO, POST, PIECE, RECEIVED = range(4)
+"""Kinds of messages. Hello is the first one of a connection; Received carries a number of received bytes only."""
+_HEAD = struct.Struct("<BBHQQQ")
 HEAD_BYTES = _HEAD.size
 
 Payload: TypeAlias = Any
@@ -57,7 +58,6 @@ class Head(NamedTuple):
     """First frame of a message. `size` is the numbers in a Post's tensor, and the first byte of a Piece in its own."""
 
     kind: int
-    generation: int
     received: int = 0
     channel: int = 0
     number: int = 0
@@ -67,19 +67,19 @@ class Head(NamedTuple):
     def packed(self) -> bytes:
         """Return the bytes of the frame.
 
-        >>> Head.unpacked(Head(PIECE, 7, received=5, channel=1, number=2, size=9).packed()).size
+        >>> Head.unpacked(Head(PIECE, received=5, channel=1, number=2, size=9).packed()).size
         9
         """
-        return _HEAD.pack(self.kind, self.dtype, self.channel, self.generation, self.received, self.number, self.size)
+        return _HEAD.pack(self.kind, self.dtype, self.channel, self.received, self.number, self.size)
 
     @classmethod
     def unpacked(cls, frame: Payload) -> Head:
         """Return the head in a frame. Raise ValueError if it is none."""
         try:
-            kind, dtype, channel, generation, received, number, size = _HEAD.unpack(frame)
+            kind, dtype, channel, received, number, size = _HEAD.unpack(frame)
         except struct.error as error:
             raise ValueError(str(error)) from None
-        return cls(kind, generation, received, channel, number, dtype, size)
+        return cls(kind, received, channel, number, dtype, size)
 
 
 class PairExchange:
@@ -96,7 +96,8 @@ class PairExchange:
         self.sent = 0
         """Bytes of this worker's tensor that were sent."""
         self._target: Tensor | None = None
-        self._bytes: Tensor | None = None
+        self._bytes = self._room = memoryview(b"")
+        """Memory of the target, and the part of it that `room` has returned last."""
         self._missing = self._size = 0
 
     @property
@@ -128,27 +129,35 @@ class PairExchange:
             expected, to_type = f"at most {free} bytes, half of the free memory", "a smaller model, or more memory"
             raise TransportError(explain(problem, got=got, expected=expected, to_type=to_type))
 
+    def room(self, start: int, length: int) -> memoryview | None:
+        """Return the memory for the next bytes of the peer's tensor; None if they are not the next, or too many."""
+        if start != self._size - self._missing or length > self._missing:
+            return None
+        if self._into is None and length == self._size:
+            return _new_bytes(length)
+        return self._place(start, length)
+
     def receive(self, start: int, payload: Payload) -> bool:
         """Take the next bytes of the peer's tensor; return False if they are not. All of it at once is not copied."""
         length = len(payload)
         if start != self._size - self._missing or length > self._missing:
             return False
-        dtype = self.tensor.dtype
         if self._into is None and length == self._size:
-            self._target = _as_tensor(payload, dtype)
-        else:
-            if self._target is None:
-                into = (
-                    self._into
-                    if self._into is not None
-                    else torch.empty(self._size // dtype.itemsize, dtype=dtype, device="cpu")
-                )
-                self._target, self._bytes = into, into.view(-1).view(torch.uint8)
-            if length:
-                assert self._bytes is not None
-                self._bytes[start : start + length] = torch.frombuffer(payload, dtype=torch.uint8)
+            self._target = _as_tensor(payload, self.tensor.dtype)
+        elif payload is not self._room:
+            self._place(start, length)[:] = payload
         self._missing -= length
         return True
+
+    def _place(self, start: int, length: int) -> memoryview:
+        """Return the place of some bytes in the tensor that is received."""
+        if self._target is None:
+            dtype = self.tensor.dtype
+            numbers = self._size // dtype.itemsize
+            self._target = self._into if self._into is not None else torch.empty(numbers, dtype=dtype, device="cpu")
+            self._bytes = self._target.view(-1).view(torch.uint8).numpy().data
+        self._room = self._bytes[start : start + length]
+        return self._room
 
     def end_if_complete(self) -> bool:
         """Set the result once all bytes of both tensors are sent and received; return True then."""
@@ -173,8 +182,8 @@ class _Post(NamedTuple):
 class PeerStream:
     """Exchanges with one peer, which is `named` in errors. `room` returns the bytes that a large tensor may have."""
 
-    def __init__(self, worker: str, named: str, generation: int, room: Callable[[], int]) -> None:
-        self._named, self._pair, self._generation, self._room = named, f"{worker} and {named}", generation, room
+    def __init__(self, worker: str, named: str, room: Callable[[], int]) -> None:
+        self._named, self._pair, self._room = named, f"{worker} and {named}", room
         self._begun, self._posted = Counter[int](), Counter[int]()
         """Numbers of the exchanges that this worker has submitted, and that the peer has posted, by channel."""
         self._open: dict[Key, PairExchange] = {}
@@ -205,6 +214,14 @@ class PeerStream:
             self._begin(exchange, post)
         return exchange
 
+    def room(self, head: Head, length: int) -> memoryview:
+        """Return memory for the payload of a message, which `receive` then takes; that of its tensor, if it has one."""
+        if not 0 < length <= PIECE_BYTES:
+            raise self._dishonest(f"{length} bytes for exchange {head.number} of channel {head.channel}")
+        exchange = self._open.get((head.channel, head.number)) if head.kind == PIECE else None
+        found = exchange.room(head.size, length) if exchange is not None else None
+        return _new_bytes(length) if found is None else found
+
     def receive(self, head: Head, payload: Payload | None) -> None:
         """Take a message of the peer. Raise TransportError if it can't be one of an honest worker."""
         self._acknowledge(head.received)
@@ -223,7 +240,7 @@ class PeerStream:
         while self._cleared and self._sent - self._acknowledged < WINDOW_BYTES:
             yield self._next_piece(self._cleared[0])
         if self._received - self._reported >= WINDOW_BYTES // 2:
-            yield self._stamped(Head(RECEIVED, self._generation)), None
+            yield self._stamped(Head(RECEIVED)), None
 
     def end(self, error: TransportError) -> None:
         """End all exchanges with an error, now and later. Nothing more is sent."""
@@ -243,14 +260,14 @@ class PeerStream:
         if is_eager and not is_posted:
             self._eager[exchange.key] = size
         dtype = DTYPES.index(exchange.tensor.dtype)
-        head = Head(POST, self._generation, 0, *exchange.key, dtype, exchange.tensor.numel())
+        head = Head(POST, 0, *exchange.key, dtype, exchange.tensor.numel())
         payload = exchange.payload(0, size) if is_eager and size else None
         exchange.sent = size if is_eager else 0
         self._heads.append((head, payload))
 
     def _next_piece(self, exchange: PairExchange) -> tuple[bytes, Payload | None]:
         start, stop = exchange.sent, min(exchange.sent + PIECE_BYTES, exchange.nbytes)
-        head = self._stamped(Head(PIECE, self._generation, 0, *exchange.key, 0, start))
+        head = self._stamped(Head(PIECE, 0, *exchange.key, 0, start))
         exchange.sent, self._sent = stop, self._sent + stop - start
         payload = exchange.payload(start, stop)
         if stop == exchange.nbytes:
@@ -326,6 +343,10 @@ class PeerStream:
 def ended(named: str) -> BrokenTransportError:
     """Return the error of exchanges with a worker whose connection has ended."""
     return BrokenTransportError(f"{named} has failed, or has left the generation")
+
+
+def _new_bytes(count: int) -> memoryview:
+    return np.empty(count, np.uint8).data
 
 
 def _as_tensor(payload: Payload, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
 """A worker's connections with the relay: between its sockets and the other machine's, in a thread.
 
-ZeroMQ connects with addresses, and can't ask a relay for a stream. So for each member on another machine a sending
-socket connects with this thread, and this thread with the listening socket:
+The transport's sockets know nothing of relays. For each member on another machine a sending socket connects with this
+thread, and this thread with the listening socket:
 
-    PUSH -- local socket --> thread == relay == thread of the other worker -- its port --> PULL
+    sender -- local socket --> thread == relay == thread of the other worker -- its port --> receiver
 
 Local sockets have names without a file, and accept this process alone (Linux).
 """
@@ -54,13 +54,13 @@ class RelayTunnels:
         self._thread = threading.Thread(target=self._run, name="relay tunnels", daemon=True)
         self._thread.start()
 
-    def url(self, public: bytes) -> str:
+    def name(self, public: bytes) -> bytes:
         """Return the address at which a sending socket of this process reaches a member."""
-        return f"ipc://@{self._listeners[public].getsockname()[1:].decode()}"
+        return bytes(self._listeners[public].getsockname())
 
-    def close(self, limit_ms: int) -> None:
+    def close(self, limit_s: float) -> None:
         """Close all connections, once closed sockets' messages have been sent or after this time."""
-        self._limit_s = limit_ms / 1000
+        self._limit_s = limit_s
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 

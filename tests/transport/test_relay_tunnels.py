@@ -45,20 +45,20 @@ def listening(port: int = 0) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def tunnels(relay: socket.socket, own: socket.socket, limit_ms: int = 0) -> Iterator[RelayTunnels]:
+def tunnels(relay: socket.socket, own: socket.socket, limit_s: float = 0.0) -> Iterator[RelayTunnels]:
     """Yield the tunnels of a worker with one peer."""
     end = Endpoint("127.0.0.1", own.getsockname()[1], new_keys().public)
     made = RelayTunnels(RelayAccess(f"127.0.0.1:{relay.getsockname()[1]}", SECRET), end, 1, [PEER])
     try:
         yield made
     finally:
-        made.close(limit_ms)
+        made.close(limit_s)
 
 
 def sending(made: RelayTunnels) -> socket.socket:
     """Return a connection of this process, as of its sending socket."""
     found = socket.socket(socket.AF_UNIX)
-    found.connect("\0" + made.url(PEER).removeprefix("ipc://@"))
+    found.connect(made.name(PEER))
     return found
 
 
@@ -75,7 +75,7 @@ def accepted(relay: socket.socket, end: bytes) -> socket.socket:
 @pytest.mark.plain_processes
 def test_another_process_cannot_use_the_connection_of_a_worker() -> None:
     with listening() as relay, listening() as own, tunnels(relay, own) as made:
-        name = made.url(PEER).removeprefix("ipc://@")
+        name = made.name(PEER)[1:].decode()
         found = subprocess.run([sys.executable, "-c", CONNECT, name], capture_output=True, timeout=60, text=True)
         assert found.stdout == "b''\n", found.stderr
 
@@ -108,7 +108,7 @@ def test_what_a_worker_has_sent_passes_before_its_tunnels_close() -> None:
         assert sent < 64 << 20, "more than the buffers of the kernel hold"
         local.close()
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        closing = pool.submit(made.close, int(1000 * LIMIT_S))
+        closing = pool.submit(made.close, LIMIT_S)
         assert received(waiting, 1) == b"", "it closes"
         assert len(received(one, sent + 1)) == sent
         one.close()
@@ -118,7 +118,7 @@ def test_what_a_worker_has_sent_passes_before_its_tunnels_close() -> None:
 def test_ends_that_wait_for_another_worker_do_not_delay_the_end() -> None:
     with listening() as relay, listening() as own:
         began = time.monotonic()
-        with tunnels(relay, own, limit_ms=60_000) as made, sending(made), accepted(relay, b"s"):
+        with tunnels(relay, own, limit_s=60) as made, sending(made), accepted(relay, b"s"):
             pass
         assert time.monotonic() - began < 30
 
