@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,14 @@ from stretto.checkpoint.storage import State
 
 NAMED = ("model/", "more/", "optimizer/", "buffer/", "random/")
 """Beginnings of the names of tensors that do not depend on the layout. All others are states of exchanges."""
+EXCHANGES = {
+    "codec": "states of the codec",
+    "outer": "momentum of the outer optimizer",
+    "own": "each worker's own parameters",
+    "residual": "residuals",
+    "server": "momentum at the server",
+}
+"""Kinds of tensors that depend on the layout, in words."""
 NONE: list[Any] = ["list", []]
 
 
@@ -24,6 +32,17 @@ def joined(states: Sequence[State]) -> State:
     facts = first.facts | {"stages": None, "strategy": _strategy(strategies)}
     own = {worker: _own(worker, states) for worker in first.own}
     return State(facts, _named(state.tensors for state in states), own)
+
+
+def without_exchanges(state: State) -> tuple[State, list[str]]:
+    """Return a checkpoint's state without those of exchanges, for ranks of another layout, and what it had of them."""
+    tensors = [state.tensors, *(tensors for _, tensors in state.own.values())]
+    return joined([state]), in_words(name for each in tensors for name in each if not name.startswith(NAMED))
+
+
+def in_words(names: Iterable[str]) -> list[str]:
+    """Return the kinds of tensors of these names, in words."""
+    return [EXCHANGES.get(kind, kind) for kind in sorted({name.partition("/")[0] for name in names})]
 
 
 def _named(each: Any) -> dict[str, Tensor]:

@@ -59,6 +59,8 @@ class RankParts(Arrangement):
 
     rank = 0
     """Rank of this process in its worker."""
+    keeps_exchanges = True
+    """True if states of exchanges, in a checkpoint, fit the parts of the model that this process exchanges."""
 
     def begin(self, facts: Any) -> None:
         """Divide the model as other workers have (`facts`), or else when the script first needs it."""

@@ -47,6 +47,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 class ShardedModel(RankParts):
     """One rank's part of a sharded model. The model is divided when the section begins."""
 
+    keeps_exchanges = False
+
     def __init__(self, layout: sharded, context: RankContext) -> None:
         self._context, self._link = context, context.link
         self._model, self._optimizers = context.model, context.optimizers

@@ -46,6 +46,8 @@ class Chosen(msgspec.Struct, frozen=True):
 class PipelineStages(RankParts):
     """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model."""
 
+    keeps_exchanges = False
+
     def __init__(self, layout: pipeline, context: RankContext) -> None:
         self._layout, self._context, self._link = layout, context, context.link
         self._model, self._optimizers = context.model, context.optimizers

@@ -14,6 +14,7 @@ from typing import Any
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import State
+from stretto.checkpoint.whole_state import in_words
 from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
@@ -116,7 +117,7 @@ class CheckpointManager:
         if trainer.rank_parts.rank:
             return b"joined"
         if self._writer is None and (lacking := own_state.tensors.keys() - state.tensors.keys()):
-            kinds = sorted({name.partition("/")[0] for name in lacking})
+            kinds = in_words(lacking)
             trainer.events.notice(f"checkpoints of a shared model leave out {', '.join(kinds)}, which begin again")
         kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
+from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
@@ -76,7 +77,15 @@ class ElasticAgent:
     def _take(self, state: State) -> None:
         if not state.facts:
             return
-        trainer, facts = self._trainer, state.facts
+        trainer = self._trainer
+        if not trainer.rank_parts.keeps_exchanges and not trainer.transport.arrives:
+            state, left_out = without_exchanges(state)
+            if left_out:
+                trainer.events.notice(
+                    f"the checkpoint's {', '.join(left_out)} belong to whole models, and begin again: the processes of "
+                    "a worker hold parts of the model"
+                )
+        facts = state.facts
         self._taken = state = trainer.rank_parts.part_of(state)
         own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer

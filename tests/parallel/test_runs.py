@@ -154,3 +154,26 @@ loader = stretto.distribute("""
         laid = [line.split() for line in log.read_text().splitlines() if line.startswith("laid")]
         assert laid
         assert all(int(length) < 0.8 * int(whole) for _, length, _, whole in laid)
+
+
+MOMENTUM_AT_A_SERVER = (
+    "Recipe(what=updates(), when=on_arrival(collect=2, bound=0), whom=server(2), then=outer(0.5, 0.6))"
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "left_out"),
+    [
+        (MOMENTUM_AT_A_SERVER, "pipeline(2)", "momentum at the server"),
+        ("diloco(every=2)", "sharded(2)", "momentum of the outer optimizer"),
+        ("allreduce(how=error_feedback(top_k(0.1)))", "sharded(2)", "states of the codec, residuals"),
+    ],
+)
+def test_a_checkpoint_of_whole_workers_says_what_another_layout_begins_again(
+    tmp_path: Path, recipe: str, layout: str, left_out: str
+) -> None:
+    run(tmp_path, "whole", "-n", "2", "--recipe", recipe, "--checkpoint-every", "2 rounds", script=("1",))
+    resumed = run(tmp_path, "on", "-n", "4", "--layout", layout, "--recipe", recipe, "--resume", "whole")
+    warnings = [event["text"] for event in read_events(resumed / "events.jsonl") if event["event"] == "warning"]
+    assert sum(f"the checkpoint's {left_out} belong to whole models" in text for text in warnings) == 1, warnings
+    assert counts(resumed)[-1] == {"once": 60, "twice": 0, "never": 0, "dropped": 0}
