@@ -445,8 +445,8 @@ class ParameterServerClient(Transport):
         self._dispatcher.send(*self._order_to_store())
 
     def store_facts(self, facts: bytes) -> None:
-        """Send the dispatcher the division of the model among ranks, for joining workers."""
-        self._dispatcher.send(m.StoreFacts(facts))
+        """Send the dispatcher the division of the model among ranks, for joining workers; wait until it is stored."""
+        self._dispatcher.wait(self._dispatcher.send(m.StoreFacts(facts)))
 
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks of this worker pass True; they call this together."""

@@ -145,7 +145,7 @@ class DispatcherHandler:
             return []
         if isinstance(body, m.StoreFacts):
             self._facts = body.facts
-            return []
+            return [OutgoingMessage(worker, request_id, m.Result())]
         if isinstance(body, m.Group):
             self._collectives.group(body.generation, body.members)
             return []

@@ -498,7 +498,7 @@ Reply: TypeAlias = (
     | Refused
     | RunOver
 )
-WITHOUT_REPLY = (Settle, Leave, LeaveBarrier, StoreOrder, StoreFacts, Group)
+WITHOUT_REPLY = (Settle, Leave, LeaveBarrier, StoreOrder, Group)
 """Messages without a reply."""
 Body: TypeAlias = Request | Reply
 

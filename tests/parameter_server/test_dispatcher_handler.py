@@ -167,3 +167,10 @@ def test_a_snapshot_that_a_shard_cannot_store_does_not_count() -> None:
     assert kept.body == m.SnapshotList([1], 0, 0)
     (begun,) = replies_to(handler, 0, 4, m.Rollback(0, 0, [1], [0], 0, newest_snapshot=1))
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1
+
+
+def test_the_division_of_a_model_is_replied_to_so_that_it_is_sent_again() -> None:
+    run = Run(meet=None)
+    assert isinstance(run.says(0, m.StoreFacts(b"stages"))[0], m.Result)
+    run.handler.remove(1)
+    assert run.joins(1).facts == b"stages"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -42,6 +43,7 @@ from stretto.membership.messages import (
 )
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
+from stretto.parameter_server.rpc_channel import connect_client
 from stretto.security import HEAD, RunKeys, WorkerKeys, role_of, use_keys
 
 LIMIT_S = 20.0
@@ -496,6 +498,29 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         for one in crew:
             one.close()
         pool.shutdown()
+        place.close()
+
+
+@pytest.mark.long
+@pytest.mark.plain_processes
+def test_the_division_of_a_model_survives_a_dispatcher_that_is_killed_before_it_reads_it(tmp_path: Path) -> None:
+    place = CoordinatorProcess(tmp_path, 1, KEYS, has_dispatcher=True)
+    log = tmp_path / "dispatcher.wal"
+    address = "tcp://{}:{}".format(*place.dispatcher.getsockname())
+    keys = KEYS.client(b"worker 0")
+    try:
+        client = connect_client(0, 1, [address], keys, START_S, failure_timeout_s=START_S)
+        with contextlib.closing(client), ThreadPoolExecutor(1) as pool:
+            client.all_gather_bytes(b"here")
+            place.process.send_signal(signal.SIGSTOP)
+            stored = pool.submit(client.store_facts, b"stages from blocks.1")
+            with contextlib.suppress(TimeoutError):
+                stored.result(0.2)
+            place.kill()
+            place.start()
+            stored.result(START_S)
+            assert any(b"stages from blocks.1" in record for record in read(log))
+    finally:
         place.close()
 
 
