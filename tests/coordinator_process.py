@@ -14,7 +14,7 @@ from stretto.process_config import CoordinatorConfig
 from stretto.run_config import RunConfig
 from stretto.security import RunKeys
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 START_S = 60.0
 """Seconds within which a process imports torch on a busy machine."""
 

@@ -17,7 +17,7 @@ from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.secure_connections import MAGIC, PREFACE, sealed
 from tests.relays import received, shared_relay
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def view(addresses: Sequence[str], generation: int = 1) -> GenerationView:

@@ -22,7 +22,7 @@ RECIPES = (
 )
 """Recipes under which replicas of several ranks train as whole workers do."""
 SCRIPT = """
-import os, sys, torch, stretto
+import os, pathlib, sys, time, torch, stretto
 from staged_net import loss_of, make_net, words
 from stretto.process_config import worker_config
 config = worker_config()
@@ -42,6 +42,8 @@ for epoch in range(int(sys.argv[1])):
         step += 1
         dies = sys.argv[2:] and sys.argv[2:4] == [str(config.worker), str(config.rank)]
         dies = dies and config.incarnation == 0 and step == int(sys.argv[4])
+        while dies and "saved" in sys.argv and not [*pathlib.Path(config.run).glob("checkpoints/round-*/manifest*")]:
+            time.sleep(0.02)  # a checkpoint is written in the background
         if dies and sys.argv[5] == "before":
             os.kill(os.getpid(), 9)
         optimizer.zero_grad()

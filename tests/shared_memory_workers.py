@@ -32,7 +32,7 @@ from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.shared_memory import HostsTransport, SharedMemoryTransport, over_shared_memory
 
 offer_memory = shared_memory.offer_memory
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 TWO_HOSTS = (0, 0, 1, 1)
 PIECE = 65_536
 """Numbers of float32 in a piece of the kernel."""

@@ -21,7 +21,7 @@ from stretto.transport import in_memory
 from stretto.transport.single_worker import SingleWorkerTransport
 
 Found = TypeVar("Found")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def callbacks() -> tuple[Callable[..., Any], ...]:

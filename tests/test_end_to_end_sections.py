@@ -17,7 +17,7 @@ from traitlets.config import Config
 from stretto.events import read_events
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-LIMIT_S = 120
+LIMIT_S = 240
 FOLDS = """
 import os, pathlib, sys, time
 import torch

@@ -41,23 +41,38 @@ def test_run_killed_in_the_middle_of_an_epoch_is_resumed(tmp_path: Path) -> None
     saves = ["-n", "3", "--checkpoint-every", "500ms", "--out", str(tmp_path / "one")]
     run = subprocess.Popen([*command, *saves, *slow], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     try:
-        limit = time.monotonic() + 90
-        while not (found := unfinished_epoch(tmp_path / "one" / "checkpoints")):
+        limit, folder = time.monotonic() + 120, tmp_path / "one" / "checkpoints"
+        while not (found := stopped_within_an_epoch(folder, psutil.Process(run.pid))):
             assert run.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.02)
     finally:
-        processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+        processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
         for process in processes:
             process.kill()
         run.wait()
-        psutil.wait_procs(processes, 10)
+        psutil.wait_procs(processes, 60)
     again = [*command, "-n", "2", "--resume", str(tmp_path / "one"), "--out", str(tmp_path / "two"), *slow]
     subprocess.run(again, env=ENVIRONMENT, stdout=subprocess.DEVNULL, timeout=120, check=True)
     epochs = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "epoch"]
     assert [event["epoch"] for event in epochs] == list(range(found, 4))
     for event in epochs:
         assert event["sample_counts"] == {"once": 1200, "twice": 0, "never": 0, "dropped": 0}
+
+
+def stopped_within_an_epoch(folder: Path, launcher: psutil.Process) -> int:
+    """Stop all processes of a run, and return the epoch in whose middle its newest checkpoint is; if it is in none,
+    let them continue and return 0.
+    """
+    if not unfinished_epoch(folder):
+        return 0
+    processes = [launcher, *launcher.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    if not (found := unfinished_epoch(folder)):
+        for process in processes:
+            process.resume()
+    return found
 
 
 def unfinished_epoch(folder: Path) -> int:

@@ -48,7 +48,7 @@ for epoch in range(3):
         loss = -model["rows"](batch).sum() - model["dense"](torch.ones(len(batch), 1).double()).sum()
         loss.backward()
         steps += 1
-        if epoch == 1 and steps > 30 and stretto.rank() == 1 and once("worker"):
+        if epoch == 1 and steps > 10 and stretto.rank() == 1 and once("worker"):
             os.kill(os.getpid(), signal.SIGKILL)
         if epoch == 2 and stretto.rank() == 0 and once("shard"):
             wait_for_the_failure_of_a_shard()

@@ -18,7 +18,7 @@ from stretto.api import abandon, close
 from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport import in_memory
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def run_workers(

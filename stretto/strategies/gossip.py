@@ -93,6 +93,15 @@ class GossipStrategy(RoundStrategy):
         """True unless the mean is in place."""
         return self._averaged is None
 
+    @property
+    def replicas_differ(self) -> bool:
+        """True from the first step until the mean is in place."""
+        return self._averaged is None and self._has_differed
+
+    def load_difference(self, differs: bool) -> None:
+        """Take part in the mean by which the epoch of a loaded state ends, also if no step is left in it."""
+        self._has_differed = differs
+
     def _share_in_evaluation(self, parameter_set: ParameterSet) -> Callable[[], float]:
         return lambda: 1 / self._transport.workers
 

@@ -201,6 +201,14 @@ class Strategy:
         return False
 
     @property
+    def replicas_differ(self) -> bool:
+        """True if the parameters of the workers differ until their mean is in place, by which an epoch ends."""
+        return False
+
+    def load_difference(self, differs: bool) -> None:
+        """Load `replicas_differ` of a state: the first step after it may be in the next epoch."""
+
+    @property
     def shards(self) -> int:
         """Number of shards that hold the parameters; 0 without a server."""
         return 0

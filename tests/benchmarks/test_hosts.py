@@ -12,6 +12,7 @@ HEADERS = 1.12
 """Upper bound of bytes on a link divided by those of the sockets."""
 
 
+@pytest.mark.usefixtures("only_laboratory")
 @pytest.mark.parametrize("hosts", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_workers_of_a_host_send_one_sum_over_its_link_where_a_ring_sends_more(hosts):
     if reason := reason_for_skipping():

@@ -16,7 +16,7 @@ from benchmarks.peers import Outcome, Rate, ray_server, rpc, sockets, total, upd
 from benchmarks.peers.processes import Child
 
 pytestmark = pytest.mark.plain_processes
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 PARAMETERS = 1003
 
 
@@ -93,7 +93,7 @@ def test_actors_end_when_the_ray_driver_is_killed(monkeypatch):
 
 def kill_with_actors(child: Child) -> None:
     """Kill a driver once it has actors."""
-    driver, until = psutil.Process(child.process.pid), time.monotonic() + 60
+    driver, until = psutil.Process(child.process.pid), time.monotonic() + 120
     while not any("ray::ParameterServer" in one.name() for one in driver.children(recursive=True)):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -110,7 +110,7 @@ def test_ray_applies_all_updates():
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is here")
 def test_missing_ray_is_reported_in_one_line():
     command = [sys.executable, "-m", "benchmarks.peers.ray_server", "10", "1", "0.1"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 1
     assert ended.stderr == ray_server.MISSING + "\n"
 

@@ -14,7 +14,7 @@ from benchmarks.pace import in_turns
 from benchmarks.peers import Rate, update_of
 from benchmarks.peers.processes import Child
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 PARAMETERS = 1003
 
 

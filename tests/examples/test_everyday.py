@@ -18,7 +18,7 @@ from combinations import mostly_long
 from stretto.events import read_events
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LIMIT_S = 120
+LIMIT_S = 300
 WORKERS = 3
 
 PROBE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LIMIT_S = 120
+LIMIT_S = 300
 DIGEST = """
 import hashlib, torch
 flat = torch.cat([value.flatten() for value in model.state_dict().values()])

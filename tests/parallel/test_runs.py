@@ -67,7 +67,7 @@ def test_a_killed_rank_costs_its_replica_only(
 
 def test_the_only_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
     layout = ("-n", "2", "--layout", "pipeline(stages=2)", "--checkpoint-every", "4 rounds")
-    folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within"))
+    folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within", "saved"))
     warnings = [event["text"] for event in read_events(folder / "events.jsonl") if event["event"] == "warning"]
     assert any("continues from the checkpoint of round" in text for text in warnings), warnings
     assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-6
@@ -92,7 +92,7 @@ def test_a_sharded_run_equals_a_single_process_and_is_resumed_under_other_layout
 
 def test_the_only_sharded_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
     layout = ("-n", "2", "--layout", "sharded(2)", "--checkpoint-every", "4 rounds")
-    folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within"))
+    folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within", "saved"))
     warnings = [event["text"] for event in read_events(folder / "events.jsonl") if event["event"] == "warning"]
     assert any("continues from the checkpoint of round" in text for text in warnings), warnings
     assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-5
@@ -134,7 +134,7 @@ for x, y in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data,
 
 
 def test_a_model_that_one_rank_calls_alone_ends_in_an_error(tmp_path: Path) -> None:
-    options = ("-n", "2", "--layout", "sharded(2)", "--timeout", "5")
+    options = ("-n", "2", "--layout", "sharded(2)", "--timeout", "15")
     error = run(tmp_path, "run", *options, fails=True, text=EVALUATED_ALONE)
     assert "expected: the same calls in all processes of a worker" in error
 

@@ -142,12 +142,12 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
     for workers in range(max(worker + 1, 2), LARGEST_CREW + 1):
         files = dist.FileStore(f"{folder}/{workers}", workers)
         store = _store(files, worker, workers)
-        wire = ProcessGroupTransport(PrefixStore("stretto/0", store), worker, workers, 20.0)
-        apart = ProcessGroupTransport(files, worker, workers, 20.0)
+        wire = ProcessGroupTransport(PrefixStore("stretto/0", store), worker, workers, 60.0)
+        apart = ProcessGroupTransport(files, worker, workers, 60.0)
         apart.all_gather_bytes(b"all are here")
         of_the_store = [one for one in _sockets() if _port(one) == store.port]
         of_the_group = wire._opened.difference(of_the_store)
-        limit = time.monotonic() + 20.0
+        limit = time.monotonic() + 60.0
         while sum(_counts(of_the_group)) < sum(wire_bytes.connect_bytes(workers)):
             assert time.monotonic() < limit, "a greeting never came"
             time.sleep(0.001)

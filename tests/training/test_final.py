@@ -21,7 +21,7 @@ from stretto.checkpoint.final_model import save_final
 from stretto.checkpoint.run_files import LocalFiles
 from stretto.errors import LogError
 
-LIMIT_S = 60
+LIMIT_S = 240
 
 FULL = """
 import json, os, sys, tempfile, torch

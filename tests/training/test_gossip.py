@@ -243,10 +243,12 @@ def test_a_repeated_round_gives_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(quiet, broken, strict=True))
 
 
-def test_a_resumed_run_continues_from_the_own_parameters_of_each_worker(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize("round_", [5, 12], ids=["within an epoch", "after the last round of an epoch"])
+def test_a_resumed_run_continues_from_the_own_parameters_of_each_worker(tmp_path: Path, round_: int) -> None:
     work = training(regression(96), batch=2, epochs=2)
-    whole, _ = run_elastic_workers(4, work, "gossip", tmp_path / "whole", checkpoint=every("5 rounds"), keep=50)
-    saved = sorted((tmp_path / "whole" / "checkpoints").iterdir())[0]
-    shutil.copytree(saved, tmp_path / "part" / "checkpoints" / saved.name)
+    whole, _ = run_elastic_workers(4, work, "gossip", tmp_path / "whole", checkpoint=every("1 rounds"), keep=50)
+    name = f"round-{round_:08}"
+    shutil.copytree(tmp_path / "whole" / "checkpoints" / name, tmp_path / "part" / "checkpoints" / name)
     resumed, _ = run_elastic_workers(4, work, "gossip", tmp_path / "again", resume=tmp_path / "part")
     assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))

@@ -21,7 +21,7 @@ import stretto
 from stretto.errors import LaunchError
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)", "stale_synchronous(bound=1)"]
-LIMIT_S = 120
+LIMIT_S = 240
 
 
 def test_a_single_process_is_rank_0_of_1_and_main_and_never_waits(

@@ -163,6 +163,7 @@ def test_the_resize_rule_sets_the_number_of_steps_after_a_failure(rule: str, tmp
     assert len(steps) == {"per-worker-batch": 15, "global-batch": 11}[rule]
 
 
+@pytest.mark.usefixtures("every_checkpoint")
 @pytest.mark.parametrize("recipe", [*RECIPES, "local_sgd(every=3, optimizer_state='reset')"])
 def test_a_resumed_run_equals_the_uninterrupted_run(recipe: str, tmp_path: Path) -> None:
     def work(epochs: int) -> Callable[[int], Any]:

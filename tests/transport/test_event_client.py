@@ -24,7 +24,7 @@ from stretto.membership.event_lines import AppendEvents, Writer
 from stretto.security import RunKeys, role_of
 
 KEYS = RunKeys.new()
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture

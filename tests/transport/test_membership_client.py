@@ -46,7 +46,7 @@ from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.security import HEAD, RunKeys, WorkerKeys, role_of, use_keys
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 START_S = 60.0
 """Seconds within which a process imports torch on a busy machine."""
 KEYS = RunKeys.new()
@@ -179,10 +179,10 @@ def test_all_workers_are_registered_and_receive_one_first_generation(scene) -> N
 
 
 def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
-    there = scene(3)
+    there = scene(3, failure_timeout_s=LIMIT_S)
     crew = there.crew(3)
     there.launcher().send(msgspec.msgpack.encode(ProcessExited(2, 0, "killed by SIGKILL", True)))
-    assert until(lambda: {(0, 1), (1, 1)} <= set(there.aborts)) < 1.0
+    assert until(lambda: {(0, 1), (1, 1)} <= set(there.aborts)) < LIMIT_S / 2
     assert [one.aborted for one in crew[:2]] == [1, 1]
     forms = there.all_stand(crew[:2], ReadyReport(1, commits=4))
     assert [(form.generation, form.departed, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
@@ -238,7 +238,7 @@ def test_a_rank_that_contradicts_its_worker_ends_with_the_reason(scene) -> None:
 
 
 def test_launcher_is_notified_of_failures_and_of_the_next_generation(scene) -> None:
-    there = scene(2, failure_timeout_s=0.5)
+    there = scene(2, failure_timeout_s=2.0)
     crew, launcher = there.crew(2), there.launcher()
 
     def received() -> Failures:
@@ -269,13 +269,13 @@ def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
 
 
 def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -> None:
-    there = scene(2, failure_timeout_s=1.0)
+    there = scene(2, failure_timeout_s=2.0)
     crew = [there.client(0)]
-    sleeper = there.dealer(b"worker 1.0")
+    sleeper, began = there.dealer(b"worker 1.0"), time.monotonic()
     sleeper.send(msgspec.msgpack.encode(ReadyReport(0)))
     assert crew[0].await_generation(ReadyReport(0)).generation == 1
-    waited = until(lambda: (0, 1) in there.aborts)
-    assert 0.5 < waited < 3.0
+    until(lambda: (0, 1) in there.aborts)
+    assert 2.0 < time.monotonic() - began < LIMIT_S / 2
     assert any("worker 1 has sent no heartbeat for" in one for one in there.notices)
     assert crew[0].await_generation(ReadyReport(1, commits=2)).generation == 2
     until(lambda: "worker 0 continues alone" in there.notices[-1])
@@ -409,11 +409,11 @@ def test_another_key_is_refused_by_name(scene) -> None:
 
 
 def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(scene) -> None:
-    there = scene(2, failure_timeout_s=1.0)
+    there = scene(2, failure_timeout_s=2.0)
     crew = there.crew(2)
     told: list[float] = []
     crew[0].attach(_Observer(lambda _generation: told.append(time.monotonic())))
-    matrix, end, limit = torch.rand(1500, 1500), time.monotonic() + 2.5, time.monotonic() + LIMIT_S
+    matrix, end, limit = torch.rand(1500, 1500), time.monotonic() + 3.0, time.monotonic() + LIMIT_S
     there.pool.submit(lambda: (time.sleep(1.8), crew[1].broken(1, "gone")))
     while time.monotonic() < end or (not told and time.monotonic() < limit):
         torch.linalg.svd(matrix[:400, :400])  # one call of C++ after the other
@@ -422,11 +422,11 @@ def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(s
 
 
 def test_a_partitioned_single_worker_stops_before_others_can_start(scene) -> None:
-    there = scene(1, failure_timeout_s=2.0)
+    there = scene(1, failure_timeout_s=8.0)
     there.crew(1)
     there.stop.set()
     there.thread.join(LIMIT_S)
-    assert until(lambda: there.aborts == [(0, 1)] * len(there.aborts) != []) < 2.0
+    assert until(lambda: there.aborts == [(0, 1)] * len(there.aborts) != []) < 8.0
 
 
 def test_a_partitioned_worker_aborts_its_wait_and_a_computing_one_continues(scene) -> None:
@@ -434,9 +434,11 @@ def test_a_partitioned_worker_aborts_its_wait_and_a_computing_one_continues(scen
     crew = there.crew(2)
     crew[0].doing("exchanging", 3)
     crew[1].doing("computing", 3)
+    began = time.monotonic()
     there.stop.set()
     there.thread.join(LIMIT_S)
-    assert until(lambda: (0, 1) in there.aborts) > 0.7
+    until(lambda: (0, 1) in there.aborts)
+    assert time.monotonic() - began > 0.7
     assert (1, 1) not in there.aborts
 
 

@@ -19,7 +19,7 @@ from transport.fake_communicator import FakeCommunicator, Faults, Network
 
 from stretto.transport.nccl_group import CONNECTING, NcclGroup, NcclWork, State
 
-TIMEOUT_S, FAILURE_S = 0.15, 0.1
+TIMEOUT_S, FAILURE_S = 0.15, 0.3
 LONG_S = 60.0
 """Limit of a test that waits for something that always comes."""
 NEVER_S = 2 * LONG_S
@@ -120,6 +120,8 @@ def test_a_fault_of_one_rank_ends_its_wait_with_the_reason(case: str) -> None:
     faults, why = ENDING[case]
     hangs = "hangs" in case or "missing" in case
     with group_of(faults, Faults(), timeout_s=TIMEOUT_S if hangs else NEVER_S) as groups:
+        if "no result" in why:
+            until(lambda: groups[0].state is groups[1].state is State.READY)
         with pytest.raises(RuntimeError, match=why):
             start(groups)[1][0].wait()
         assert groups[0].settle()
@@ -172,6 +174,7 @@ def test_aborts_are_idempotent_in_every_state() -> None:
 @pytest.mark.parametrize("faults", [Faults(hangs_in=0, hangs_aborting=True), Faults(hangs_in=0, fails_aborting=True)])
 def test_a_wait_ends_although_the_abort_hangs_and_the_group_says_so(faults: Faults) -> None:
     with group_of(faults, timeout_s=TIMEOUT_S, failure_s=FAILURE_S) as (group,):
+        until(lambda: group.state is State.READY)
         work = group.allreduce([torch.ones(1)])
         with pytest.raises(RuntimeError, match="no result"):
             work.wait()

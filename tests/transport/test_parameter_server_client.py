@@ -118,7 +118,7 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(servers
     hosted.server.await_leave(2, 0.3)
     assert time.monotonic() - began >= 0.3
     other.close()
-    hosted.close_when_left(limit_s=10.0)
+    hosted.close_when_left(limit_s=15.0)
     assert time.monotonic() - began < 15.0  # the limit of a request is 20 s
 
 
@@ -135,11 +135,11 @@ def test_waits_for_a_worker_that_left_end_immediately(servers: Servers) -> None:
 
 
 def test_a_missing_worker_is_an_error_within_the_timeout(servers: Servers) -> None:
-    one, _ = servers.clients(servers.start(2), timeout_s=0.5)
+    one, _ = servers.clients(servers.start(2), timeout_s=2.0)
     began = time.monotonic()
-    with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
+    with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 2 s"):
         one.submit(AllReduceMean(torch.ones(4))).wait()
-    assert 0.4 < time.monotonic() - began < 15.0
+    assert 1.9 < time.monotonic() - began < 15.0
 
 
 def test_different_operations_are_an_error_not_a_wrong_mean(servers: Servers) -> None:
@@ -162,7 +162,7 @@ def test_waits_end_without_the_contributions_of_failed_workers(servers: Servers)
     with ThreadPoolExecutor(2) as crew:
         told = [crew.submit(wires[one].broadcast_bytes, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
         assert notifier.notify_ended(1, 0)
-        assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
+        assert [one.result(60.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
     for one in (ask, other):
         torch.testing.assert_close(one.wait(), torch.ones(200))
     assert [(wire.worker, wire.workers) for wire in (wires[0], wires[2])] == [(0, 2), (1, 2)]
@@ -171,7 +171,7 @@ def test_waits_end_without_the_contributions_of_failed_workers(servers: Servers)
 
 def test_messages_of_a_former_incarnation_are_ignored(servers: Servers) -> None:
     hosted = servers.start(2)
-    one, other = servers.clients(hosted, timeout_s=1.0)
+    one, other = servers.clients(hosted, timeout_s=3.0)
     notifier = DeathNotifier(hosted.addresses, hosted.keys_of(COORDINATOR))
     assert notifier.notify_ended(1, 0)
     with pytest.raises(TransportError, match="did not answer"):

@@ -36,7 +36,7 @@ from tests.encrypted_ends import joined, new_keys
 from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received, relay, shared_relay
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 STREAM = Stream(b"2" * 16, b"3" * 16, 7)
 
 

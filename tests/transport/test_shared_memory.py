@@ -51,6 +51,8 @@ from stretto.transport.shared_memory import HostsTransport, SharedMemoryTranspor
 
 pytestmark = pytest.mark.skipif(not is_native(), reason="means go through shared memory with the native kernels only")
 
+SHORT_S = 1.5
+"""Limit of waits that end at it: a busy machine connects all other workers within it."""
 OUT_S = TIMEOUT_S / 2
 """Maximum of seconds after which a worker leaves an exchange that another worker can't complete."""
 
@@ -230,19 +232,19 @@ def test_half_precision_is_rounded_as_by_torch(groups: dict[int, list[Any]]) -> 
 
 
 def test_a_late_host_ends_the_waits_of_all_workers_after_the_timeout() -> None:
-    ends = on_hosts([0, 0, 1, 1], 0.5)
+    ends = on_hosts([0, 0, 1, 1], SHORT_S)
     with ThreadPoolExecutor(2) as pool:
         began = time.monotonic()
         futures = [pool.submit(lambda end=end: end.submit(AllReduceMean(torch.ones(4))).wait()) for end in ends[:2]]
         errors = [future.exception() for future in futures]
     assert all(isinstance(error, TransportError) for error in errors)
     assert "an exchange with worker 2" in str(errors[0])
-    assert time.monotonic() - began < 0.5 + OUT_S
+    assert time.monotonic() - began < SHORT_S + OUT_S
     closed(ends)
 
 
 def test_an_aborted_mean_of_hosts_is_not_written_later() -> None:
-    ends = on_hosts([0, 0, 1, 1], timeout_s=2.0, elastic=True)
+    ends = on_hosts([0, 0, 1, 1], timeout_s=5.0, elastic=True)
     tensors = [torch.ones(300_000) for _ in ends]
 
     def wait(end: Transport, tensor: Tensor) -> None:
@@ -294,10 +296,10 @@ def test_bytes_of_means_are_those_of_gloo_and_are_not_counted(groups: dict[int, 
 
 
 def test_a_late_worker_is_named_after_the_timeout() -> None:
-    ends = connected(3, 0.3)
+    ends = connected(3, SHORT_S)
     ends[1].submit(AllReduceMean(torch.ones(4)))
     with pytest.raises(
-        TransportError, match=r"worker 0 waited 0\.\d s for the mean of 4 numbers; .*worker 2 has not co"
+        TransportError, match=r"worker 0 waited \d\.\d s for the mean of 4 numbers; .*worker 2 has not co"
     ):
         ends[0].submit(AllReduceMean(torch.ones(4))).wait()
     with pytest.raises(TransportError, match="it was aborted"):

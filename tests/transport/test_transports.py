@@ -37,6 +37,9 @@ from tests.elastic_workers import InMemoryRendezvous, ThreadConnection, ThreadCo
 from tests.encrypted_ends import encrypted, relayed
 from tests.relays import shared_relay
 
+SHORT_S = 1.5
+"""Limit of waits that end at it: a busy machine connects all other workers within it."""
+
 
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +173,7 @@ def test_a_simulated_elastic_transport_passes_the_conformance_test(workers: int,
     "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
 )
 def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> None:
-    ends = make(3, 0.3)
+    ends = make(3, SHORT_S)
     alone, others = ends[0].submit(Exchange(1, torch.ones(4))), [ends[1], ends[2]]
     with ThreadPoolExecutor(2) as pool:
         pair = list(pool.map(lambda end: end.submit(Exchange(3 - end.worker, torch.ones(4))).wait(), others))
@@ -183,7 +186,7 @@ def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> No
     "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
 )
 def test_an_exchange_of_two_dtypes_is_an_error_at_both_workers(make) -> None:
-    ends = make(2, 5.0)
+    ends = make(2, 20.0)
     handles = [end.submit(Exchange(1 - end.worker, torch.ones(4).to(dtype)))
                for end, dtype in zip(ends, (torch.float32, torch.float64), strict=True)]  # fmt: skip
     with pytest.raises(TransportError, match="differ in dtype"):
@@ -214,7 +217,7 @@ def test_an_abort_ends_an_exchange_and_a_group(make) -> None:
         group.all_gather_bytes(b"late")
     with pytest.raises(BrokenTransportError):
         ends[1].submit(Exchange(0, torch.ones(1))).wait()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0  # the time limit is 20 s
     for end in ends:
         end.close()
 
@@ -319,7 +322,7 @@ def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.Mo
     "make", [in_memory.wires, collective, encrypted, relayed], ids=["memory", "collective", "encrypted", "relayed"]
 )
 def test_a_missing_worker_is_an_error_within_the_timeout(make) -> None:
-    ends = make(2, 0.3)
+    ends = make(2, SHORT_S)
     with pytest.raises(TransportError, match=r"worker"):
         ends[0].submit(AllReduceMean(torch.ones(4))).wait()
 
@@ -333,7 +336,7 @@ def test_a_worker_that_left_is_named_immediately() -> None:
 
 
 def test_different_operations_are_an_error_not_a_wrong_mean() -> None:
-    ends = in_memory.wires(2, 5.0)
+    ends = in_memory.wires(2, 20.0)
     for ask in (AllGather(torch.ones(2)), AllReduceMean(torch.ones(3)), AllReduceMean(torch.ones(2).double())):
         ticket = ends[0].submit(AllReduceMean(torch.ones(2)))
         ends[1].submit(ask)
