@@ -1,7 +1,8 @@
 """Factorisation of a matrix with 3.6 million known values: the speed of the kernel, and of two processes against one.
 
 The values are synthetic: 60,000 rows, 15,000 columns drawn from a Zipf law, products of 8 factors and noise. The kernel
-is measured on one core, on the half that each of two processes trains, in the order in which they train it.
+is measured on one core, on the half that each of two processes trains, in the order in which they train it; beside it
+LIBMF, with one thread, on the same values.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 
 from benchmarks.measure import Ratio, save
 from benchmarks.pace import ROOT
+from benchmarks.peers.libmf import Libmf
 from stretto.factorise.ratings import read
 from stretto.factorise.tiles import START, Tiles, tiles_of
 from stretto.factorise.train import Factors
@@ -26,6 +29,7 @@ from stretto.kernels import native
 
 ROWS, COLUMNS, VALUES, RANK, EPOCHS, STARTS, ROUNDS = 60_000, 15_000, 3_600_000, 32, 12, 5, 15
 WANTED, WANTED_RATE = 1.5, 35e6
+OURS, THEIRS, LIBMF_EPOCHS = "kernel", "LIBMF", 4
 
 
 def write_values(path: Path) -> None:
@@ -39,16 +43,18 @@ def write_values(path: Path) -> None:
         file.writelines(f"{one},{other},{found:.3f}\n" for one, other, found in lines)
 
 
-def kernel_rates(values: Path, folder: Path) -> list[float]:
-    """Return the values a second of the kernel on the tile of a process, in each round."""
+def kernel_rates(values: Path, folder: Path) -> dict[str, list[float]]:
+    """Return the values a second of processor time on the tile of a process: of the kernel, and of LIBMF, in turns."""
     Tiles(read(values, None), 2, 0.1, 0).write(folder, RANK, 1, 1, 0.01, 0.05)
     factors, tiles = Factors(load_file(folder / START)).of_tile(0, 0), load_file(folder / tiles_of(0))
     known = tiles["row.0"], tiles["column.0"], tiles["value.0"]
-    rates = []
+    rates: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    peer = Libmf(folder)
     for _ in range(ROUNDS):
         began = time.thread_time()
         native.factor_steps(factors, known, 3.5, 0.01, 0.05)
-        rates.append(len(known[2]) / (time.thread_time() - began))
+        rates[OURS].append(len(known[2]) / (time.thread_time() - began))
+        rates[THEIRS].append(peer.rate(known, RANK, LIBMF_EPOCHS))
     return rates
 
 
@@ -64,7 +70,7 @@ def seconds(values: Path, folder: Path, processes: int) -> float:
 
 def run(starts: int | None = None) -> dict[str, Any]:
     """Measure the kernel, then one process and two in turns; print the figures and write them to the results."""
-    question = "values a second of a factorisation on one core, and the speed of two processes against one"
+    question = "values a second of a factorisation on one core beside LIBMF, and the speed of two processes against one"
     print(f"factorise: {question}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder, values = Path(place), Path(place) / "values.csv"
@@ -75,8 +81,10 @@ def run(starts: int | None = None) -> dict[str, Any]:
             for processes, found in taken.items():
                 found.append(seconds(values, folder, processes))
     ratio = Ratio.of([[one] for one in taken[2]], [[one] for one in taken[1]])
-    best = max(rates)
-    print(f"    kernel: best {best / 1e6:.1f} M values/s of processor time, wanted at least {WANTED_RATE / 1e6:.0f}")
+    for side, found in rates.items():
+        shown = ", ".join(f"{name} {one(found) / 1e6:.1f}" for name, one in (("best", max), ("median", median)))
+        print(f"    {side}: {shown} M values/s of processor time")
+    print(f"    wanted of the kernel at least {WANTED_RATE / 1e6:.0f}")
     print(f"    speed of 2 processes / 1: {ratio}, wanted at least {WANTED}")
     record = {"question": question, "wanted": WANTED, "wanted_rate": WANTED_RATE, "rates": rates, "seconds": taken}
     print(f"  kept in {save('factorise', record | {'ratio': ratio.record()}, trial=starts is not None)}")
