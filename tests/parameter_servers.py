@@ -89,7 +89,7 @@ class ServerProcesses:
     def kill(self, number: int = 0) -> None:
         process = self.running.pop(number)
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
     def end(self) -> None:
         for number in list(self.running):

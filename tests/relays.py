@@ -68,7 +68,7 @@ class RelayThread:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(20)
+        self._thread.join(60)
 
 
 @contextlib.contextmanager

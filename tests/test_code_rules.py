@@ -109,4 +109,4 @@ def test_recipes_are_parsed_without_torch() -> None:
     script = (
         "import sys, stretto.recipe.parser; stretto.recipe.parser.parse('power_sgd'); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=150).returncode == 0

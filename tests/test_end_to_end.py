@@ -254,8 +254,7 @@ def test_failing_script_gives_one_error_with_its_worker(kind: str, tmp_path: Pat
     assert done.stderr.count(wanted) <= 2
     assert "worker" in done.stderr
     marker = str(tmp_path)
-    left = subprocess.run(["pgrep", "-f", marker], capture_output=True, text=True, check=False).stdout.split()
-    assert not left
+    until(lambda: not subprocess.run(["pgrep", "-f", marker], capture_output=True, check=False).stdout, LIMIT_S)
 
 
 def test_full_disk_under_the_event_log_loses_events_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ POLL_S = 0.05
 ANSWER_S = 1.0
 """Time in seconds after which a message without a reply is repeated."""
 CLOSE_S = 2.0
-"""Longest time in seconds that the last output may take at the end."""
+"""Longest time in seconds without a reply to the last output at the end."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPLY = msgspec.msgpack.Decoder(OutputAppended)
@@ -38,6 +38,8 @@ class OutputSender(threading.Thread):
         self._links: dict[tuple[int, int], _Link] = {}
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._limit: float | None = None
+        self._silence_s = 0.0
+        """Seconds without a reply after which the last output is given up."""
 
     def add(self, worker: int, rank: int, data: bytes) -> None:
         """Queue output of a process."""
@@ -48,7 +50,7 @@ class OutputSender(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """Send output until closed, and then the rest, within a limit of time."""
+        """Send output until closed, and then the rest, while replies come."""
         while self._limit is None or time.monotonic() < self._limit:
             with self._lock:
                 waiting = [link for link in self._links.values() if self._advance(link)]
@@ -60,8 +62,8 @@ class OutputSender(threading.Thread):
             link.socket.close(linger=0)
 
     def close(self, limit_s: float) -> None:
-        """Send the rest, for at most this long."""
-        self._limit = time.monotonic() + limit_s
+        """Send the rest; give it up after this long without a reply."""
+        self._silence_s, self._limit = limit_s, time.monotonic() + limit_s
         self._wake.set()
         self.join()
 
@@ -73,6 +75,8 @@ class OutputSender(threading.Thread):
             if link.stream.receive(_REPLY.decode(link.socket.recv())):
                 link.sent_at = -ANSWER_S
                 self._wake.set()
+                if self._limit is not None:
+                    self._limit = time.monotonic() + self._silence_s
         if (message := link.stream.message()) is None:
             return False
         if time.monotonic() - link.sent_at >= ANSWER_S:

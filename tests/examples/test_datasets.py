@@ -109,7 +109,7 @@ def test_of_several_at_once_one_downloads(places, monkeypatch):
 
     def slow(address: str, name: str) -> bytes:
         calls.append(address)
-        begun.wait(10)
+        begun.wait(60)
         return read(address, name)
 
     monkeypatch.setattr(datasets, "_read", slow)
@@ -119,7 +119,7 @@ def test_of_several_at_once_one_downloads(places, monkeypatch):
         one.start()
     begun.set()
     for one in crowd:
-        one.join(10)
+        one.join(60)
     assert found == [CONTENT] * 3
     assert len(calls) == 1
 

@@ -88,7 +88,7 @@ print([kernels.on(torch.ones(2)).__name__ for _ in range(2)])
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
 def test_without_native_kernels_the_reference_is_used_with_a_notice(rank: str, lines: int):
     run = [sys.executable, "-W", "error", "-c", USED_TWICE]
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, env={"RANK": rank})
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=150, env={"RANK": rank})
     assert ended.stdout.strip() == "['stretto.kernels.reference', 'stretto.kernels.reference']"
     assert ended.stderr.count("stretto: without native kernels: they are not built.") == lines
     assert len(ended.stderr.splitlines()) == lines

@@ -55,7 +55,7 @@ def hidden_folder(folder: Path) -> Path:
         pytest.skip(f"processes of other users with mounts of their own need root and {', '.join(TOOLS)}")
     hidden = closed_ancestor(folder) or folder
     words = _as_user(hidden, f"exec {shlex.quote(sys.executable)} -I -c 'import msgspec'")
-    tried = subprocess.run(words, env=environment(hidden), capture_output=True, text=True, timeout=60)
+    tried = subprocess.run(words, env=environment(hidden), capture_output=True, text=True, timeout=150)
     if tried.returncode:
         pytest.skip(f"another user cannot run Python here: {tried.stderr.strip().splitlines()[-1:]}")
     return hidden

@@ -44,7 +44,7 @@ def package(place: Place) -> Path:
 
 
 def run_with_python(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=150, check=True)
     return done.stdout
 
 

@@ -92,7 +92,7 @@ def test_lines_of_an_agent_are_shown_except_an_error_at_their_end(monkeypatch: p
             until(lambda: shown == ["Welcome", "to b", "starting 2 workers"])
             end.write(b"stretto: worker 2 failed\nTraceback\n")
             end.write(b"the whole log: x")
-        reader.join(10)
+        reader.join(60)
     assert shown == ["Welcome", "to b", "starting 2 workers"]
     lines.flush()
     assert shown[3:] == ["worker 2 failed", "Traceback", "the whole log: x"]

@@ -132,7 +132,7 @@ def coordinated(folder: Path, options: RunConfig, **versions: str) -> Iterator[t
             yield address, key
         finally:
             stop.set()
-            thread.join(20)
+            thread.join(60)
 
 
 def test_joiner_receives_numbers_options_and_code(place: Place, options: RunConfig) -> None:

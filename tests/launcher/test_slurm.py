@@ -86,7 +86,7 @@ def test_error_of_the_configuration_is_printed_once(script: RunConfig) -> None:
 
 def test_command_outside_of_slurm_is_one_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stretto.cli", "slurm", "train.py"]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(command, text=True, capture_output=True, timeout=150, check=False, cwd=tmp_path)
     assert done.returncode == 1
     for words in ("no task of Slurm", "got: no SLURM_JOB_ID", "try: srun -N 2 -n 4 stretto slurm train.py"):
         assert words in done.stderr

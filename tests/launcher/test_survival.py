@@ -517,7 +517,7 @@ def test_all_processes_end_with_the_launcher(place_with_coordinator: Place, numb
     text = HEAD + "say(f'ready-{rank}')\ntime.sleep(600)"
     process = place_with_coordinator.stretto("run", "-n", "2", place_with_coordinator.script(text))
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists() and Path("coordinators").exists())
-    assert len(place_with_coordinator.left()) == 5  # the launcher, its reaper, the coordinator, two workers
+    until(lambda: len(place_with_coordinator.left()) == 5)  # the launcher, its reaper, the coordinator, two workers
     began = time.monotonic()
     process.send_signal(number)
     assert process.wait(timeout=60) == code

@@ -90,7 +90,7 @@ def invite(numbers: tuple[int, ...]) -> Invitation:
 
 
 def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePart:
-    message, limit = msgspec.msgpack.encode(request), time.monotonic() + 30
+    message, limit = msgspec.msgpack.encode(request), time.monotonic() + 90
     while not (found := inviter.reply(NAME, message)):  # the code is being packed
         assert found is not None and time.monotonic() < limit
     return msgspec.msgpack.decode(found, type=Invitation | CodePart)
@@ -125,7 +125,7 @@ def test_no_reply_waits_for_the_code_to_be_packed() -> None:
     may_end, packed = threading.Event(), []
 
     def pack() -> bytes:
-        assert may_end.wait(30)
+        assert may_end.wait(90)
         packed.append("once")
         return b"code"
 

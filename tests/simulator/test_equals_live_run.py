@@ -55,7 +55,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "train.py").write_text(SCRIPT)
     started = {recipe: _start(folder, recipe, workers) for recipe, workers in WORKERS.items()}
     for process in started.values():
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=240)
         assert process.returncode == 0, said.decode()
     return {recipe: folder / _folder(recipe) for recipe in started}
 

@@ -130,7 +130,7 @@ def test_two_processes_give_the_same_run_to_the_bit(tmp_path: Path) -> None:
         )
         for out, settings in zip(outs, ({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"}, FIXED), strict=True)
     ]
-    said = [one.communicate(timeout=100)[0].decode() for one in started]
+    said = [one.communicate(timeout=240)[0].decode() for one in started]
     assert [one.returncode for one in started] == [0, 0], said
     for name in ("events.jsonl", "final.safetensors"):
         assert (outs[0] / name).read_bytes() == (outs[1] / name).read_bytes()

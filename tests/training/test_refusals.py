@@ -362,7 +362,7 @@ def test_batches_taken_in_another_thread_than_the_steps_are_refused(recipe: str)
         loader = begin(net, optimizer)
         batches: queue.Queue[Any] = queue.Queue(1)
         threading.Thread(target=lambda: batches.put(next(iter(loader))), daemon=True).start()
-        x, y = batches.get(timeout=30)
+        x, y = batches.get(timeout=90)
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
 

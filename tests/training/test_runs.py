@@ -74,7 +74,7 @@ def test_waiting_is_distinguished_from_exchanging(tmp_path: Path) -> None:
             arrived.release()
             return
         for _ in range(2):
-            assert arrived.acquire(timeout=30)
+            assert arrived.acquire(timeout=90)
         time.sleep(0.03)
 
     def run(worker: int) -> None:

@@ -76,7 +76,7 @@ def accepted(relay: socket.socket, end: bytes) -> socket.socket:
 def test_another_process_cannot_use_the_connection_of_a_worker() -> None:
     with listening() as relay, listening() as own, tunnels(relay, own) as made:
         name = made.name(PEER)[1:].decode()
-        found = subprocess.run([sys.executable, "-c", CONNECT, name], capture_output=True, timeout=60, text=True)
+        found = subprocess.run([sys.executable, "-c", CONNECT, name], capture_output=True, timeout=150, text=True)
         assert found.stdout == "b''\n", found.stderr
 
 

@@ -44,7 +44,7 @@ def test_last_messages_arrive_at_a_worker_that_can_send_nothing_more(monkeypatch
 
 
 def test_an_abort_ends_connections_whose_sockets_a_child_process_has() -> None:
-    """As those of a DataLoader with workers do."""
+    """The processes of a DataLoader have such sockets."""
     ends = encrypted(2)
     reading, writing = os.pipe()
     if not (child := os.fork()):

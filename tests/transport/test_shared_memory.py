@@ -405,7 +405,7 @@ def played(scenario: Scenario, how: str, folder: Path) -> dict[str, Any]:
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, shared_memory_workers.__file__, scenario.__name__, how, str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "stretto" in name]
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
