@@ -67,6 +67,10 @@ class BrokenTransportError(TransportError):
     """An exchange was aborted because a worker failed; the remaining workers can repeat it."""
 
 
+class NothingCameError(BrokenTransportError):
+    """No data came within the time limit of a wait, and no failure of another worker was noticed."""
+
+
 class MemberOutError(TransportError):
     """This worker is no longer a member. Its state is not part of the run; it may join again."""
 

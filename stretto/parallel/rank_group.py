@@ -20,6 +20,7 @@ from stretto.parallel.link import Link, Waiting
 from stretto.transport.device_groups import offered_device
 from stretto.transport.gloo_rendezvous import store_keeper
 from stretto.transport.process_group import reason
+from stretto.transport.siblings import ranks_apart
 
 NAME = "stretto"
 VERBS = (
@@ -144,11 +145,4 @@ def _connect(link: Link, timeout_s: float) -> None:
 def _failure(error: RuntimeError) -> TransportError:
     if not any(sign in str(error).lower() for sign in ("timed out", "mismatch")):
         return BrokenTransportError(reason(error))
-    return TransportError(
-        explain(
-            f"the other ranks of this worker did not run what this one runs: {reason(error)}",
-            got="a call of the model, of clip_grad_norm_ or of state_dict() in some processes of a worker only",
-            expected="the same calls in all processes of a worker; stretto.rank() and is_main() are equal in them",
-            to_type="evaluate= of stretto.distribute, or such calls outside of `if` on the process",
-        )
-    )
+    return TransportError(ranks_apart(reason(error)))

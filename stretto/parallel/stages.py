@@ -176,6 +176,10 @@ class PipelineStages(RankParts):
         """Return the stages, at rank 0 of the first worker."""
         if not is_unbuilt(self._model):
             refuse_mixing(self._model, self._layout, args, kwargs, self._link.device)
+        if hooked := [name for name, module in self._model.named_modules() if name and module._forward_hooks]:
+            self._notice(
+                f"forward hooks of {', '.join(hooked)} run in each micro-batch, and see values at one stage only"
+            )
         part_args, part_kwargs = micro_batch(self._layout, args, kwargs)
         calls = record_calls(self._model, part_args, part_kwargs)
         names = self._layout.begins

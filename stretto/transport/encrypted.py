@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
-from stretto.errors import BrokenTransportError, TransportError
+from stretto.errors import BrokenTransportError, NothingCameError, TransportError
 from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
 from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
@@ -152,15 +152,16 @@ class EncryptedTransport(Transport):
         while not exchange.is_over.wait(self.timeout_s):
             if heard == self._progress:
                 what = f"an exchange with {self._names[exchange.peer]}"
-                raise self.failure(RuntimeError("no message has arrived"), what, time.monotonic() - began)
+                error = self.failure(RuntimeError("no message has arrived"), what, time.monotonic() - began)
+                raise NothingCameError(str(error))
             heard = self._progress
         if exchange.result is not None:
             return exchange.result
-        error = exchange.error
-        assert error is not None
-        if isinstance(error, BrokenTransportError):
-            self._abort(error)
-        raise type(error)(str(error))
+        failure = exchange.error
+        assert failure is not None
+        if isinstance(failure, BrokenTransportError):
+            self._abort(failure)
+        raise type(failure)(str(failure))
 
     def _exchange(self, op: Exchange) -> PairExchange:
         with self._lock:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, Exchange
-from stretto.errors import BrokenTransportError, MemberOutError, TransportError
+from stretto.errors import BrokenTransportError, MemberOutError, NothingCameError, TransportError
 from stretto.transport.device_groups import GROUPS, by_host
 from stretto.transport.device_memory import use_device
 from stretto.transport.gloo_sockets import GroupSockets
@@ -326,7 +326,8 @@ class ProcessGroupTransport(Transport):
             return TransportError(f"{text}: {reason(error)}")
         self.abort()
         self._let_go()
-        return BrokenTransportError(f"{text}: {reason(error)}")
+        kind = NothingCameError if "timed out" in str(error).lower() else BrokenTransportError
+        return kind(f"{text}: {reason(error)}")
 
 
 @dataclass(slots=True)

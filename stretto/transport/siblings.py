@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto.errors import BrokenTransportError, MemberOutError
+from stretto.errors import BrokenTransportError, MemberOutError, NothingCameError, TransportError, explain
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Siblings:
             self._waits = True
         try:
             yield
+        except NothingCameError as error:
+            raise TransportError(ranks_apart(str(error))) from error
         except BrokenTransportError as error:
             raise MemberOutError(f"another rank of this worker has failed: {error}") from error
         finally:
@@ -98,3 +100,13 @@ class Siblings:
         if self.group is not None:
             self.group.close()
         self._rendezvous.close()
+
+
+def ranks_apart(why: str) -> str:
+    """Return the error of ranks of one worker that run different operations."""
+    return explain(
+        f"the other ranks of this worker did not run what this one runs: {why}",
+        got="a call of the model, of clip_grad_norm_ or of state_dict() in some processes of a worker only",
+        expected="the same calls in all processes of a worker; stretto.rank() and is_main() are equal in them",
+        to_type="evaluate= of stretto.distribute, or such calls outside of `if` on the process",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from thread_workers import run_workers
 from torch.utils.data import DataLoader
 
 import stretto
+from stretto.events import read_events
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -53,3 +56,20 @@ def test_a_layout_of_the_script_that_the_workers_do_not_have_is_refused() -> Non
 
     with pytest.raises(stretto.errors.RecipeError, match=r'try: stretto run -n 4 --layout "pipeline\(2\)"'):
         run_workers(2, work)
+
+
+def test_the_log_has_the_split_and_what_hooks_and_codecs_see(tmp_path: Path) -> None:
+    def work(net: Any) -> None:
+        hooks = [net.register_forward_hook(lambda *found: seen.append(float(found[2].sum().detach())))]
+        hooks.append(net.blocks[3].register_forward_hook(lambda *_: None))
+        train(net)
+        assert len(hooks) == 2
+
+    seen: list[float] = []
+    in_stages(2, 2, "allreduce(how=error_feedback(top_k(0.1)))", "pipeline(2)", work, run=tmp_path)
+    texts = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
+    split = r"pipeline: stage 0 from embed \(.* ms\), stage 1 from .* ms\); balance [\d.]+; next best: from .*"
+    assert sum(bool(re.fullmatch(split, text)) for text in texts) == 1, texts
+    assert sum("forward hooks of blocks.3 run in each micro-batch" in text for text in texts) == 1, texts
+    assert sum("encodes the parameters of each stage apart" in text for text in texts) == 1, texts
+    assert seen

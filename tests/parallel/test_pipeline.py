@@ -80,6 +80,20 @@ def clipped_in_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return norms
 
 
+def bounded(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Clip each number of the gradients."""
+    losses = []
+    for step in range(3):
+        x, y = words(step, 6)
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def closed(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     """Compute and clip the gradients in a closure."""
     losses = []
@@ -154,7 +168,7 @@ def test_stages_train_as_the_whole_model_in_single_precision(make: str) -> None:
     assert max(trained(pipeline(3), plain, make, torch.float32)) < 1e-6
 
 
-@pytest.mark.parametrize("loop", [clipped, clipped_in_parts, closed, several])
+@pytest.mark.parametrize("loop", [clipped, clipped_in_parts, bounded, closed, several])
 def test_other_loops_compute_what_they_do_with_the_whole_model(loop: Loop) -> None:
     assert max(trained(pipeline(3), loop, "momentum", torch.float64)) < 1e-12
 

@@ -123,7 +123,7 @@ def test_a_penalty_on_parts_of_parameters_says_what_to_do(tmp_path: Path) -> Non
 EVALUATED_ALONE = """
 import threading, torch, stretto
 from stretto.process_config import worker_config
-net = torch.nn.Linear(3, 1)
+net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
 for x, y in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, batch_size=4)):
@@ -133,8 +133,18 @@ for x, y in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data,
 """
 
 
-def test_a_model_that_one_rank_calls_alone_ends_in_an_error(tmp_path: Path) -> None:
-    options = ("-n", "2", "--layout", "sharded(2)", "--timeout", "15")
+@pytest.mark.parametrize(
+    ("layout", "network"),
+    [
+        ("sharded(2)", ()),
+        pytest.param("pipeline(2)", (), marks=pytest.mark.long),
+        pytest.param("pipeline(2)", ("--listen", "127.0.0.1"), marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_one_rank_calls_alone_ends_in_an_error(
+    tmp_path: Path, layout: str, network: tuple[str, ...]
+) -> None:
+    options = ("-n", "2", "--layout", layout, "--timeout", "15", *network)
     error = run(tmp_path, "run", *options, fails=True, text=EVALUATED_ALONE)
     assert "expected: the same calls in all processes of a worker" in error
 

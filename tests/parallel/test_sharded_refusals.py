@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,16 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.errors import BrokenTransportError, ModelError, RecipeError, ScriptError, StrettoError, TransportError
+from stretto.errors import (
+    BrokenTransportError,
+    MemberOutError,
+    ModelError,
+    NothingCameError,
+    RecipeError,
+    ScriptError,
+    StrettoError,
+    TransportError,
+)
 from stretto.parallel.link import Link
 from stretto.parallel.rank_group import RankGroup, mesh_of
 from stretto.parallel.rank_parts import RankContext
@@ -30,6 +39,7 @@ from stretto.recipe.parser import parse
 from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers
 from stretto.transport import in_memory
+from stretto.transport.siblings import Siblings
 
 
 def divided(model: nn.Module, optimizer: Callable[..., Optimizer] = SGD, recipe: str = "allreduce") -> ShardedModel:
@@ -105,6 +115,14 @@ def test_scripts_with_a_process_group_of_their_own_are_refused(monkeypatch: pyte
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ScriptError, match="got: torch.distributed.init_process_group, of 4 processes"):
         mesh_of(Link(in_memory.wires(2, 1.0)[0]), 1.0)
+
+
+def test_a_wait_for_a_rank_that_has_not_failed_ends_in_an_error_of_the_script() -> None:
+    siblings = Siblings(0, 2, cast(Any, None))
+    with pytest.raises(TransportError, match="the same calls in all processes of a worker"), siblings.waiting():
+        raise NothingCameError("rank 0 waited 5.0 s for rank 1")
+    with pytest.raises(MemberOutError, match="another rank of this worker has failed"), siblings.waiting():
+        raise BrokenTransportError("connection closed by peer")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from stretto.collective_ops import AllGather, AllReduceMean, Exchange
-from stretto.errors import BrokenTransportError, TransportError
+from stretto.errors import BrokenTransportError, NothingCameError, TransportError
 from stretto.membership.messages import GenerationView
 from stretto.simulator.runner import Simulator
 from stretto.transport import encrypted_sockets, in_memory
@@ -178,8 +178,9 @@ def test_an_exchange_without_its_peer_is_an_error_within_the_timeout(make) -> No
     with ThreadPoolExecutor(2) as pool:
         pair = list(pool.map(lambda end: end.submit(Exchange(3 - end.worker, torch.ones(4))).wait(), others))
     assert all(torch.equal(received, torch.ones(4)) for received in pair)
-    with pytest.raises(TransportError, match="worker 0 waited|worker 1 did not contribute"):
+    with pytest.raises(TransportError, match="worker 0 waited|worker 1 did not contribute") as raised:
         alone.wait()
+    assert isinstance(raised.value, NothingCameError) == (make in (encrypted, relayed))
 
 
 @pytest.mark.parametrize(
