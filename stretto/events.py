@@ -26,7 +26,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | end | the fields of progress, and training_s |
 | membership | what (joined, failed, left, slow or formed), incarnation, generation, why, at; for formed: members; |
 | | for failed: rank that failed first, of a worker with several ranks |
-| fault_injected | verb, kind, numbers, text, at: a fault that was injected into a process |
+| fault_injected | verb, kind, numbers, text, at: a fault that was injected into a process; |
+| | rank of that process, of a worker with several ranks |
 | samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
 | written | host, paths: files outside the run directory that this worker has opened for writing |

@@ -48,10 +48,22 @@ class Supervised:
     """Ranks that have exited without a failure."""
     stopped_themselves: set[int] = field(default_factory=set)
     """Ranks that have exited since they are no longer members."""
+    faults: int = 0
+    """Number of faults that were injected, the ends of pauses apart."""
 
     def rank_of(self, process: Process | None) -> int | None:
         """Return the rank of a process; None for a process of an earlier incarnation."""
         return next((rank for rank, one in enumerate(self.processes) if one is process), None)
+
+    def struck(self, begins: bool) -> int:
+        """Return the rank that a fault is for: the next one if the fault `begins`, else that of the last fault.
+
+        >>> worker = Supervised(0, [None, None], 0.0)
+        >>> [worker.struck(begins) for begins in (True, True, False, True)]
+        [0, 1, 1, 0]
+        """
+        self.faults += begins
+        return (self.faults - 1) % len(self.processes)
 
     def next_pause_s(self, now: float) -> float:
         """Return the seconds before its restart, after a failure at this time."""

@@ -334,10 +334,14 @@ class Supervisor:
         if self._members[number].state != "running":
             self._relay.note(f"faults: {process_name(number)} is not running ({event})")
             return
-        self._write("fault_injected", number, **event.words())
+        member, words = self._members[number], event.words()
+        rank = member.struck(begins=event.verb != "resume")
+        if len(member.processes) > 1:
+            words |= {"rank": rank, "text": f"{event} rank {rank}"}
+        self._write("fault_injected", number, **words)
         if event.verb == "kill":
-            self._members[number].back_after_s = event.back_after_s
-        self._members[number].processes[0].inject(signum)
+            member.back_after_s = event.back_after_s
+        member.processes[rank].inject(signum)
 
     def _number(self, event: FaultEvent) -> int:
         """Return the number of the process that the fault is for."""

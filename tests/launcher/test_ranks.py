@@ -146,3 +146,19 @@ else:
 """
     place_with_ranks.run(HEAD + text, workers=2)
     assert (place_with_ranks.folder / "last").exists()
+
+
+FAULTY = """
+limit, log = time.monotonic() + 120, pathlib.Path(config.run, "events.jsonl")
+while not log.exists() or log.read_text().count("fault_injected") < 2:
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+"""
+
+
+def test_injected_faults_are_for_one_rank_after_the_other(place_with_ranks: Place) -> None:
+    faults = "kill worker 1 every 500ms, back after 1ms"
+    folder = place_with_ranks.run(HEAD + FAULTY, workers=2, faults=faults, failure_timeout_s=20.0, restarts=100)
+    struck = [event for event in read_events(folder / "events.jsonl") if event["event"] == "fault_injected"]
+    assert [event["rank"] for event in struck[:2]] == [0, 1]
+    assert [event["text"] for event in struck[:2]] == ["killed: worker 1 rank 0", "killed: worker 1 rank 1"]

@@ -65,6 +65,27 @@ def test_a_killed_rank_costs_its_replica_only(
     assert not any(event["event"] == "error" for event in events)
 
 
+SLOW = SCRIPT.replace("import os,", "import time, os,")
+SLOW = SLOW.replace("    step += 1\n", "    step += 1; time.sleep(0.1)\n", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["pipeline(stages=2)", "sharded(over=2)"])
+@pytest.mark.parametrize("recipe", ["local_sgd(every=3)", "async_sgd(shards=2)"])
+def test_ranks_that_are_killed_and_paused_again_and_again_cost_no_sample(
+    tmp_path: Path, layout: str, recipe: str
+) -> None:
+    faults = "kill worker every 8s; pause worker for 1s every 8s"
+    options = ("-n", "4", "--layout", layout, "--recipe", recipe, "--failure-timeout", "30s", "--restarts", "50")
+    saves = ("--checkpoint-every", "6 rounds")  # at times no worker with state is left
+    folder = run(tmp_path, "run", *options, *saves, "--faults", faults, script=("20",), text=SLOW)
+    events = list(read_events(folder / "events.jsonl"))
+    assert [event for event in events if event["event"] == "fault_injected"]
+    assert len(counts(folder)) >= 20
+    assert {(one["once"], one["twice"], one["never"]) for one in counts(folder)} == {(60, 0, 0)}
+    assert not any(event["event"] == "error" for event in events)
+
+
 def test_the_only_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> None:
     layout = ("-n", "2", "--layout", "pipeline(stages=2)", "--checkpoint-every", "4 rounds")
     folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within", "saved"))
