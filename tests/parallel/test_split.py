@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from stage_threads import in_threads
 from staged_net import make_net, words
 from torch import Tensor, nn
 
-from stretto.parallel.calls import record_calls
+from stretto.errors import ModelError
+from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU, Link
 from stretto.parallel.measure import measured_costs, time_per_byte
 from stretto.parallel.split import Costs, best_split, measured_split, next_best
@@ -104,3 +106,14 @@ def test_messages_of_all_ranks_are_collected_at_rank_0() -> None:
         return link.collect(lambda: b"rank" + bytes([link.rank]) * 1000)
 
     assert in_threads(3, work) == [[b"rank" + bytes([rank]) * 1000 for rank in (1, 2)], [], []]
+
+
+def test_a_stage_holds_no_more_than_the_memory_of_its_process() -> None:
+    def costs(memory: int | None) -> Costs:
+        return Costs([1.0] * 4, {}, [10 << 20, 10 << 20, 10 << 20, 70 << 20], memory)
+
+    calls = Calls(["", "a", "b", "c"], {1: 0, 2: 0, 3: 0}, {}, {}, 0)
+    assert measured_split(calls, costs(None), 2).begins == (0, 2)
+    assert measured_split(calls, costs(75 << 20), 2).begins == (0, 3)
+    with pytest.raises(ModelError, match=r"2 stages with trained parameters, of at most 60 MB each"):
+        measured_split(calls, costs(60 << 20), 2)

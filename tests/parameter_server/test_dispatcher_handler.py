@@ -174,3 +174,12 @@ def test_the_division_of_a_model_is_replied_to_so_that_it_is_sent_again() -> Non
     assert isinstance(run.says(0, m.StoreFacts(b"stages"))[0], m.Result)
     run.handler.remove(1)
     assert run.joins(1).facts == b"stages"
+
+
+def test_batches_of_a_worker_that_leases_all_and_trains_none_return_when_it_is_declared_failed() -> None:
+    run = Run(meet=None)
+    hoarded = {run.leases(0).batch for _ in BATCHES[0]}
+    assert hoarded == set(range(6))
+    assert run.leases(1).batch is None
+    run.handler.remove(0)
+    assert {run.leases(1).batch for _ in BATCHES[0]} == hoarded
