@@ -232,24 +232,30 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
 
 def _rendezvous(config: WorkerConfig, device: torch.device, name: str) -> Rendezvous:
     """Return the rendezvous of groups of this name, encrypted if workers of other hosts may join."""
-    limits_s = config.options.failure_timeout_s, config.options.timeout_s
     if config.options.host is not None and config.keys is not None:
-        from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
-        from stretto.transport.relay_tunnels import RelayAccess
-
-        relay = RelayAccess(config.relay, config.keys[3].encode()) if config.relay is not None else None
-        return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
+        return _encrypted_rendezvous(config, device)
     from stretto.transport.rendezvous import GroupRendezvous
 
-    return GroupRendezvous(*limits_s, device, name)
+    return GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device, name)
+
+
+def _encrypted_rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
+    from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
+    from stretto.transport.relay_tunnels import RelayAccess
+
+    relay = None if config.relay is None or config.keys is None else RelayAccess(config.relay, config.keys[3].encode())
+    limits_s = config.options.failure_timeout_s, config.options.timeout_s
+    return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
 
 
 def _siblings(config: WorkerConfig) -> Siblings | None:
-    """Return the connection with the other ranks of this worker; None if it has one rank."""
+    """Return the connection with the other ranks of this worker; None if it has one rank.
+
+    It is encrypted also on one host: a thread for each exchange, as over gloo, costs more than the cipher.
+    """
     if config.ranks == 1:
         return None
-    name = f"ranks/{config.incarnation}"
-    return Siblings(config.rank, config.ranks, _rendezvous(config, torch.device("cpu"), name))
+    return Siblings(config.rank, config.ranks, _encrypted_rendezvous(config, torch.device("cpu")))
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:

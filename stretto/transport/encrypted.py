@@ -24,7 +24,6 @@ from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
 from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
 from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport, check_peer, nbytes
-from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.noise import AuthenticationError
 from stretto.transport.peer_group import PeerGroup
 from stretto.transport.peer_means import Mean
@@ -55,7 +54,6 @@ class EncryptedTransport(Transport):
         relay: RelayAccess | None = None,
     ) -> None:
         super().__init__(rank, len(members))
-        keep_freed_memory()
         self.timeout_s = timeout_s
         self._names = [f"worker {number}" for number, _ in members]
         self._streams = {

@@ -72,6 +72,10 @@ class SendingConnection:
         self._early = list[tuple[bytes, bytes]]()
         """Messages from before the end of the handshake."""
         self._unsent = deque[memoryview]()
+        self._sent = 0
+        """Bytes of the first of them that are sent."""
+        self._spare = list[memoryview]()
+        """Memory of sent pieces, for the next ones."""
 
     @property
     def events(self) -> int:
@@ -85,7 +89,10 @@ class SendingConnection:
         if self._cipher is None:
             self._early.append((head, bytes(payload)))
             return False
-        self._unsent.append(sealed(self._cipher, head, payload))
+        is_piece = len(payload) == PIECE_BYTES
+        self._unsent.append(
+            sealed(self._cipher, head, payload, self._spare.pop() if is_piece and self._spare else None)
+        )
         if len(self._unsent) == 1:
             self._flush()
         return bool(self._unsent) or self.lost_at is not None
@@ -140,10 +147,12 @@ class SendingConnection:
         try:
             while self._unsent and self.socket is not None:
                 piece = self._unsent[0]
-                sent = self.socket.send(piece)
-                self._unsent[0] = piece[sent:]
-                if sent == len(piece):
+                self._sent += self.socket.send(piece[self._sent :])
+                if self._sent == len(piece):
+                    self._sent = 0
                     self._unsent.popleft()
+                    if len(piece) == wire_bytes(PIECE_BYTES):
+                        self._spare.append(piece)
         except BlockingIOError:
             pass
         except OSError:
@@ -234,10 +243,10 @@ class ReceivingConnection:
         return handshake.ciphers()[0]
 
 
-def sealed(cipher: Cipher, head: bytes, payload: Any) -> memoryview:
-    """Return a message as it is sent. The payload may have no bytes."""
+def sealed(cipher: Cipher, head: bytes, payload: Any, into: memoryview | None = None) -> memoryview:
+    """Return a message as it is sent, perhaps `into` memory of its size. The payload may have no bytes."""
     length = len(payload)
-    made = np.empty(wire_bytes(length), np.uint8).data
+    made = np.empty(wire_bytes(length), np.uint8).data if into is None else into
     prefix = LENGTH.pack(length)
     made[:OVERHEAD_BYTES] = prefix + cipher.seal(head, prefix)
     if length:

@@ -21,9 +21,9 @@ from stretto.parallel.schedule import Hop
 from stretto.recipe.layout import whole
 from stretto.simulator.compute.cost_model import CostModel, parse
 from stretto.simulator.layouts.ranks import RankedReplica
-from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.links import Links
 from stretto.simulator.network.topology import Network
+from stretto.transport.secure_connections import wire_bytes as sealed_bytes
 
 BLOCK, BLOCKS, BATCH = 32, 8, 8
 SCRIPT = f"""
@@ -110,7 +110,7 @@ def pipeline_s(stages: int, batches: int, hops: list[Hop], turn_s: float, last: 
     nbytes = 4 * BLOCK * BATCH / batches
     ways = 2 * sum(hop.seconds(nbytes) + hop.latency_s for hop in hops)
     outputs = (stages - 1) * last.seconds(4 * BLOCK * BATCH) + last.latency_s
-    agreement = (stages - 1) * (max(hop.latency_s for hop in hops) + last.seconds(wire_bytes.FRAME_BYTES))
+    agreement = max(hop.latency_s for hop in hops) + last.seconds((stages - 1) * sealed_bytes(1))
     return (batches + stages - 1) * turn_s + ways + outputs + agreement
 
 
@@ -153,7 +153,7 @@ def test_each_rank_exchanges_its_part_over_links_of_its_own() -> None:
 
 def test_a_step_of_a_sharded_model_takes_the_closed_form() -> None:
     rings = 3 * BLOCKS * (PARAMETER_BYTES / 2 / 1e6 + 0.003)
-    agreement = 0.003 + wire_bytes.FRAME_BYTES / 1e6
+    agreement = 0.003 + sealed_bytes(1) / 1e6
     found = step_s(2, "sharded(over=2)", net="8Mbit/s 3ms", cost_model=CostModel(0.04))
     assert found == pytest.approx(0.04 / 2 + rings + agreement)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.collective_ops import Exchange
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import CHUNK_BYTES, encode
 from stretto.simulator.network import wire_bytes
 from stretto.transport import gloo_ring
+from tests.encrypted_ends import encrypted
 
 crews = st.integers(1, 40)
 octets = st.one_of(st.integers(0, 300), st.integers(0, 1 << 25))
@@ -188,3 +192,20 @@ def test_larger_request_number_takes_its_msgpack_size(number) -> None:
     more = len(msgspec.msgpack.encode(number)) - 1
     at_zero = wire_bytes.message_bytes(m.Header(0, m.Result(), []), False)
     assert wire_bytes.message_bytes(m.Header(number, m.Result(), []), False) == at_zero + more
+
+
+def test_exchanges_of_ranks_cost_as_many_bytes_as_sent() -> None:
+    ends = encrypted(2)
+    for size in (0, 1, 1 << 16, (1 << 16) + 1, 1 << 20, 3 << 20, (4 << 20) + 5, (9 << 20) + 1):
+        before = sum(end.traffic().bytes_sent for end in ends)
+        tensors = (torch.zeros(size, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8))
+        handles = [end.submit(Exchange(1 - end.worker, one)) for end, one in zip(ends, tensors, strict=True)]
+        for handle in handles:
+            handle.wait()
+        assert sum(end.traffic().bytes_sent for end in ends) - before == wire_bytes.sealed_exchange_bytes(size)
+    before = sum(end.traffic().bytes_sent for end in ends)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda end: end.all_gather_bytes(b"7 bytes"), ends)) == [[b"7 bytes"] * 2] * 2
+    assert sum(end.traffic().bytes_sent for end in ends) - before == wire_bytes.sealed_gather_bytes(2, 7)
+    for end in ends:
+        end.close()

@@ -9,6 +9,7 @@ from typing import Any
 from stretto.parallel.schedule import Hop
 from stretto.simulator.layouts.replica import Replica
 from stretto.simulator.network import wire_bytes
+from stretto.transport.secure_connections import wire_bytes as sealed_bytes
 
 
 class RankedReplica(Replica):
@@ -49,11 +50,11 @@ class RankedReplica(Replica):
 
     @property
     def agreement_s(self) -> float:
-        """Seconds of an all-gather of a frame among the ranks of a worker."""
+        """Seconds of an all-gather of a small message among the ranks of a worker."""
         hop = self.ring
-        return (self.ranks - 1) * (hop.seconds(wire_bytes.FRAME_BYTES) + hop.latency_s)
+        return hop.seconds((self.ranks - 1) * sealed_bytes(1)) + hop.latency_s
 
     @property
     def agreement_bytes(self) -> int:
-        """Bytes of an all-gather of a frame among the ranks of a worker, which all of them send together."""
-        return self.ranks * wire_bytes.all_gather_message_bytes(self.ranks, 1)[0]
+        """Bytes of an all-gather of a small message among the ranks of a worker, which all of them send together."""
+        return wire_bytes.sealed_gather_bytes(self.ranks, 1)

@@ -33,7 +33,6 @@ from stretto.simulator.layouts.replica import Measurement, Scaled
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.links import Links
 from stretto.strategies.optimizers import Optimizers
-from stretto.transport import gloo_ring
 
 
 class StagedReplica(RankedReplica):
@@ -97,7 +96,7 @@ class StagedReplica(RankedReplica):
         turns = [one * slower for one in self._turns_s]
         ends = [2 * ((stage > 0) + (stage < self.ranks - 1)) for stage in range(self.ranks)]
         nbytes = max(one.nbytes for one in self._boundaries)
-        end_s = self.cost_model.collective_s(_messages(nbytes), nbytes, 1)
+        end_s = self.cost_model.collective_s(wire_bytes.sealed_messages(int(nbytes)), nbytes, 1)
         whole = [turn + count * end_s for turn, count in zip(turns, ends, strict=True)]
         return pipeline_schedule(whole, self._boundaries, self._batch)
 
@@ -180,33 +179,25 @@ class StagedReplica(RankedReplica):
             output.register_hook(lambda _: count())  # type: ignore[no-untyped-call]
 
     def _forward_bytes(self, rows: int) -> int:
-        outputs = (self.ranks - 1) * _sent_in_exchange(round(rows * self._row_bytes[-1]))
+        outputs = (self.ranks - 1) * wire_bytes.sealed_exchange_bytes(round(rows * self._row_bytes[-1]))
         return self._boundary_bytes(rows) + outputs
 
     def _backward_bytes(self, rows: int) -> int:
-        norm = sum(
-            gloo_ring.all_reduce_bytes(rank, self.ranks, NORM_BYTES, NORM_BYTES)[0] for rank in range(self.ranks)
-        )
-        return self._boundary_bytes(rows) + norm
+        return self._boundary_bytes(rows) + 2 * wire_bytes.sealed_gather_bytes(self.ranks, NORM_BYTES)
 
     def _boundary_bytes(self, rows: int) -> int:
         """Return the bytes of the micro-batches of a batch over all boundaries, in one direction."""
         count = max(1, min(self._layout.micro_batches, rows))
         pieces = [rows // count + (piece < rows % count) for piece in range(count)]
-        return sum(_sent_in_exchange(round(piece * nbytes)) for nbytes in self._row_bytes[:-1] for piece in pieces)
+        return sum(
+            wire_bytes.sealed_exchange_bytes(round(piece * nbytes))
+            for nbytes in self._row_bytes[:-1]
+            for piece in pieces
+        )
 
 
 NORM_BYTES = 8
 """Bytes of the sum of the squared norms of gradients, which the ranks add in each backward pass."""
-
-
-def _messages(nbytes: float) -> int:
-    return wire_bytes.exchange_messages(int(nbytes) + wire_bytes.EXCHANGE_FRAME_BYTES)
-
-
-def _sent_in_exchange(nbytes: int) -> int:
-    """Return the bytes that both ranks of an exchange send, where one of them has a tensor of this size."""
-    return wire_bytes.exchange_bytes(nbytes, 0)[0] + wire_bytes.exchange_bytes(0, nbytes)[0]
 
 
 def _other_stages(cost_model: CostModel, layout: pipeline) -> LaunchError:

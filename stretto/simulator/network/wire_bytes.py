@@ -14,6 +14,9 @@ from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
 from stretto.parameter_server.messages import Header
 from stretto.simulator.network.links import SEGMENT_BYTES
 from stretto.transport.gloo_ring import with_headers
+from stretto.transport.peer_stream import PIECE_BYTES as SEALED_PIECE_BYTES
+from stretto.transport.peer_stream import SMALL_BYTES, WINDOW_BYTES
+from stretto.transport.secure_connections import wire_bytes as sealed_bytes
 
 # --- collective operations: gloo over TCP -------------------------------------------------------------------------
 
@@ -128,6 +131,31 @@ def _group_pieces(hosts: int, nbytes: int, item_bytes: int) -> Iterator[list[int
         parts = [numbers // hosts + (host < numbers % hosts) for host in range(hosts)]
         for at in range(0, max(parts[0], 1), largest):
             yield [item_bytes * min(max(part - at, 0), largest) for part in parts]
+
+
+# --- exchanges of the encrypted transport, which the ranks of a worker use -----------------------------------------
+
+
+def sealed_messages(nbytes: int) -> int:
+    """Return the number of messages that carry a tensor of this size to one worker: the post, and its pieces."""
+    return 1 + (-(-nbytes // SEALED_PIECE_BYTES) if nbytes > SMALL_BYTES else 0)
+
+
+def sealed_exchange_bytes(nbytes: int) -> int:
+    """Return the bytes that two workers send for an exchange in which one of them has a tensor of this size.
+
+    Each has a post, which carries a small tensor; a larger one takes pieces, and receipts after each half of a window.
+    """
+    if nbytes <= SMALL_BYTES:
+        return sealed_bytes(0) + sealed_bytes(nbytes)
+    whole, rest = divmod(nbytes, SEALED_PIECE_BYTES)
+    receipts = nbytes // (WINDOW_BYTES // 2)
+    return (2 + receipts) * sealed_bytes(0) + whole * sealed_bytes(SEALED_PIECE_BYTES) + sealed_bytes(rest) * (rest > 0)
+
+
+def sealed_gather_bytes(workers: int, nbytes: int) -> int:
+    """Return the bytes that all workers send together for an all-gather of small messages of this size."""
+    return workers * (workers - 1) * sealed_bytes(nbytes)
 
 
 # --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
