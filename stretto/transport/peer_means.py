@@ -35,9 +35,7 @@ from stretto.transport.interface import CHANNELS, Handle
 PIECE_BYTES = 1 << 20
 """Largest number of bytes of a piece that two workers exchange at a time."""
 RING_BYTES = 1 << 16
-"""Smallest number of bytes of a worker's part that goes around a ring, and of a piece of it."""
-RING_PIECES = 2
-"""Smallest number of pieces of a part around a ring, of which one is sent while the next one arrives."""
+"""Smallest number of bytes of a worker's part that goes around a ring."""
 AHEAD = 4
 """Number of pieces whose exchanges begin before the first of them has ended."""
 SUMS = CHANNELS // 2
@@ -157,8 +155,7 @@ class RingMean(Mean):
 
     def __init__(self, group: Exchanges, tensor: Tensor, in_place: bool) -> None:
         super().__init__(group, tensor, in_place)
-        piece_bytes = max(RING_BYTES, min(PIECE_BYTES, self._flat.nbytes // group.workers // RING_PIECES))
-        self._parts, self._targets = (_pieces(one, group.workers, piece_bytes) for one in (self._flat, self._mean))
+        self._parts, self._targets = (_pieces(one, group.workers, PIECE_BYTES) for one in (self._flat, self._mean))
         self._empty = self._flat.new_empty(0)
         self._sent = [self._send(piece, 0) for piece in self._part(0)[:AHEAD]]
         self._coming = [self._receive(None, 0) for _ in self._part(1)[:AHEAD]]
