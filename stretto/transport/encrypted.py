@@ -201,16 +201,27 @@ class EncryptedTransport(Transport):
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._error is None and not self._is_closing:
+        try:
+            while self._error is None and not self._is_closing:
+                self._proceed()
+        except Exception as error:
             with self._lock:
-                watch = self._sockets.watch()
-            ready = watch.wait()
-            with self._lock:
-                self._sockets.proceed(ready)
-                self._receive(ready)
-            for address in self._sockets.refused():
-                say_once(f"a connection from {address} was refused, since its key is not that of a member")
+                self._end(TransportError(f"{self._names[self.worker]} can't continue its exchanges: {error!r}"))
         self._sockets.close(LINGER_S if self._error is None else None, self._gone)
+        with self._lock:
+            for stream in self._streams.values():
+                stream.end(BrokenTransportError("the transport is closed"))
+
+    def _proceed(self) -> None:
+        """Wait for the next events of the sockets, and act on them."""
+        with self._lock:
+            watch = self._sockets.watch()
+        ready = watch.wait()
+        with self._lock:
+            self._sockets.proceed(ready)
+            self._receive(ready)
+        for address in self._sockets.refused():
+            say_once(f"a connection from {address} was refused, since its key is not that of a member")
 
     def _receive(self, ready: set[int]) -> None:
         """Take messages that have arrived; all of them before the end of a connection."""

@@ -17,6 +17,7 @@ import hashlib
 import math
 import select
 import socket
+import struct
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from zmq.utils import z85
 
 from stretto.errors import TransportError, explain
 from stretto.transport.host_memory import host_name
-from stretto.transport.noise import AuthenticationError, Handshake
+from stretto.transport.noise import KEY_BYTES, AuthenticationError, Handshake
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
 from stretto.transport.secure_connections import (
     RETRY_S,
@@ -34,6 +35,7 @@ from stretto.transport.secure_connections import (
     IncomingMessage,
     ReceivingConnection,
     SendingConnection,
+    disconnect,
 )
 
 BACKLOG = 64
@@ -67,11 +69,18 @@ class Endpoint:
         """
         place, public, machine = (*text.split(" "), "", "")[:3]
         host, _, port = place.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or len(public) != 40:
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or not _is_key(public):
             problem, expected = "a worker's address can't be read", "host:port, a space, and a public key"
             to_type = "the same options and the same version of Stretto on all hosts"
             raise TransportError(explain(problem, got=repr(text[:100]), expected=expected, to_type=to_type))
         return cls(host, int(port), public.encode(), machine)
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +241,7 @@ class MemberSockets:
     def accept_no_more(self) -> None:
         """Refuse further connections, and close those of strangers."""
         if self._listener is not None:
-            self._listener.close()
+            disconnect(self._listener, is_abort=False)
             self._listener = None
         for one in self._arriving:
             one.close()
@@ -281,7 +290,7 @@ class MemberSockets:
         if one in self._arriving:
             self._arriving.remove(one)
             self._refused += [one.address] if is_refused else []
-        elif one.rank is not None:
+        elif one.rank is not None and self._receivers.get(one.rank) is one:
             self._receivers.pop(one.rank, None)
             self._ended.append(one.rank)
 

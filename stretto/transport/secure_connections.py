@@ -160,10 +160,14 @@ class SendingConnection:
 
     def _check_end(self) -> None:
         """Note the end of the connection, on which nothing else arrives."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             if self.socket is not None:
                 self.socket.recv(1)
                 self._lose()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose()
 
     def _lose(self) -> None:
         self._disconnect(is_abort=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from zmq.utils import z85
 
 from stretto.collective_ops import Exchange
-from stretto.errors import BrokenTransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport import encrypted_sockets
-from stretto.transport.secure_connections import SendingConnection
-from tests.encrypted_ends import LIMIT_S, encrypted
+from stretto.transport.encrypted_sockets import Endpoint, MemberSockets, ReservedPort
+from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
+from stretto.transport.peer_stream import HELLO, Head
+from stretto.transport.secure_connections import PREFACE, SendingConnection
+from tests.encrypted_ends import LIMIT_S, Sending, encrypted, joined, new_keys
+from tests.relays import received
 
 
 def test_last_messages_arrive_at_a_worker_that_can_send_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +51,9 @@ def test_last_messages_arrive_at_a_worker_that_can_send_nothing_more(monkeypatch
     ends[1].close()
 
 
-def test_an_abort_ends_connections_whose_sockets_a_child_process_has() -> None:
-    """The processes of a DataLoader have such sockets."""
-    ends = encrypted(2)
+@contextlib.contextmanager
+def child_process() -> Iterator[None]:
+    """Run a process that has this one's sockets, as those of a DataLoader have them."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         with contextlib.suppress(BaseException):
@@ -53,16 +61,126 @@ def test_an_abort_ends_connections_whose_sockets_a_child_process_has() -> None:
             os.read(reading, 1)
         os._exit(0)
     try:
-        waiting = ends[1].submit(Exchange(0, torch.ones(4)))
-        ends[0].abort()
-        with pytest.raises(BrokenTransportError, match="worker 0 has failed, or has left"):
-            waiting.wait()
+        yield
     finally:
         os.close(writing)
         os.close(reading)
         os.waitpid(child, 0)
+
+
+def test_an_abort_ends_connections_whose_sockets_a_child_process_has() -> None:
+    ends = encrypted(2)
+    with child_process():
+        waiting = ends[1].submit(Exchange(0, torch.ones(4)))
+        ends[0].abort()
+        with pytest.raises(BrokenTransportError, match="worker 0 has failed, or has left"):
+            waiting.wait()
     for end in ends:
         end.close()
+
+
+def test_a_port_that_a_child_process_has_refuses_connections_once_the_generation_has_formed() -> None:
+    ports = [ReservedPort("127.0.0.1", new_keys()) for _ in range(2)]
+    with child_process():
+        ends = joined(ports)
+        for port in ports:
+            with socket.socket() as late:
+                assert late.connect_ex(("127.0.0.1", port.endpoint.port)) == errno.ECONNREFUSED
+    for end in ends:
+        end.close()
+
+
+def test_a_connection_that_the_receiver_resets_is_lost() -> None:
+    own, peer = new_keys(), new_keys()
+
+    def proceed() -> None:
+        poller = select.poll()
+        if sender.socket is not None:
+            poller.register(sender.socket, sender.events)
+            assert poller.poll(1000 * LIMIT_S)
+        sender.proceed()
+
+    def handshake(is_initiator: bool, preface: bytes) -> Handshake:
+        one, other = (own, peer) if is_initiator else (peer, own)
+        return Handshake(is_initiator, z85.decode(one.secret), z85.decode(other.public), preface)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = SendingConnection((socket.AF_INET, listener.getsockname()), 1, 0, lambda one: handshake(True, one))
+        proceed()
+        while sender._is_connecting:
+            proceed()
+        accepted, _ = listener.accept()
+        preface = received(accepted, PREFACE.size)
+        responder = handshake(False, preface)
+        responder.read(received(accepted, HANDSHAKE_BYTES))
+        accepted.sendall(responder.write())
+        proceed()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        proceed()
+    assert sender.lost_at is not None
+    assert not sender.send(Head(HELLO).packed(), b"")
+
+
+def test_a_members_second_connection_does_not_end_its_first() -> None:
+    keys = new_keys()
+    ports = [ReservedPort("127.0.0.1", one) for one in (new_keys(), keys)]
+    sockets = MemberSockets(ports[0], 0, [port.endpoint for port in ports], generation=1)
+    connections = [Sending(keys, ports[0].endpoint, 1) for _ in range(2)]
+
+    def ready() -> set[int]:
+        found = sockets.watch().wait()
+        sockets.proceed(found)
+        return found
+
+    while [one.rank for one in sockets._arriving] != [1, 1]:
+        assert not list(sockets.receive(ready(), 1))
+    for one in connections:
+        assert one.is_admitted()
+        one.send(Head(HELLO).packed())
+    both = {one.socket.fileno() for one in sockets._arriving}
+    while not both <= (found := ready()):
+        pass
+    ranks = list[int]()
+    for rank, _ in sockets.receive(found, 16):
+        ranks.append(rank)
+        sockets.accept_no_more()
+    assert ranks == [1]
+    assert sockets.ended() == []
+    sockets.close(None)
+    ports[1].close()
+    for one in connections:
+        one.socket.close()
+
+
+def test_exchanges_end_when_their_transport_is_closed() -> None:
+    ends = encrypted(2, timeout_s=5.0)
+    waiting = ends[1].submit(Exchange(0, torch.ones(4)))
+    ends[1].close()
+    with pytest.raises(BrokenTransportError, match="the transport is closed"):
+        waiting.wait()
+    ends[0].close()
+
+
+def test_an_error_of_the_receiving_thread_ends_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ends = encrypted(2, timeout_s=5.0)
+    monkeypatch.setattr(ends[1]._streams[0], "_room", fail)
+    waiting = [ends[rank].submit(Exchange(1 - rank, torch.ones(1 << 20))) for rank in (1, 0)]
+    with pytest.raises(TransportError, match="Too many open files"):
+        waiting[0].wait()
+    with pytest.raises(BrokenTransportError, match="worker 1 has failed, or has left"):
+        waiting[1].wait()
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("public", ["#" * 40, '"' * 40, "\u00e9" * 40])
+def test_a_public_key_that_is_none_is_named(public: str) -> None:
+    with pytest.raises(TransportError, match="a worker's address can't be read"):
+        Endpoint.parse(f"127.0.0.1:7 {public}")
 
 
 def test_a_connection_that_ends_in_one_direction_ends_the_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
