@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import ipaddress
 import math
 import select
 import socket
@@ -69,11 +70,19 @@ class Endpoint:
         """
         place, public, machine = (*text.split(" "), "", "")[:3]
         host, _, port = place.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or not _is_key(public):
-            problem, expected = "a worker's address can't be read", "host:port, a space, and a public key"
+        if not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16 or not _is_key(public):
+            problem, expected = "a worker's address can't be read", "IP address:port, a space, and a public key"
             to_type = "the same options and the same version of Stretto on all hosts"
             raise TransportError(explain(problem, got=repr(text[:100]), expected=expected, to_type=to_type))
         return cls(host, int(port), public.encode(), machine)
+
+
+def _is_host(text: str) -> bool:
+    """Return True for an IP address: a name would have to be looked up."""
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def _is_key(text: str) -> bool:

@@ -85,7 +85,7 @@ class Handshake:
             self._mix_hash(one)
 
     def write(self, payload: bytes = b"") -> bytes:
-        """Return the next message."""
+        """Return the next message. Raise AuthenticationError if the other side's key is not one of a secret."""
         made = self._ephemeral and X25519PrivateKey.from_private_bytes(self._ephemeral)
         self._own["e"] = made or X25519PrivateKey.generate()
         public = self._own["e"].public_key().public_bytes_raw()
@@ -99,9 +99,9 @@ class Handshake:
         public, sealed = message[:KEY_BYTES], message[KEY_BYTES:]
         try:
             self._peer["e"] = X25519PublicKey.from_public_bytes(public)
-            self._mix(public)
-        except ValueError:  # a key of too few bytes, or one with which all secrets are zero
+        except ValueError:  # a key of too few bytes
             raise AuthenticationError from None
+        self._mix(public)
         payload = Cipher(self._key).open(sealed, self._hash)
         self._mix_hash(sealed)
         return payload
@@ -115,7 +115,11 @@ class Handshake:
         self._mix_hash(ephemeral)
         for initiators, responders in next(self._tokens):
             own, peer = (initiators, responders) if self._is_initiator else (responders, initiators)
-            self._chaining_key, self._key = self._derived(self._own[own].exchange(self._peer[peer]))
+            try:
+                secret = self._own[own].exchange(self._peer[peer])
+            except ValueError:  # the peer's key is one with which all secrets are zero
+                raise AuthenticationError from None
+            self._chaining_key, self._key = self._derived(secret)
 
     def _mix_hash(self, data: bytes) -> None:
         self._hash = hashlib.sha256(self._hash + data).digest()

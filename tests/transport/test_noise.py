@@ -100,6 +100,15 @@ def test_what_is_no_handshake_is_refused(sent: bytes) -> None:
         sides()[1].read(sent)
 
 
+def test_a_public_key_with_which_all_secrets_are_zero_is_refused() -> None:
+    own = X25519PrivateKey.generate().private_bytes_raw()
+    with pytest.raises(AuthenticationError):
+        Handshake(True, own, bytes(32), PROLOGUE).write()
+    sent = sides()[0].write()
+    with pytest.raises(AuthenticationError):
+        Handshake(False, own, bytes(32), PROLOGUE).read(sent)
+
+
 def test_another_prologue_is_refused() -> None:
     initiator, responder = sides((PROLOGUE, b"another"))
     with pytest.raises(AuthenticationError):

@@ -177,10 +177,21 @@ def test_an_error_of_the_receiving_thread_ends_the_transport(monkeypatch: pytest
         end.close()
 
 
-@pytest.mark.parametrize("public", ["#" * 40, '"' * 40, "\u00e9" * 40])
-def test_a_public_key_that_is_none_is_named(public: str) -> None:
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:7", "::1:7", "fe80::1%eth0:7"])
+def test_an_address_of_numbers_is_read(place: str) -> None:
+    assert str(Endpoint.parse(f"{place} {KEY}")) == f"{place} {KEY}"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [f"127.0.0.1:7 {'#' * 40}", f"127.0.0.1:7 {chr(34) * 40}", f"127.0.0.1:7 {chr(233) * 40}", f"a.name:7 {KEY}"],
+)
+def test_an_address_without_a_public_key_or_with_a_name_is_refused(address: str) -> None:
     with pytest.raises(TransportError, match="a worker's address can't be read"):
-        Endpoint.parse(f"127.0.0.1:7 {public}")
+        Endpoint.parse(address)
 
 
 def test_a_connection_that_ends_in_one_direction_ends_the_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
