@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import ipaddress
+import itertools
 import math
 import select
 import socket
@@ -222,17 +223,15 @@ class MemberSockets:
                 sender.proceed()
 
     def receive(self, ready: Collection[int], most: int) -> Iterator[tuple[int, IncomingMessage]]:
-        """Yield ranks and the first of their messages that have arrived. Note the connections that have ended."""
-        for one in [one for one in (*self._arriving, *self._receivers.values()) if one.socket.fileno() in ready]:
+        """Yield ranks and messages that have arrived, equally many of each. Note the connections that have ended."""
+        found = [one for one in (*self._arriving, *self._receivers.values()) if one.socket.fileno() in ready]
+        for one in found:
             try:
-                for message in one.messages():
+                for message in itertools.islice(one.messages(), max(1, most // len(found))):
                     if not self._is_confirmed(one):
                         break
                     assert one.rank is not None
                     yield one.rank, message
-                    most -= 1
-                    if not most:
-                        return
             except (OSError, AuthenticationError) as error:
                 self._end(one, isinstance(error, AuthenticationError))
         self._end_late_ones()

@@ -12,6 +12,7 @@ Sockets do not block: each call does what is possible at its time. Connections h
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -35,7 +36,7 @@ OVERHEAD_BYTES = LENGTH.size + HEAD_BYTES + TAG_BYTES
 RETRY_S = 0.005
 """Seconds between two attempts to connect with a member that does not listen yet."""
 HANDSHAKE_S = 2.0
-"""Seconds after which a connection is closed whose handshake is not confirmed."""
+"""Seconds after which a connection without a member's handshake is closed."""
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -198,7 +199,7 @@ class ReceivingConnection:
         self.socket, self.address = accepted, address
         self._generation, self._handshake = generation, handshake
         self.until = time.monotonic() + HANDSHAKE_S
-        """Time at which the connection is closed if its handshake is not confirmed."""
+        """Time at which the connection is closed, if no member's handshake has arrived."""
         self.rank: int | None = None
         """Rank of the member whose key the connection has, or claims to have; None before the preface."""
         self._arriving = self._receive()
@@ -242,7 +243,7 @@ class ReceivingConnection:
         if handshake is None:
             raise AuthenticationError
         handshake.read(bytes(received[PREFACE.size :]))
-        self.rank = rank
+        self.rank, self.until = rank, math.inf
         self.socket.send(handshake.write())
         return handshake.ciphers()[0]
 

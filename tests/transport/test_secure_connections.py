@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
@@ -19,11 +20,12 @@ from zmq.utils import z85
 
 from stretto.collective_ops import Exchange
 from stretto.errors import BrokenTransportError, TransportError
-from stretto.transport import encrypted_sockets
+from stretto.transport import encrypted_sockets, secure_connections
+from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import Endpoint, MemberSockets, ReservedPort
-from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
-from stretto.transport.peer_stream import HELLO, Head
-from stretto.transport.secure_connections import PREFACE, SendingConnection
+from stretto.transport.noise import HANDSHAKE_BYTES, Cipher, Handshake
+from stretto.transport.peer_stream import HELLO, RECEIVED, Head
+from stretto.transport.secure_connections import PREFACE, IncomingMessage, SendingConnection
 from tests.encrypted_ends import LIMIT_S, Sending, encrypted, joined, new_keys
 from tests.relays import received
 
@@ -214,3 +216,30 @@ def test_a_connection_that_ends_in_one_direction_ends_the_exchanges(monkeypatch:
         waiting[0].wait()
     for end in ends:
         end.close()
+
+
+def test_a_member_that_always_sends_holds_up_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = encrypted(3)
+    sockets = ends[0]._sockets
+    message = IncomingMessage(Head(RECEIVED).packed(), None, Cipher(bytes(32)))
+    for one in sockets._receivers.values():
+        monkeypatch.setattr(one, "messages", lambda: itertools.repeat(message))
+    ready = {one.socket.fileno() for one in sockets._receivers.values()}
+    assert {rank for rank, _ in itertools.islice(sockets.receive(ready, 16), 100)} == {1, 2}
+    for end in ends:
+        end.abort()
+        end.close()
+
+
+def test_a_member_may_stop_between_its_handshake_and_its_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure_connections, "HANDSHAKE_S", 0.1)
+    keys, port = [new_keys() for _ in range(2)], ReservedPort("127.0.0.1", new_keys())
+    ends = [(0, port.endpoint), (1, Endpoint("127.0.0.1", 9, keys[1].public))]
+    transport = EncryptedTransport(port, 1, 0, ends, LIMIT_S)
+    made = Sending(keys[1], port.endpoint, 1)
+    with made.socket:
+        assert made.is_admitted()
+        time.sleep(0.3)
+        made.send(Head(HELLO).packed())
+        transport.connect(LIMIT_S)
+    transport.close()
