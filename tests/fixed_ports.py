@@ -8,7 +8,7 @@ import os
 import socket
 
 FIRST, COUNT = 30_000, 2_700
-"""Ports below those that the system gives to connections and to servers that ask for any port."""
+"""Ports below the range from which the system takes a port for a connection, or for a server without a fixed port."""
 _numbers = itertools.count(50 * os.getpid())
 
 

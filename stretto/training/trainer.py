@@ -106,7 +106,7 @@ class Trainer:
             self._continues,
             transport.all_gather_bytes,
             transport.broadcast_bytes,
-            self._announce_first_call,
+            lambda: self.global_steps.announce_first_call(),
             self.events.notice,
             on_split=self._on_split,
             on_exchange=lambda: self.progress.count_round(),
@@ -119,10 +119,6 @@ class Trainer:
         facts = state.facts.get("stages") if state is not None else None
         parts.begin(msgspec.msgpack.decode(position.facts) if position is not None and position.facts else facts)
         return parts
-
-    def _announce_first_call(self) -> None:
-        """Let workers without a batch take part in the division of the model."""
-        self.global_steps.announce_first_call()
 
     def _on_split(self) -> None:
         """Exchange this rank's part of the model, which has just been split."""

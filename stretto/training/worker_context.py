@@ -225,18 +225,16 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
 
 def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
     """Return a transport over the generations of a coordinator."""
-    return ElasticTransport(
-        config.worker, _membership(config), _rendezvous(config, device, "stretto"), _siblings(config)
-    )
+    return ElasticTransport(config.worker, _membership(config), _rendezvous(config, device), _siblings(config))
 
 
-def _rendezvous(config: WorkerConfig, device: torch.device, name: str) -> Rendezvous:
-    """Return the rendezvous of groups of this name, encrypted if workers of other hosts may join."""
+def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
+    """Return the rendezvous of generations, encrypted if workers of other hosts may join."""
     if config.options.host is not None and config.keys is not None:
         return _encrypted_rendezvous(config, device)
     from stretto.transport.rendezvous import GroupRendezvous
 
-    return GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device, name)
+    return GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
 
 
 def _encrypted_rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:

@@ -125,8 +125,9 @@ class EncryptedTransport(Transport):
     def failure(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
         """Return the error of a failed wait, and abort."""
         text = f"{self._names[self.worker]} waited {waited_s:.1f} s for {what}; another worker failed or is too late"
-        self._abort(BrokenTransportError(f"{text}: {error}"))
-        return BrokenTransportError(f"{text}: {error}")
+        failed = BrokenTransportError(f"{text}: {error}")
+        self._abort(failed)
+        return failed
 
     def abort(self) -> None:
         """Abort all operations, now and later. Callable from any thread. Idempotent."""

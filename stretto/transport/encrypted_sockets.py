@@ -134,8 +134,8 @@ def machine_name() -> str:
 class MemberSockets:
     """Sockets of the worker of rank `rank` among the members' endpoints.
 
-    `poll` is a call of one thread, `wake` may be called by any, and all others by one at a time. With a `relay`,
-    connections with other machines pass through it; they are those of this generation.
+    Any thread may call `wake`; the other methods are called by one thread at a time. A wait of a `Watch` needs no lock.
+    With a `relay`, connections with other machines pass through it, as connections of this generation.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class MemberSockets:
             self._wake_sender.send(b"!")
 
     def proceed(self, ready: Collection[int]) -> None:
-        """Accept connections, connect with members, and send what is left."""
+        """Accept connections, connect with members, and send unsent messages."""
         if self._listener is not None and self._listener.fileno() in ready:
             self._accept(self._listener)
         now = time.monotonic()

@@ -107,7 +107,7 @@ class Handshake:
         return payload
 
     def ciphers(self) -> tuple[Cipher, Cipher]:
-        """Return the ciphers of the messages that the initiator sends, and of those that the responder sends."""
+        """Return the ciphers of messages from the initiator, and of messages from the responder."""
         one, other = self._derived(b"")
         return Cipher(one), Cipher(other)
 

@@ -55,7 +55,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 class Head(NamedTuple):
-    """First frame of a message. `size` is the numbers in a Post's tensor, and the first byte of a Piece in its own."""
+    """Head of a message. `size` is the numbers in a Post's tensor, and the first byte of a Piece in its own."""
 
     kind: int
     received: int = 0
@@ -65,7 +65,7 @@ class Head(NamedTuple):
     size: int = 0
 
     def packed(self) -> bytes:
-        """Return the bytes of the frame.
+        """Return the bytes of the head.
 
         >>> Head.unpacked(Head(PIECE, received=5, channel=1, number=2, size=9).packed()).size
         9
@@ -73,12 +73,9 @@ class Head(NamedTuple):
         return _HEAD.pack(self.kind, self.dtype, self.channel, self.received, self.number, self.size)
 
     @classmethod
-    def unpacked(cls, frame: Payload) -> Head:
-        """Return the head in a frame. Raise ValueError if it is none."""
-        try:
-            kind, dtype, channel, received, number, size = _HEAD.unpack(frame)
-        except struct.error as error:
-            raise ValueError(str(error)) from None
+    def unpacked(cls, packed: bytes) -> Head:
+        """Return the head of these `HEAD_BYTES` bytes."""
+        kind, dtype, channel, received, number, size = _HEAD.unpack(packed)
         return cls(kind, received, channel, number, dtype, size)
 
 
@@ -233,7 +230,7 @@ class PeerStream:
             raise self._dishonest(f"a message of kind {head.kind}")
 
     def due(self) -> Iterator[tuple[bytes, Payload | None]]:
-        """Yield the messages that can be sent now, as frames."""
+        """Yield the heads and payloads of messages that can be sent now."""
         while self._heads:
             head, payload = self._heads.popleft()
             yield self._stamped(head), payload

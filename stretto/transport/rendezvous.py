@@ -50,15 +50,10 @@ class LastWorkerTransport(SingleWorkerTransport):
 
 
 class GroupRendezvous:
-    """Connects process groups, each within `failure_timeout_s`; every wait in a group ends after `timeout_s`.
+    """Connects process groups, each within `failure_timeout_s`; every wait in a group ends after `timeout_s`."""
 
-    Groups whose members differ have different names where one store may serve several of them.
-    """
-
-    def __init__(
-        self, failure_timeout_s: float, timeout_s: float, device: torch.device | None, name: str = "stretto"
-    ) -> None:
-        self._patience_s, self._timeout_s, self._device, self._name = failure_timeout_s, timeout_s, device, name
+    def __init__(self, failure_timeout_s: float, timeout_s: float, device: torch.device | None) -> None:
+        self._patience_s, self._timeout_s, self._device = failure_timeout_s, timeout_s, device
 
     @property
     def address(self) -> str:
@@ -79,7 +74,7 @@ class GroupRendezvous:
         abort_forming(self._prefix(generation))
 
     def _prefix(self, generation: int) -> str:
-        return f"{self._name}/{generation}"
+        return f"stretto/{generation}"
 
     def close(self) -> None:
         """Do nothing: no connection outlasts a generation."""

@@ -6,7 +6,7 @@
       | <- second message of the handshake ------- |
       | == length, sealed head, sealed payload ==> |  the first one confirms that the handshake was not an old one
 
-Sockets do not block: each call does what is possible at its time. Connections have no locks.
+Sockets do not block: each call does as much as it can without a wait. Connections have no locks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SendingConnection:
         return bool(self._unsent) or self.lost_at is not None
 
     def proceed(self) -> None:
-        """Continue the attempt to connect, or send what is left."""
+        """Continue the attempt to connect, or send unsent messages."""
         try:
             if self.socket is None:
                 self._attempt = self._connect()
@@ -161,14 +161,15 @@ class SendingConnection:
 
     def _check_end(self) -> None:
         """Note the end of the connection, on which nothing else arrives."""
+        if self.socket is None:
+            return
         try:
-            if self.socket is not None:
-                self.socket.recv(1)
-                self._lose()
+            self.socket.recv(1)
         except BlockingIOError:
-            pass
+            return
         except OSError:
-            self._lose()
+            pass
+        self._lose()
 
     def _lose(self) -> None:
         self._disconnect(is_abort=True)
@@ -201,7 +202,7 @@ class ReceivingConnection:
         self.until = time.monotonic() + HANDSHAKE_S
         """Time at which the connection is closed, if no member's handshake has arrived."""
         self.rank: int | None = None
-        """Rank of the member whose key the connection has, or claims to have; None before the preface."""
+        """Rank of the member whose key the handshake has proved; None before."""
         self._arriving = self._receive()
 
     def messages(self) -> Iterator[IncomingMessage]:
@@ -227,10 +228,10 @@ class ReceivingConnection:
             (length,) = LENGTH.unpack_from(first)
             if length > PIECE_BYTES:
                 raise AuthenticationError
-            sealed = payloads[: length + TAG_BYTES] if length else None
-            if sealed is not None:
-                yield from _received(self.socket, sealed)
-            yield IncomingMessage(head, sealed, cipher)
+            ciphertext = payloads[: length + TAG_BYTES] if length else None
+            if ciphertext is not None:
+                yield from _received(self.socket, ciphertext)
+            yield IncomingMessage(head, ciphertext, cipher)
 
     def _authenticate(self) -> Generator[None, None, Cipher]:
         received = memoryview(bytearray(PREFACE.size + HANDSHAKE_BYTES))
@@ -249,7 +250,7 @@ class ReceivingConnection:
 
 
 def sealed(cipher: Cipher, head: bytes, payload: Any, into: memoryview | None = None) -> memoryview:
-    """Return a message as it is sent, perhaps `into` memory of its size. The payload may have no bytes."""
+    """Return an encrypted message, in the memory `into` if that is given. The payload may have no bytes."""
     length = len(payload)
     made = np.empty(wire_bytes(length), np.uint8).data if into is None else into
     prefix = LENGTH.pack(length)
@@ -271,7 +272,7 @@ def without_delay(one: socket.socket) -> None:
 
 
 def disconnect(one: socket.socket, is_abort: bool) -> None:
-    """Close a connection, also if child processes have copies of its socket. An abort drops what is not sent."""
+    """Close a connection, also if child processes have copies of its socket. An abort drops unsent bytes."""
     with contextlib.suppress(OSError):
         if is_abort:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
