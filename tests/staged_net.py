@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -37,10 +39,18 @@ class Net(nn.Module):
 
 
 def make_net(**sizes: int) -> Net:
-    """Return the same network at each call."""
+    """Return the same network at each call; in several threads at a time only that of the usual sizes."""
+    return _drawn(**sizes) if sizes else copy.deepcopy(_USUAL)
+
+
+def _drawn(**sizes: int) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return Net(**sizes)
+
+
+_USUAL = _drawn()
+"""Network whose values were drawn before there are threads, which share torch's generator."""
 
 
 def words(step: int, samples: int, length: int = 6) -> tuple[Tensor, Tensor]:
