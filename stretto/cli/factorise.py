@@ -104,7 +104,7 @@ def command(
     _check(lr, l2, held_out, seed, out)
     # only here: numpy is slow to import
     from stretto.factorise import ratings as files
-    from stretto.factorise.tiles import Tiles, factors_of, layout, rmse, write_factors
+    from stretto.factorise.tiles import Tiles, factors_of, rmse, write_factors
 
     known = files.read(ratings, columns)
     _check_size(processes, len(known.row_names), len(known.column_names), str(ratings))
@@ -112,7 +112,7 @@ def command(
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     with tempfile.TemporaryDirectory(prefix="stretto-factorise-") as folder:
         tiles.write(Path(folder), rank, epochs, evaluate_every, lr, l2)
-        config = _configuration(Path(folder), processes, layout(evaluate_every), checkpoint_every, run, quiet)
+        config = _configuration(Path(folder), processes, evaluate_every, checkpoint_every, run, quiet)
         done = run_locally(config, ProgressDisplay(quiet=True, out=2 if to_standard_output else 1))
     factors = factors_of(done / "final.safetensors", tiles, known, rank)
     try:
@@ -141,16 +141,21 @@ def command(
         write_json(json_to, asdict(result))
 
 
-def _configuration(folder: Path, processes: int, layout: str, every: int, run: Path | None, quiet: bool) -> RunConfig:
-    rotations = max(processes - 1, 1)  # of an epoch
+def _configuration(
+    folder: Path, processes: int, evaluate_every: int, every: int, run: Path | None, quiet: bool
+) -> RunConfig:
+    from stretto.factorise.tiles import layout
+
+    # the blocks rotate between the sub-epochs of as many epochs as pass until all processes hold all factors
+    rounds = (processes * evaluate_every - 1) / evaluate_every if processes > 1 else 1
     return RunConfig(
         Path("stretto.factorise.train"),
         (str(folder),),
         module=True,
         workers=processes,
-        layout=layout if processes > 1 else None,
+        layout=layout(evaluate_every) if processes > 1 else None,
         threads=1,
-        checkpoint_every=f"{every * rotations} rounds",
+        checkpoint_every=f"{max(1, round(every * rounds))} rounds",
         out=run,
         output="none" if quiet else "rank0",
     )

@@ -10,8 +10,7 @@ A column block is the entries of its columns in each table, and in the state tha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +39,6 @@ from stretto.parallel.mapped_tables import MappedTables
 from stretto.parallel.rank_parts import RankContext, RankParts
 from stretto.parallel.read_guard import ReadGuard
 from stretto.recipe.layout import blocks
-from stretto.transport.tensor_bytes import octets
 
 PART = 4 << 20
 """Bytes of a message with entries of tables, about."""
@@ -196,48 +194,45 @@ class BlockRing(RankParts):
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Receive the entries that the other ranks hold."""
+        """Receive the entries that the other ranks hold, in parts."""
         assert self._column is not None
-        for root in range(self._link.ranks):
-            column = (self._column - self.rank + root) % self._link.ranks
-            for tables, of, held in self._sides(column, root):
-                self._broadcast(tables, np.flatnonzero(of == held), root)
+        link, shift = self._link, self._column - self.rank
+        held = [self._sides((rank + shift) % link.ranks, rank) for rank in range(link.ranks)]
+        for side, (tables, _, _) in enumerate(held[0]):
+            entries = [np.flatnonzero(of == block) for _, of, block in (one[side] for one in held)]
+            size = max(1, PART // sum(table[:1].nbytes for table in tables))
+            for start in range(0, max(map(len, entries)), size):
+                parts = [one[start : start + size] for one in entries]
+                others = {rank: part for rank, part in enumerate(parts) if rank != self.rank}
+                self._exchange(tables, dict.fromkeys(others, parts[self.rank]), others)
         self._is_hidden = False
         self._guard.open()
         self._mapped.release()
-
-    def _broadcast(self, tables: Sequence[Tensor], entries: Numbers, root: int) -> None:
-        """Give these entries of the root's tables to all ranks, in parts."""
-        size = max(1, PART // sum(table[:1].nbytes for table in tables))
-        for start in range(0, len(entries), size):
-            where = torch.from_numpy(entries[start : start + size]).to(tables[0].device)
-            own = b"".join(octets(table[where]).tobytes() for table in tables) if root == self.rank else b""
-            received = self._link.broadcast(own, root)
-            if root != self.rank:
-                _take(tables, where, bytearray(received))
 
     @torch.no_grad()
     def _rotate(self) -> None:
         """Send the column block to the rank before this one, and receive that of the next, piece by piece."""
         assert self._column is not None
-        link, sent, received = self._link, self._column, (self._column + 1) % self._link.ranks
+        ranks, sent, received = self._link.ranks, self._column, (self._column + 1) % self._link.ranks
         tables = self._state_of(self._columns)
-        before, after = (self.rank - 1) % link.ranks, (self.rank + 1) % link.ranks
         for piece in range(self._blocks.pieces):
-            # two ranks are each other's neighbour on both sides: each has a channel of its own
-            incoming = [link.receive(after, after % 2) for _ in tables]
             gone, come = self._columns_of(sent, piece), self._columns_of(received, piece)
-            for table in tables:
-                link.send(table[torch.from_numpy(gone).to(table.device)], before, self.rank % 2)
-            for table, one in zip(tables, incoming, strict=True):
-                where = torch.from_numpy(come).to(table.device)
-                table[where] = one.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
-            link.flush()
+            self._exchange(tables, {(self.rank - 1) % ranks: gone}, {(self.rank + 1) % ranks: come})
             if self._is_hidden:
                 _fill(tables, gone)
         self._column = received
         self._mapped.release()
         self._context.on_exchange()
+
+    def _exchange(self, tables: Sequence[Tensor], sent: Mapping[int, Numbers], received: Mapping[int, Numbers]) -> None:
+        """Send entries of tables to other ranks, and set those that are received from them; both by rank."""
+        none = np.empty(0, np.int64)
+        begun = []
+        for rank in sorted({*sent, *received}):
+            own, come = (torch.from_numpy(one.get(rank, none)) for one in (sent, received))
+            begun += [(table, come, self._link.exchange(table[own], rank, 0)) for table in tables]
+        for table, come, incoming in begun:
+            table[come] = incoming.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
 
     def _columns_of(self, column: int, piece: int) -> Numbers:
         return np.flatnonzero((self._blocks.of_column == column) & (self._blocks.piece_of == piece))
@@ -267,13 +262,3 @@ def _fill(tables: Sequence[Tensor], entries: Numbers) -> None:
     """Set these entries to NaN."""
     for table in tables:
         table.index_fill_(0, torch.from_numpy(entries).to(table.device), float("nan"))
-
-
-def _take(tables: Sequence[Tensor], where: Tensor, received: bytearray) -> None:
-    """Set these entries of tables to the numbers of a message, one table after the other."""
-    at = 0
-    for table in tables:
-        shape = [len(where), *table.shape[1:]]
-        values = torch.frombuffer(received, dtype=table.dtype, offset=at, count=math.prod(shape)).view(shape)
-        table[where] = values.to(table.device)
-        at += values.nbytes

@@ -52,12 +52,16 @@ class Link:
 
     def send(self, tensor: Tensor, rank: int, channel: int) -> None:
         """Send a tensor, which must not change before `flush`."""
-        octets = host_copy(tensor).contiguous().reshape(-1).view(torch.uint8)
-        self._sends.append(self._siblings.submit(Exchange(rank, octets, channel)))
+        self._sends.append(self.exchange(tensor, rank, channel).handle)
 
     def receive(self, rank: int, channel: int) -> Incoming:
         """Begin to receive the next tensor of a rank."""
-        return Incoming(self, self._siblings.submit(Exchange(rank, _NOTHING, channel)))
+        return self.exchange(_NOTHING, rank, channel)
+
+    def exchange(self, tensor: Tensor, rank: int, channel: int) -> Incoming:
+        """Begin to send a tensor to a rank, and to receive one from it. It must not change before the end of both."""
+        octets = host_copy(tensor).contiguous().reshape(-1).view(torch.uint8)
+        return Incoming(self, self._siblings.submit(Exchange(rank, octets, channel)))
 
     def flush(self) -> None:
         """Wait until all tensors are sent."""

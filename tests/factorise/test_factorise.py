@@ -147,6 +147,15 @@ def test_a_killed_process_costs_no_rating(tmp_path: Path, table: Path) -> None:
 
 @needs_speed
 @pytest.mark.usefixtures("table")
+def test_checkpoints_are_as_many_epochs_apart_however_often_the_processes_hold_all_factors(tmp_path: Path) -> None:
+    run(tmp_path, "-n", "2", "--epochs", "7", "--evaluate-every", "7", "--checkpoint-every", "4")
+    rounds = 7 * 2 - 1
+    saved = sorted(int(one.name[6:]) for one in (tmp_path / "run" / "checkpoints").glob("round-*"))
+    assert saved == [rounds * 4 // 7, rounds]
+
+
+@needs_speed
+@pytest.mark.usefixtures("table")
 def test_ctrl_c_ends_all_processes_and_leaves_no_file(tmp_path: Path) -> None:
     process = started(tmp_path, "-n", "2", "--epochs", "1000000")
     events = until(tmp_path / "run", 2, process)
