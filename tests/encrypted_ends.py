@@ -58,14 +58,19 @@ def joined(
 
 
 class Sending:
-    """Connection that sends to an endpoint with these keys, as that of a member's rank does."""
+    """Connection that sends to an endpoint with these keys, as that of a member's rank does; nothing while silent."""
 
-    def __init__(self, keys: KeyPair, end: Endpoint, rank: int, generation: int = 1) -> None:
+    def __init__(self, keys: KeyPair, end: Endpoint, rank: int, generation: int = 1, is_silent: bool = False) -> None:
         self.socket = socket.create_connection((end.host, end.port), LIMIT_S)
-        preface = PREFACE.pack(MAGIC, generation, rank)
-        self._handshake = Handshake(True, z85.decode(keys.secret), z85.decode(end.public), preface)
-        self.socket.sendall(preface + self._handshake.write())
+        self._preface = PREFACE.pack(MAGIC, generation, rank)
+        self._handshake = Handshake(True, z85.decode(keys.secret), z85.decode(end.public), self._preface)
         self.cipher: Cipher | None = None
+        if not is_silent:
+            self.begin()
+
+    def begin(self) -> None:
+        """Send the first message of the handshake."""
+        self.socket.sendall(self._preface + self._handshake.write())
 
     def is_admitted(self) -> bool:
         """Return True if the receiver replies to the handshake, and False if it closes the connection."""

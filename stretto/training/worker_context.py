@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport, Rendezvous
 from stretto.transport.siblings import Siblings
 from stretto.transport.single_worker import SingleWorkerTransport
+
+if TYPE_CHECKING:
+    from stretto.transport.relay_tunnels import RelayAccess
 
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
@@ -231,17 +234,18 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
 def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
     """Return the rendezvous of generations, encrypted if workers of other hosts may join."""
     if config.options.host is not None and config.keys is not None:
-        return _encrypted_rendezvous(config, device)
+        from stretto.transport.relay_tunnels import RelayAccess
+
+        relay = None if config.relay is None else RelayAccess(config.relay, config.keys[3].encode())
+        return _encrypted_rendezvous(config, device, relay)
     from stretto.transport.rendezvous import GroupRendezvous
 
     return GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
 
 
-def _encrypted_rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
+def _encrypted_rendezvous(config: WorkerConfig, device: torch.device, relay: RelayAccess | None = None) -> Rendezvous:
     from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
-    from stretto.transport.relay_tunnels import RelayAccess
 
-    relay = None if config.relay is None or config.keys is None else RelayAccess(config.relay, config.keys[3].encode())
     limits_s = config.options.failure_timeout_s, config.options.timeout_s
     return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
 
@@ -249,7 +253,8 @@ def _encrypted_rendezvous(config: WorkerConfig, device: torch.device) -> Rendezv
 def _siblings(config: WorkerConfig) -> Siblings | None:
     """Return the connection with the other ranks of this worker; None if it has one rank.
 
-    It is encrypted also on one host: a thread for each exchange, as over gloo, costs more than the cipher.
+    It is encrypted also on one host: a thread for each exchange, as over gloo, costs more than the cipher. No relay is
+    needed there.
     """
     if config.ranks == 1:
         return None

@@ -219,8 +219,8 @@ class EncryptedTransport(Transport):
             watch = self._sockets.watch()
         ready = watch.wait()
         with self._lock:
+            self._receive(ready)  # before others are accepted, which may close a connection that has sent nothing
             self._sockets.proceed(ready)
-            self._receive(ready)
         for address in self._sockets.refused():
             say_once(f"a connection from {address} was refused, since its key is not that of a member")
 

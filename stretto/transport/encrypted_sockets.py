@@ -20,7 +20,9 @@ import math
 import select
 import socket
 import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,9 @@ from stretto.transport.secure_connections import (
 )
 
 BACKLOG = 64
+"""Connections that are accepted before the next messages are received."""
+QUEUE = 1024
+"""Connections that the kernel keeps until they are accepted."""
 STRANGERS = 64
 """Connections beside those of members that may be without a confirmed handshake; a further one closes the oldest."""
 LINGER_S = 2.0
@@ -148,12 +153,19 @@ class MemberSockets:
     ) -> None:
         self._own, self._secret, self._relay, self._generation = port.endpoint, port.keys.secret, relay, generation
         self._members = {one: end.public for one, end in enumerate(members) if one != rank}
+        relayed = [end.public for end in members if self._is_relayed(end)]
+        with contextlib.ExitStack() as made:
+            made.callback(port.close)
+            self._wake_sender, self._wake_receiver = (made.enter_context(one) for one in socket.socketpair())
+            self._wake_sender.setblocking(False)
+            port.socket.setblocking(False)
+            port.socket.listen(QUEUE)
+            self._tunnels = (
+                RelayTunnels(relay, port.endpoint, generation, relayed) if relay is not None and relayed else None
+            )
+            made.pop_all()
         self._listener: socket.socket | None = port.socket
-        port.socket.setblocking(False)
-        port.socket.listen(BACKLOG)
-        self._tunnels = None
-        if relay is not None and (relayed := [end.public for end in members if self._is_relayed(end)]):
-            self._tunnels = RelayTunnels(relay, port.endpoint, generation, relayed)
+        self._waking = threading.Lock()
         self._senders = {
             one: SendingConnection(self._address(members[one]), generation, rank, functools.partial(self._call, one))
             for one in self._members
@@ -164,8 +176,6 @@ class MemberSockets:
         self._ended, self._refused = list[int](), list[str]()
         self._accepting_from = 0.0
         """Time before which no connection is accepted, since this process had no descriptor for the last one."""
-        self._wake_sender, self._wake_receiver = socket.socketpair()
-        self._wake_sender.setblocking(False)
 
     def _address(self, end: Endpoint) -> Address:
         if self._is_relayed(end):
@@ -197,7 +207,9 @@ class MemberSockets:
             found.add(self._listener if self._accepting_from <= now else None, until=self._accepting_from)
         for sender in self._senders.values():
             if sender.lost_at is None:
-                found.add(sender.socket, sender.events, sender.due)
+                found.add(None, until=sender.due)
+                if sender.socket is not None:
+                    found.add(sender.socket, sender.events)
         for one in self._arriving:
             found.add(one.socket)
             found.add(None, until=one.until)
@@ -209,7 +221,7 @@ class MemberSockets:
 
     def wake(self) -> None:
         """End a wait. Callable from any thread."""
-        with contextlib.suppress(OSError):
+        with self._waking, contextlib.suppress(OSError):
             self._wake_sender.send(b"!")
 
     def proceed(self, ready: Collection[int]) -> None:
@@ -218,7 +230,7 @@ class MemberSockets:
             self._accept(self._listener)
         now = time.monotonic()
         for sender in self._senders.values():
-            is_ready = sender.due <= now if sender.socket is None else sender.socket.fileno() in ready
+            is_ready = sender.due <= now or (sender.socket is not None and sender.socket.fileno() in ready)
             if is_ready and sender.lost_at is None:
                 sender.proceed()
 
@@ -266,8 +278,9 @@ class MemberSockets:
             sender.close(None if rank in without else limit)
         for receiver in self._receivers.values():
             receiver.close()
-        for other in (self._wake_sender, self._wake_receiver):
-            other.close()
+        with self._waking:  # a descriptor that is closed during a send may be another file's before it
+            self._wake_sender.close()
+        self._wake_receiver.close()
         if self._tunnels is not None:
             self._tunnels.close(ABORT_S if linger_s is None else linger_s)
 
@@ -278,11 +291,16 @@ class MemberSockets:
                 one = ReceivingConnection(accepted, str(address[0]), self._generation, self._answer)
                 self._arriving.append(one)
                 if len(self._arriving) > STRANGERS + len(self._members):
-                    self._end(min(self._arriving, key=lambda one: (one.rank is not None, one.until)))
+                    self._end(self._oldest_stranger())
         except BlockingIOError:
             pass
         except OSError:
             self._accepting_from = time.monotonic() + RETRY_S
+
+    def _oldest_stranger(self) -> ReceivingConnection:
+        """Return a connection to close: one without a member's handshake, of the address that has the most of them."""
+        of_address = Counter(one.address for one in self._arriving)
+        return min(self._arriving, key=lambda one: (one.rank is not None, -of_address[one.address], one.until))
 
     def _is_confirmed(self, one: ReceivingConnection) -> bool:
         """Return True if the connection is that of its member, which its first message shows."""

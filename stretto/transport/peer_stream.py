@@ -39,7 +39,8 @@ WIRE_CHANNELS = 64
 """Number of channels, of which the first are those of callers."""
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.bool, torch.complex64, torch.complex128,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 """Dtypes of tensors, by their codes in messages."""
 
@@ -85,6 +86,7 @@ class PairExchange:
     def __init__(self, op: Exchange, number: int) -> None:
         self.peer, self.channel, self.number = op.peer, op.channel, number
         self.tensor = op.tensor.detach().reshape(-1).contiguous()
+        self.dtype = _code(self.tensor.dtype)
         into = op.into
         self._into = into if into is not None and into.device.type == "cpu" and into.is_contiguous() else None
         self.is_over = threading.Event()
@@ -198,8 +200,8 @@ class PeerStream:
 
     def submit(self, op: Exchange) -> PairExchange:
         """Begin an exchange."""
+        exchange = PairExchange(op, self._begun[op.channel] + 1)
         self._begun[op.channel] += 1
-        exchange = PairExchange(op, self._begun[op.channel])
         if self.error is not None:
             exchange.fail(self.error)
             return exchange
@@ -213,8 +215,6 @@ class PeerStream:
 
     def room(self, head: Head, length: int) -> memoryview:
         """Return memory for the payload of a message, which `receive` then takes; that of its tensor, if it has one."""
-        if not 0 < length <= PIECE_BYTES:
-            raise self._dishonest(f"{length} bytes for exchange {head.number} of channel {head.channel}")
         exchange = self._open.get((head.channel, head.number)) if head.kind == PIECE else None
         found = exchange.room(head.size, length) if exchange is not None else None
         return _new_bytes(length) if found is None else found
@@ -256,8 +256,7 @@ class PeerStream:
         is_eager = size <= SMALL_BYTES and (is_posted or sum(self._eager.values()) + size <= EAGER_BYTES)
         if is_eager and not is_posted:
             self._eager[exchange.key] = size
-        dtype = DTYPES.index(exchange.tensor.dtype)
-        head = Head(POST, 0, *exchange.key, dtype, exchange.tensor.numel())
+        head = Head(POST, 0, *exchange.key, exchange.dtype, exchange.tensor.numel())
         payload = exchange.payload(0, size) if is_eager and size else None
         exchange.sent = size if is_eager else 0
         self._heads.append((head, payload))
@@ -324,7 +323,7 @@ class PeerStream:
         exchange = self._open.get((head.channel, head.number))
         is_posted = head.number <= self._posted[head.channel]
         length = len(payload) if payload is not None else 0
-        if exchange is None or not is_posted or not 0 < length <= PIECE_BYTES:
+        if exchange is None or not is_posted or not length:
             raise self._dishonest(f"{length} bytes for exchange {head.number} of channel {head.channel}")
         self._received += length
         if not exchange.receive(head.size, payload):
@@ -340,6 +339,14 @@ class PeerStream:
 def ended(named: str) -> BrokenTransportError:
     """Return the error of exchanges with a worker whose connection has ended."""
     return BrokenTransportError(f"{named} has failed, or has left the generation")
+
+
+def _code(dtype: torch.dtype) -> int:
+    """Return the code of a dtype. Raise TransportError if it has none."""
+    if dtype in DTYPES:
+        return DTYPES.index(dtype)
+    problem, expected = "a tensor of this dtype can't be exchanged", ", ".join(str(one) for one in DTYPES)
+    raise TransportError(explain(problem, got=str(dtype), expected=expected, to_type="tensor.view(torch.uint8)"))
 
 
 def _new_bytes(count: int) -> memoryview:

@@ -46,8 +46,10 @@ class RelayTunnels:
 
     def __init__(self, relay: RelayAccess, own: Endpoint, generation: int, members: Sequence[bytes]) -> None:
         self._relay, self._own, self._generation = relay, own, generation
-        self._listeners = {public: _listening() for public in members}
-        self._loop = asyncio.new_event_loop()
+        with contextlib.ExitStack() as made:
+            self._listeners = {public: made.enter_context(_listening()) for public in members}
+            self._loop = asyncio.new_event_loop()
+            made.pop_all()
         self._closing = asyncio.Event()
         self._limit_s = 0.0
         self._tasks, self._pumps = set[asyncio.Task[None]](), set[Pump]()

@@ -36,7 +36,7 @@ OVERHEAD_BYTES = LENGTH.size + HEAD_BYTES + TAG_BYTES
 RETRY_S = 0.005
 """Seconds between two attempts to connect with a member that does not listen yet."""
 HANDSHAKE_S = 2.0
-"""Seconds after which a connection without a member's handshake is closed."""
+"""Seconds after which a connection without a member's handshake is closed, on both sides."""
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -64,7 +64,7 @@ class SendingConnection:
         self._preface = PREFACE.pack(MAGIC, generation, rank)
         self.socket: socket.socket | None = None
         self.due = 0.0
-        """Time of the next attempt, if there is no socket."""
+        """Time of the next attempt, or, if there is a socket, at which this attempt has failed."""
         self.lost_at: float | None = None
         """Time at which the connection ended."""
         self._attempt: Iterator[None] = iter(())
@@ -103,6 +103,8 @@ class SendingConnection:
         try:
             if self.socket is None:
                 self._attempt = self._connect()
+            elif self.due <= time.monotonic():
+                raise TimeoutError
             if self._cipher is None:
                 next(self._attempt, None)
             if self._cipher is not None:
@@ -126,6 +128,8 @@ class SendingConnection:
         family, address = self._address
         made = self.socket = socket.socket(family, socket.SOCK_STREAM)
         made.setblocking(False)
+        # a relay replies once the member is there
+        self.due = math.inf if family == socket.AF_UNIX else time.monotonic() + HANDSHAKE_S
         with contextlib.suppress(BlockingIOError):
             made.connect(address)
         self._is_connecting = True
@@ -140,6 +144,7 @@ class SendingConnection:
         reply = memoryview(bytearray(HANDSHAKE_BYTES))
         yield from _received(made, reply)
         handshake.read(bytes(reply))
+        self.due = math.inf
         self._cipher, _ = handshake.ciphers()
         self._unsent.extend(sealed(self._cipher, head, payload) for head, payload in self._early)
         self._early.clear()

@@ -20,7 +20,7 @@ from stretto.collective_ops import AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.notices import say_once
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, Endpoint, KeyPair, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
 from stretto.transport.peer_stream import (
     EAGER_BYTES,
@@ -176,6 +176,49 @@ def test_connections_that_send_nothing_or_garbage_are_closed_and_the_members_con
                 pass
     assert mean_works(ends)
     close(ends)
+
+
+@pytest.fixture
+def waiting_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EncryptedTransport, Endpoint, KeyPair]]:
+    """Yield worker 0, whose `_proceed` the test calls, its address, and the keys of worker 1, which it waits for."""
+    keys, own = new_keys(), port()
+    ends = [(0, own.endpoint), (1, Endpoint("127.0.0.1", 9, keys.public))]
+    with monkeypatch.context() as patches:
+        patches.setattr(EncryptedTransport, "_run", lambda self: None)
+        transport = EncryptedTransport(own, GENERATION, 0, ends, LIMIT_S)
+    transport._thread.join()
+    yield transport, own.endpoint, keys
+    transport._sockets.close(None)
+
+
+Waiting = tuple[EncryptedTransport, Endpoint, KeyPair]
+
+
+def test_a_flood_closes_no_members_connection_whose_handshake_has_arrived(waiting_worker: Waiting) -> None:
+    transport, end, keys = waiting_worker
+    with contextlib.ExitStack() as stack:
+        member = Sending(keys, end, 1)
+        stack.enter_context(member.socket)
+        for count in (BACKLOG - 1, BACKLOG):
+            for _ in range(count):
+                stack.enter_context(connected(end))
+            transport._proceed()
+        assert member.is_admitted()
+
+
+def test_a_flood_from_one_address_closes_no_connection_from_another(waiting_worker: Waiting) -> None:
+    transport, end, keys = waiting_worker
+    with contextlib.ExitStack() as stack:
+        member = Sending(keys, end, 1, is_silent=True)
+        stack.enter_context(member.socket)
+        for count in (STRANGERS - 1, STRANGERS, STRANGERS):
+            for _ in range(count):
+                stranger = socket.create_connection((end.host, end.port), LIMIT_S, ("127.0.0.2", 0))
+                stack.enter_context(stranger)
+            transport._proceed()
+        member.begin()
+        transport._proceed()
+        assert member.is_admitted()
 
 
 def test_idle_connections_reach_no_worker_that_has_formed_a_generation() -> None:

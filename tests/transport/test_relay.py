@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import torch
 from stretto import relay as relay_module
 from stretto.collective_ops import Exchange
 from stretto.errors import BrokenTransportError, TransportError
-from stretto.membership.messages import GenerationView, Member, ReadyReport
+from stretto.membership.messages import GenerationView, Member, MemberRanks, ReadyReport, ViewOfRanks
+from stretto.process_config import WorkerConfig
 from stretto.relay import (
     HANDSHAKE_S,
     JOINED,
@@ -27,6 +29,8 @@ from stretto.relay import (
     checked,
     signed,
 )
+from stretto.run_config import RunConfig
+from stretto.training import worker_context
 from stretto.transport import encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
@@ -238,6 +242,21 @@ def test_workers_of_one_machine_do_not_use_the_relay(monkeypatch: pytest.MonkeyP
     ends = joined(ports(2), relay=unused)
     assert exchanged(ends, torch.ones(10))
     close(ends)
+
+
+def test_ranks_of_one_worker_do_not_use_the_relay() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nothing:
+        unused = f"127.0.0.1:{nothing.getsockname()[1]}"
+    options = RunConfig(Path("train.py"), host="127.0.0.1", failure_timeout_s=10.0)
+    configs = [WorkerConfig(options=options, relay=unused, keys=("",) * 4, rank=rank, ranks=2) for rank in range(2)]
+    siblings = [one for config in configs if (one := worker_context._siblings(config)) is not None]
+    ranks = ViewOfRanks(1, [Member(0, 0, ReadyReport(0))], each=[MemberRanks([one.address for one in siblings])])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.connect(ranks, 0), siblings))
+    for one in siblings:
+        assert one.group is not None
+        one.group.abort()
+        one.close()
 
 
 def test_a_generation_ends_with_its_relay_and_the_next_one_connects_at_the_restarted_relay() -> None:

@@ -25,6 +25,7 @@ from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import Endpoint, MemberSockets, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Cipher, Handshake
 from stretto.transport.peer_stream import HELLO, RECEIVED, Head
+from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.secure_connections import PREFACE, IncomingMessage, SendingConnection
 from tests.encrypted_ends import LIMIT_S, Sending, encrypted, joined, new_keys
 from tests.relays import received
@@ -243,3 +244,83 @@ def test_a_member_may_stop_between_its_handshake_and_its_first_message(monkeypat
         made.send(Head(HELLO).packed())
         transport.connect(LIMIT_S)
     transport.close()
+
+
+def test_a_member_that_does_not_reply_is_connected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host may have dropped the packets of the first attempt, and the kernel waits longer after each."""
+    monkeypatch.setattr(secure_connections, "HANDSHAKE_S", 0.1)
+    ports = [ReservedPort("127.0.0.1", new_keys()) for _ in range(2)]
+    ends = [(rank, port.endpoint) for rank, port in enumerate(ports)]
+    ports[1].socket.listen()
+    ports[1].socket.settimeout(LIMIT_S)
+    transport = EncryptedTransport(ports[0], 1, 0, ends, LIMIT_S)
+    silent = ports[1].socket.accept()[0]
+    again = ports[1].socket.accept()[0]
+    for one in (silent, again):
+        one.close()
+    ports[1].close()
+    transport.abort()
+    transport.close()
+
+
+def test_a_waking_thread_writes_to_no_closed_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another file of the process by then."""
+    port = ReservedPort("127.0.0.1", new_keys())
+    sockets = MemberSockets(port, 0, [port.endpoint])
+    is_sending, is_over = threading.Event(), threading.Event()
+    sender, was_open = sockets._wake_sender, list[bool]()
+
+    class Slow:
+        """Socket that another thread has the time to close during a send."""
+
+        def send(self, data: bytes) -> None:
+            is_sending.set()
+            is_over.wait(0.2)
+            was_open.append(sender.fileno() >= 0)
+
+        def close(self) -> None:
+            sender.close()
+
+    monkeypatch.setattr(sockets, "_wake_sender", Slow())
+    waking = threading.Thread(target=sockets.wake)
+    waking.start()
+    assert is_sending.wait(LIMIT_S)
+    sockets.close(None)
+    is_over.set()
+    waking.join()
+    assert was_open == [True]
+
+
+@pytest.mark.parametrize("failing", ["socketpair", "RelayTunnels"])
+def test_no_socket_stays_open_if_there_are_too_few_descriptors(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    port = ReservedPort("127.0.0.1", new_keys())
+    other = Endpoint("127.0.0.1", 9, new_keys().public, "another machine")
+    monkeypatch.setattr(socket if failing == "socketpair" else encrypted_sockets, failing, fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        MemberSockets(port, 0, [port.endpoint, other], RelayAccess("127.0.0.1:9", b""))
+    assert port.socket.fileno() == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_tensors_of_rare_dtypes_are_exchanged(dtype: torch.dtype) -> None:
+    ends = encrypted(2)
+    waiting = [end.submit(Exchange(1 - end.worker, torch.ones(4).to(dtype))) for end in ends]
+    for one in waiting:
+        received: Any = one.wait()
+        assert received.dtype == dtype
+        assert torch.equal(received.float(), torch.ones(4))
+    for end in ends:
+        end.close()
+
+
+def test_a_dtype_without_a_code_is_named_and_the_exchanges_after_it_match() -> None:
+    ends = encrypted(2)
+    with pytest.raises(TransportError, match=r"got: torch.float8_e4m3fnuz\n.*expected: torch.float32, "):
+        ends[0].submit(Exchange(1, torch.ones(4).to(torch.float8_e4m3fnuz)))
+    waiting = [end.submit(Exchange(1 - end.worker, torch.ones(4))) for end in ends]
+    assert all(torch.equal(one.wait(), torch.ones(4)) for one in waiting)
+    for end in ends:
+        end.close()
