@@ -18,6 +18,7 @@ from benchmarks.tables_of_hosts import (
     ratio,
     shared_memory,
 )
+from benchmarks.tables_of_layouts import factorise, hybrid, pipeline
 
 Record = Mapping[str, Any]
 
@@ -357,6 +358,9 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "encryption": encryption,
     "machines": machines,
     "floods": floods,
+    "pipeline": pipeline,
+    "hybrid": hybrid,
+    "factorise": factorise,
     "server": server,
     "updates": updates,
     "rows": rows,
