@@ -62,14 +62,19 @@ def _chosen(out: Path) -> Path:
         )
         to_type = f"--copy-to {str(out).replace(':/', '://', 1)}"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=to_type))
+    _check_new_or_empty(out)
+    out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    check_owner(out, "--out")
+    out.chmod(PRIVATE)
+    _check_new_or_empty(out)  # until now its group could put links into it
+    return out
+
+
+def _check_new_or_empty(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
         expected = "a folder that is new or empty: a run never overwrites another"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
-    out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    check_owner(out, "--out")
-    out.chmod(PRIVATE)
-    return out
 
 
 def check_owner(folder: Path, option: str) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stretto import run_dir
 from stretto.errors import LaunchError
 from stretto.launcher.config import check
 from stretto.run_config import RunConfig
-from stretto.run_dir import CHECKPOINTS, describe, make_folder
+from stretto.run_dir import CHECKPOINTS, describe, make_folder, write_run
 
 NOW = datetime(2026, 11, 21, 10, 45)
 
@@ -52,6 +53,24 @@ def test_run_folder_is_private(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir(mode=0o777)
     for out in (tmp_path / "old", tmp_path / "new", tmp_path / "deep/new"):
         assert stat.S_IMODE(make_folder("a", out, NOW).stat().st_mode) == 0o700
+
+
+def test_a_link_that_the_group_of_a_folder_places_before_the_run_owns_it_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, victim, check = tmp_path / "run", tmp_path / "victim", run_dir.check_owner
+    out.mkdir()
+    out.chmod(0o770)
+    victim.write_text("untouched")
+
+    def place(folder: Path, option: str) -> None:
+        check(folder, option)
+        (folder / "run.json").symlink_to(victim)
+
+    monkeypatch.setattr(run_dir, "check_owner", place)
+    with pytest.raises(LaunchError, match="exists and is not empty"):
+        write_run(make_folder("a", out, NOW), {}, NOW)
+    assert victim.read_text() == "untouched"
 
 
 def test_folders_that_other_users_may_write_are_refused(tmp_path: Path) -> None:
