@@ -18,8 +18,8 @@ from stretto.transport.shared_memory import over_shared_memory
 
 def connect(config: WorkerConfig, timeout_s: float, device: torch.device) -> Transport:
     """Join the other workers at the store of the run."""
-    store = open_store(config, timeout_s)
-    return over_shared_memory(ProcessGroupTransport(store, config.worker, config.world_size, timeout_s), device)
+    group = ProcessGroupTransport(open_store(config, timeout_s), config.worker, config.world_size, timeout_s)
+    return over_shared_memory(group, device, notices_hosts=True)
 
 
 def open_store(config: WorkerConfig, timeout_s: float) -> Store:

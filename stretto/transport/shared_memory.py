@@ -29,6 +29,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.errors import TransportError
+from stretto.notices import say_once
 from stretto.transport.device_groups import agreed_kind, by_host, notice_host_memory, offered_device
 from stretto.transport.gloo_ring import all_reduce_bytes
 from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
@@ -37,6 +38,11 @@ from stretto.transport.peer_group import PeerGroup
 
 SEGMENT_BYTES = 4 << 20
 """Bytes of a tensor that hosts exchange at a time. Other workers of a host have a time limit for each segment."""
+
+PLAIN = (
+    "what workers of different hosts exchange is not encrypted, and a machine that reaches their ports can change it; "
+    "stretto run --listen ADDRESS encrypts it"
+)
 
 
 class NetworkTransport(Collectives, Protocol):
@@ -64,13 +70,17 @@ Network = TypeVar("Network", bound=NetworkTransport)
 
 
 def over_shared_memory(
-    inner: Network, device: torch.device | None = None, failure_timeout_s: float | None = None
+    inner: Network,
+    device: torch.device | None = None,
+    failure_timeout_s: float | None = None,
+    notices_hosts: bool = False,
 ) -> Network | SharedMemoryTransport:
     """Return a transport that computes means in shared memory, or the transport itself if any worker can't do so.
 
     Workers with a device each, as `device` of the model, connect their devices instead.
     All workers call this at the same time. Workers in different network namespaces count as workers on different hosts,
     so that a network that is limited or measured on purpose is used. If no host has several workers, it is of no use.
+    `notices_hosts` prints a notice if there are several, since `inner` does not encrypt.
     """
     if inner.workers == 1:
         return inner
@@ -79,10 +89,12 @@ def over_shared_memory(
             own_offer = (offer_memory(inner.workers, files), offered_device(device))
             messages = inner.all_gather_bytes(msgspec.msgpack.encode(own_offer))
             decoded = [msgspec.msgpack.decode(one, type=tuple[Offer, str]) for one in messages]
-            if device is not None and _connects_devices(inner, device, [one for _, one in decoded], failure_timeout_s):
-                return inner
             offers = [offer for offer, _ in decoded]
             names = [one.host for one in offers]
+            if notices_hosts and inner.worker == 0 and len(set(filter(None, names))) > 1:
+                say_once(PLAIN)
+            if device is not None and _connects_devices(inner, device, [one for _, one in decoded], failure_timeout_s):
+                return inner
             hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
             if not all(names) or len(hosts) == len(offers):
                 return inner

@@ -42,7 +42,10 @@ from torch import Tensor
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.kernels import is_native
-from stretto.transport import gloo_ring, host_memory, shared_memory
+from stretto.notices import say_once
+from stretto.process_config import WorkerConfig
+from stretto.run_config import RunConfig
+from stretto.transport import env_rendezvous, gloo_ring, host_memory, shared_memory
 from stretto.transport.conformance import check_transport
 from stretto.transport.host_memory import KINDS, Offer
 from stretto.transport.interface import Transport
@@ -62,6 +65,9 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
+Connect = Callable[[Any, int], Transport]
+
+
 def connected(workers: int, timeout_s: float = TIMEOUT_S, elastic: bool = False) -> list[Any]:
     """Return the ends of one transport, in the threads of this process."""
     store = dist.HashStore()
@@ -73,8 +79,13 @@ def connected(workers: int, timeout_s: float = TIMEOUT_S, elastic: bool = False)
         return list(pool.map(connect, range(workers)))
 
 
-def on_hosts(hosts: list[int], timeout_s: float = TIMEOUT_S, elastic: bool = False) -> list[Any]:
-    """Return the ends of one transport, in the threads of this process, as if they were on these hosts."""
+def on_hosts(
+    hosts: list[int], timeout_s: float = TIMEOUT_S, elastic: bool = False, made: Connect | None = None
+) -> list[Any]:
+    """Return the ends of one transport, in the threads of this process, as if they were on these hosts.
+
+    `made` returns the end of a worker with a store.
+    """
     store, offer = dist.HashStore(), shared_memory.offer_memory
     of_thread = threading.local()
 
@@ -83,6 +94,8 @@ def on_hosts(hosts: list[int], timeout_s: float = TIMEOUT_S, elastic: bool = Fal
 
     def connect(worker: int) -> Transport:
         of_thread.host = hosts[worker]
+        if made is not None:
+            return made(store, worker)
         group = ProcessGroupTransport(store, worker, len(hosts), timeout_s, elastic=elastic)
         return over_shared_memory(group)
 
@@ -125,6 +138,21 @@ def test_several_hosts_pass_the_conformance_test(
     check_transport(make, (len(hosts),), hosts.count(0))
     gc.collect()
     assert traces() == before
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1]])
+def test_workers_of_several_hosts_without_a_launcher_are_told_that_nothing_is_encrypted(
+    hosts: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(env_rendezvous, "open_store", lambda config, timeout_s: config.store)
+    say_once.cache_clear()
+
+    def connect(store: Any, worker: int) -> Transport:
+        config = WorkerConfig(options=RunConfig(Path("train.py"), workers=len(hosts)), worker=worker, store=store)
+        return env_rendezvous.connect(config, TIMEOUT_S, torch.device("cpu"))
+
+    closed(on_hosts(hosts, made=connect))
+    assert capsys.readouterr().err.count("is not encrypted") == (len(set(hosts)) > 1)
 
 
 @pytest.fixture(scope="module")
