@@ -40,7 +40,7 @@ from stretto.parallel.rank_parts import uncompiled
 from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated, seen
 from stretto.parallel.remote_gradient import GradientNorm
 from stretto.parallel.remote_parameter import let_go, take, within_pass
-from stretto.parallel.saved_state import give_whole_states
+from stretto.parallel.saved_state import give_whole_optimizer_states, give_whole_states
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.optimizers import Optimizers
@@ -109,19 +109,35 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._passes = 0
         self._is_first, self._is_last = link.rank == 0, link.rank == link.ranks - 1
-        self._anchor = torch.zeros((), requires_grad=any(one.requires_grad for one in model.parameters()), device="cpu")
-        """Input of the operation, for ranks without a trained parameter."""
         self._batch_norms = list(refusals.batch_norms(model))
         self._parameters = self._let_go()
         self._norm = norm or GradientNorm(optimizers, link)
         self._norm.start(model)
+        self._anchor = self._make_anchor()
         for name, is_open in opened(model).items():
             module = model.get_submodule(name)
             if name:
                 refusals.refuse_compiled_in_place(name, module)
                 vars(module)["forward"] = self._routed(name, module, module.forward, is_open)
         model.forward = uncompiled(self.forward)
-        give_whole_states(model, optimizers, link)
+        give_whole_states(model, link)
+        give_whole_optimizer_states(optimizers, link)
+
+    def begin_section(
+        self, layout: pipeline, optimizers: Optimizers, link: Link, record: PassRecord, norm: GradientNorm
+    ) -> None:
+        """Train the model with these optimizers from now on, over a link of the same ranks."""
+        self._layout, self.record = layout, record
+        self._link.waiting = link.waiting
+        self._norm.close()
+        self._norm = norm
+        self._norm.start(self._model)
+        self._anchor = self._make_anchor()
+        give_whole_optimizer_states(optimizers, self._link)
+
+    def _make_anchor(self) -> Tensor:
+        """Return an input of the operation, for ranks without a trained parameter."""
+        return torch.zeros((), requires_grad=any(one.requires_grad for one in self._model.parameters()), device="cpu")
 
     def _let_go(self) -> list[nn.Parameter]:
         """Give up the memory of other stages' parameters; return this stage's."""

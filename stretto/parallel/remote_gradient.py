@@ -71,13 +71,18 @@ class GradientNorm:
         """Gradients that are removed during a step."""
         self._ends: dict[Any, RemovableHandle] = {}
         """The last hook after a step, by optimizer."""
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_step)
+        self._starts = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
     def start(self, model: nn.Module) -> None:
         """Note the parameters of the model, once it is split: that may be within a step, in its closure."""
         given = {id(one) for one in self._optimizers.parameters}
         self._trained = [one for one in model.parameters() if id(one) in given]
+
+    def close(self) -> None:
+        """Leave the steps of the optimizers as they would be without this."""
+        for hook in (*self._starts, *self._ends.values()):
+            hook.remove()
+        self._ends.clear()
 
     def follow(self) -> None:
         """Give parameters of other stages gradients at the end of the backward pass, after exchanges."""

@@ -19,14 +19,18 @@ from stretto.strategies.parameter_view import is_held
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 
-def give_whole_states(model: nn.Module, optimizers: Optimizers, link: Link) -> None:
-    """Let `state_dict()` of the model and of its optimizers return the whole state at every rank.
+def give_whole_states(model: nn.Module, link: Link) -> None:
+    """Let `state_dict()` of the model return the whole state at every rank.
 
     The class's own method (`type(model).state_dict(model)`) returns this rank's part.
     """
     names = [*type(model).state_dict(model)]
     model.state_dict = functools.partial(_of_model, model, link, names)  # type: ignore[method-assign,assignment]
     model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
+
+
+def give_whole_optimizer_states(optimizers: Optimizers, link: Link) -> None:
+    """Let `state_dict()` of the optimizers of a split model return the whole state at every rank."""
     for optimizer in optimizers:
         _drop_others(optimizer)
         optimizer.register_load_state_dict_post_hook(_drop_others)

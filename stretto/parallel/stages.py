@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import msgspec
 import torch
@@ -43,6 +44,10 @@ class Chosen(msgspec.Struct, frozen=True):
     """State of the random generator from which a model of the meta device gets its values."""
 
 
+_split_before: WeakKeyDictionary[nn.Module, tuple[Chosen, ReferenceType[Pipeline]]] = WeakKeyDictionary()
+"""Models that are split, which keep their pipelines: a section continues with the stages of the section before."""
+
+
 class PipelineStages(RankParts):
     """The stages of a pipeline, chosen by rank 0 of the first worker when the script first calls the model."""
 
@@ -72,6 +77,10 @@ class PipelineStages(RankParts):
         codec = self._context.recipe.how if self._context.recipe is not None else None
         if codec is not None and not codec.elementwise and self._context.workers > 1:
             self._notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
+        self._chosen, before = _split_before.get(self._model, (None, lambda: None))
+        if (pipe := before()) is not None:
+            pipe.begin_section(self._layout, self._optimizers, self._link, self._record, self._norm)
+            return
         if facts is not None:
             self._apply(msgspec.convert(facts, Chosen))
             return
@@ -223,7 +232,9 @@ class PipelineStages(RankParts):
         random_state = torch.frombuffer(bytearray(chosen.random_state), dtype=torch.uint8)
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         calls, begins = chosen.calls, chosen.begins
-        Pipeline(self._model, self._optimizers, self._layout, self._link, calls, begins, self._record, self._norm)
+        parts = self._model, self._optimizers, self._layout, self._link
+        pipe = Pipeline(*parts, calls, begins, self._record, self._norm)
+        _split_before[self._model] = chosen, ref(pipe)
 
 
 class _FirstCall:
