@@ -34,6 +34,11 @@ from stretto.transport.interface import CHANNELS, Handle
 
 PIECE_BYTES = 1 << 20
 """Largest number of bytes of a piece that two workers exchange at a time."""
+RING_PIECES, RING_PIECE_BYTES = 4, 8 << 20
+"""Least number of pieces of a part that goes around a ring, unless they are shorter than others; their largest size.
+
+Each costs two workers some 0.1 ms of Python, so a long tensor has longer ones.
+"""
 RING_BYTES = 1 << 16
 """Smallest number of bytes of a worker's part that goes around a ring."""
 AHEAD = 4
@@ -155,7 +160,9 @@ class RingMean(Mean):
 
     def __init__(self, group: Exchanges, tensor: Tensor, in_place: bool) -> None:
         super().__init__(group, tensor, in_place)
-        self._parts, self._targets = (_pieces(one, group.workers, PIECE_BYTES) for one in (self._flat, self._mean))
+        part = self._flat.nbytes // group.workers
+        size = min(max(part // RING_PIECES, PIECE_BYTES), RING_PIECE_BYTES)
+        self._parts, self._targets = (_pieces(one, group.workers, size) for one in (self._flat, self._mean))
         self._empty = self._flat.new_empty(0)
         self._sent = [self._send(piece, 0) for piece in self._part(0)[:AHEAD]]
         self._coming = [self._receive(None, 0) for _ in self._part(1)[:AHEAD]]
