@@ -24,9 +24,10 @@ HANDSHAKE_MS = 10_000
 """Time after which a service closes a connection that has not authenticated."""
 SMALL_BYTES = 1 << 15
 """Size in bytes below which ZeroMQ copies a frame, which is cheaper than tracking it."""
-HEAD, JOINING, COORDINATOR, RELAY = b"launcher", b"joining", b"coordinator", b"relay"
-"""Roles of the launcher of a run, of a launcher that asks to join it, of the coordinator at the parameter server, and
-of workers at the relay. The others are b"worker 3", and b"launcher 3" for a launcher that has joined with worker 3."""
+HEAD, JOINING, AGENT, COORDINATOR, RELAY = b"launcher", b"joining", b"agent", b"coordinator", b"relay"
+"""Roles of the launcher of a run, of a launcher that asks to join it, of one that the launcher of the run has started
+on another host and that asks for the numbers reserved for it, of the coordinator at the parameter server, and of
+workers at the relay. The others are b"worker 3", and b"launcher 3" for a launcher that has joined with worker 3."""
 NOT_SEEN = 4096
 """Number of workers that may have joined before the first of them connects to a service."""
 PROOF, PROOF_BYTES = b" proof ", 32
@@ -44,7 +45,7 @@ class RunKeys:
     def __init__(self, secret: str, workers: int = 0) -> None:
         self.secret, self._limit = secret, workers + NOT_SEEN
         self.public, self.private = self._pair(b"services")
-        self._roles = {self._pair(role)[0]: role for role in (HEAD, JOINING, COORDINATOR)}
+        self._roles = {self._pair(role)[0]: role for role in (HEAD, JOINING, AGENT, COORDINATOR)}
         self._derived = 0
         self._lock = threading.Lock()
 
@@ -126,7 +127,7 @@ def role_of(name: bytes) -> bytes:
     """
     if (match := _OF_WORKER.match(name)) is not None:
         return b"worker " + match[1]
-    return name.partition(b" ")[0] if name.startswith(JOINING) else name
+    return name.partition(b" ")[0] if name.startswith((JOINING, AGENT)) else name
 
 
 def address_toward(host: str) -> str:

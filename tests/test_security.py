@@ -31,6 +31,7 @@ NAMES = [
     HEAD,
     b"launcher 5",
     b"joining 4fd0",
+    b"agent 4fd0",
     COORDINATOR,
     b"worker 2",
     b"worker 2.1",

@@ -98,6 +98,7 @@ def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> I
     workers, ranks = coordinator.workers, options.ranks
 
     def give(name: str, processes: int, first: int | None, replaces: bool) -> tuple[int, ...]:
+        first = None if first is not None and first < options.workers else first  # of this launcher's own worker
         return () if processes % ranks else coordinator.give_numbers(name, processes // ranks, first, replaces)
 
     return Inviter(invite, give, lambda: packed_code(options), workers.next_incarnation)

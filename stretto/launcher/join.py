@@ -150,6 +150,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     If the launcher of the run has started this one, a signal ends this process when its standard input ends.
     """
     from stretto.launcher.join_client import JoinClient  # imports zmq
+    from stretto.security import AGENT, JOINING
 
     if request.workers < 1:
         problem, expected = f"{request.workers} workers cannot join", "at least 1"
@@ -157,7 +158,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     key = _read(request)
     if key.first is not None:
         end_with_input()
-    with JoinClient(key.address, key.keys) as client:
+    with JoinClient(key.address, key.keys, JOINING if key.first is None else AGENT) as client:
         first = request.first if key.first is None else key.first
         invitation = client.ask(request.workers, first, key.replaces)
         check_versions(invitation.versions)

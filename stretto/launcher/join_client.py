@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 from stretto.errors import LaunchError, explain
 from stretto.membership.invitations import AskToJoin, CodePart, GetCode, Invitation, LauncherRequest
 from stretto.process_config import KeyTexts
-from stretto.security import address_toward, use_keys, worker_keys
+from stretto.security import JOINING, address_toward, use_keys, worker_keys
 
 Reply = TypeVar("Reply")
 CONNECT_S, REPLY_S = 5.0, 20.0
@@ -29,12 +29,12 @@ MAX_REFUSALS = 3
 class JoinClient:
     """Connection to the coordinator of a run. Raises LaunchError if there is no coordinator at the address."""
 
-    def __init__(self, address: str, keys: KeyTexts | None) -> None:
+    def __init__(self, address: str, keys: KeyTexts | None, role: bytes = JOINING) -> None:
         self._address = address
         self.own_address = _connected_from(address)
         self._context: Any = zmq.Context()
         self._dealer: Any = self._context.socket(zmq.DEALER)
-        use_keys(self._dealer, b"joining " + os.urandom(16).hex().encode(), worker_keys(keys))
+        use_keys(self._dealer, b"%s %s" % (role, os.urandom(16).hex().encode()), worker_keys(keys))
         self._monitor: Any = self._dealer.get_monitor_socket(REFUSALS)
         self._refused = 0
         self._dealer.connect(f"tcp://{address}")

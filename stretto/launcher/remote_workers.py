@@ -82,7 +82,7 @@ def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
         shown = ["--output", "none", "--quiet"]
     for host in hosts_of(config):
         words = ("join", address, "--key", "-", "-n", str(host.workers * config.ranks), *shown)
-        key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"joining"), first, replaces)) + b"\n"
+        key = msgspec.json.encode(JoinKey(address, servers.keys_of(b"agent"), first, replaces)) + b"\n"
         specs.append(AgentSpec(host, range(first, first + host.workers), (*words, *passed_on), key))
         first += host.workers
     return specs

@@ -22,7 +22,7 @@ import msgspec
 PART_BYTES = 1 << 20
 MAX_JOINING = 4096
 """Largest number of workers that one launcher may join with."""
-_LAUNCHER = re.compile(rb"joining [0-9a-f]{32}")
+_LAUNCHER = re.compile(rb"(joining|agent) [0-9a-f]{32}")
 
 
 class AskToJoin(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -98,10 +98,13 @@ class Inviter:
 
     def reply(self, name: bytes, message: bytes) -> bytes | None:
         """Return the reply, or None if this is no joining launcher. Raises ValueError for what no launcher sends."""
-        if _LAUNCHER.fullmatch(name) is None:
+        match = _LAUNCHER.fullmatch(name)
+        if match is None:
             return None
         request = _DECODER.decode(message)
         if isinstance(request, AskToJoin):
+            if request.replaces and match[1] != b"agent":
+                raise ValueError("only an agent of the launcher of the run may replace another one")
             numbers = self._give_numbers(name.decode(), request.processes, request.first, request.replaces)
             incarnation = self._next_incarnation(numbers) if request.replaces else 0
             return _ENCODER.encode(msgspec.structs.replace(self._invite(numbers), incarnation=incarnation))

@@ -76,7 +76,7 @@ def test_workers_of_hosts_have_the_numbers_after_those_of_the_launcher(place: Pl
     words = " ".join(specs[1].words)
     assert words == f"join {address} --key - -n 4 --output none --threads 3"
     assert [msgspec.json.decode(spec.key)["first"] for spec in specs] == [2, 4]
-    assert not any(secret in word for secret in servers.keys_of(b"joining") or () for word in (words, repr(specs)))
+    assert not any(secret in word for secret in servers.keys_of(b"agent") or () for word in (words, repr(specs)))
 
 
 def test_lines_of_an_agent_are_shown_except_an_error_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:

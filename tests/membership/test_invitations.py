@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.launcher.coordinator_main import _inviter
 from stretto.membership.coordinator import MembershipCoordinator
-from stretto.membership.coordinator_records import Started, StartedOnCluster
+from stretto.membership.coordinator_records import Started, StartedOnCluster, rules_of
 from stretto.membership.invitations import PART_BYTES, AskToJoin, CodePart, GetCode, Invitation, Inviter
 from stretto.membership.messages import ReadyReport, Register
+from stretto.process_config import CoordinatorConfig
+from stretto.run_config import RunConfig
 
 NAME = b"joining " + b"a" * 32
 INVITATION = Invitation((), ("10.0.0.1:1",), b"{}", {})
@@ -77,8 +81,25 @@ def test_launcher_that_replaces_a_lost_one_has_its_numbers_and_a_newer_incarnati
 
 def test_invitation_of_a_replacement_holds_the_incarnation() -> None:
     inviter = Inviter(invite, numbers, bytes, lambda given: 10 * given[0])
-    assert reply(inviter, AskToJoin(1, 4, True)) == msgspec.structs.replace(INVITATION, numbers=(4,), incarnation=40)
+    replaced = reply(inviter, AskToJoin(1, 4, True), b"agent " + b"a" * 32)
+    assert replaced == msgspec.structs.replace(INVITATION, numbers=(4,), incarnation=40)
     assert reply(inviter, AskToJoin(1, 4)) == msgspec.structs.replace(INVITATION, numbers=(4,))
+
+
+def test_a_copy_of_the_joining_key_gets_neither_a_number_nor_a_key_of_another_worker() -> None:
+    """The launcher has workers 0 and 1, one of its agents worker 2; worker 3 is reserved for another agent."""
+    options = RunConfig(Path("train.py"), workers=2, hosts="b,c", host="127.0.0.1")
+    config = CoordinatorConfig(options=options, listen_fd=0, services=("127.0.0.1:1",), keys=("0" * 64,))
+    coordinator = MembershipCoordinator(rules_of(options, asynchronous=False))
+    inviter = _inviter(config, coordinator)
+    agent = reply(inviter, AskToJoin(1, 2), b"agent " + b"a" * 32)
+    assert isinstance(agent, Invitation) and agent.numbers == (2,)
+    with pytest.raises(ValueError, match="only an agent of the launcher"):
+        inviter.reply(NAME, msgspec.msgpack.encode(AskToJoin(1, 2, True)))
+    for place, first in enumerate((0, 1, 2, None)):
+        copied = reply(inviter, AskToJoin(1, first), b"joining %032x" % place)
+        assert isinstance(copied, Invitation) and copied.numbers == (4 + place,)
+        assert copied.keys.keys() == {"relay", f"launcher {4 + place}", f"worker {4 + place}"}
 
 
 def numbers(launcher: str, count: int, first: int | None, replaces: bool) -> tuple[int, ...]:
@@ -89,9 +110,9 @@ def invite(numbers: tuple[int, ...]) -> Invitation:
     return msgspec.structs.replace(INVITATION, numbers=numbers)
 
 
-def reply(inviter: Inviter, request: AskToJoin | GetCode) -> Invitation | CodePart:
+def reply(inviter: Inviter, request: AskToJoin | GetCode, name: bytes = NAME) -> Invitation | CodePart:
     message, limit = msgspec.msgpack.encode(request), time.monotonic() + 90
-    while not (found := inviter.reply(NAME, message)):  # the code is being packed
+    while not (found := inviter.reply(name, message)):  # the code is being packed
         assert found is not None and time.monotonic() < limit
     return msgspec.msgpack.decode(found, type=Invitation | CodePart)
 

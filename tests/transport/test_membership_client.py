@@ -385,6 +385,18 @@ def test_a_worker_cannot_speak_for_another_or_for_a_launcher(scene) -> None:
     assert there.coordinator.workers.members == {0: 0, 1: 0}
 
 
+def test_a_copied_key_of_a_worker_takes_the_place_of_that_worker_alone_which_is_said(scene) -> None:
+    there = scene(2)
+    crew = there.crew(2)
+    there.client(1, incarnation=1)
+    until(lambda: (0, 1) in there.aborts)
+    with pytest.raises(MemberOutError, match="a later process of worker 1 has taken its place"):
+        crew[1].await_generation(ReadyReport(1, commits=1))
+    assert there.pool.submit(crew[0].await_generation, ReadyReport(1, commits=1)).result(LIMIT_S).generation == 2
+    (failed,) = [one for one in there.events if one["what"] == "failed"]
+    assert (failed["worker"], failed["incarnation"]) == (1, 0)
+
+
 def test_a_launcher_that_has_joined_reports_exits_of_its_own_workers_only(scene) -> None:
     there = scene(2)
     there.crew(2)
