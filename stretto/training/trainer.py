@@ -66,7 +66,7 @@ class Trainer:
             agree_on_start(transport, model, recipe.spelled() if recipe else "", data)
             same_start(transport, model)
             part_random_states(transport, section.number)
-        self.rank_parts = self._begin_parts(arguments, context.timeout_s)
+        self.rank_parts = self._begin_parts(arguments, context.ranks_timeout_s)
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
 """Seconds that a launcher may take to restart a server: its pause before the restart, and the process's start."""
+REPORT_S = 5.0
+"""Seconds from the end of the failure timeout in which a failure is reported to all processes."""
 FIRST_S = 60.0
 """Seconds that a worker waits for the coordinator's first message."""
 
@@ -83,6 +85,8 @@ class WorkerContext:
     """Factor on the script's learning rate."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
+    ranks_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Longest wait of a rank for another rank of its worker."""
     runtime: Runtime = field(default_factory=Runtime)
     server: Callable[[Recipe], Transport] | None = None
     """Connects to the parameter server that a launcher has started; None if there is none."""
@@ -207,7 +211,16 @@ def _context(config: WorkerConfig) -> WorkerContext:
         keep=options.keep or KEPT_CHECKPOINTS,
         resume=options.resume,
         barrier=barrier_of(config),
+        ranks_timeout_s=_ranks_timeout_s(options),
     )
+
+
+def _ranks_timeout_s(options: RunConfig) -> float:
+    """Return the longest wait of a rank for another rank of its worker.
+
+    A rank that has stopped is declared failed before that. So after it the other rank is there, and runs another call.
+    """
+    return max(options.timeout_s, options.failure_timeout_s + REPORT_S)
 
 
 def _remote_files(config: WorkerConfig, section: int, resumed: bool) -> RunFiles:
@@ -237,16 +250,18 @@ def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
         from stretto.transport.relay_tunnels import RelayAccess
 
         relay = None if config.relay is None else RelayAccess(config.relay, config.keys[3].encode())
-        return _encrypted_rendezvous(config, device, relay)
+        return _encrypted_rendezvous(config, device, config.options.timeout_s, relay)
     from stretto.transport.rendezvous import GroupRendezvous
 
     return GroupRendezvous(config.options.failure_timeout_s, config.options.timeout_s, device)
 
 
-def _encrypted_rendezvous(config: WorkerConfig, device: torch.device, relay: RelayAccess | None = None) -> Rendezvous:
+def _encrypted_rendezvous(
+    config: WorkerConfig, device: torch.device, timeout_s: float, relay: RelayAccess | None = None
+) -> Rendezvous:
     from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 
-    limits_s = config.options.failure_timeout_s, config.options.timeout_s
+    limits_s = config.options.failure_timeout_s, timeout_s
     return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
 
 
@@ -258,7 +273,8 @@ def _siblings(config: WorkerConfig) -> Siblings | None:
     """
     if config.ranks == 1:
         return None
-    return Siblings(config.rank, config.ranks, _encrypted_rendezvous(config, torch.device("cpu")))
+    rendezvous = _encrypted_rendezvous(config, torch.device("cpu"), _ranks_timeout_s(config.options))
+    return Siblings(config.rank, config.ranks, rendezvous)
 
 
 def _process_group(config: WorkerConfig, device: torch.device) -> Transport:
