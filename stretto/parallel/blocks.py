@@ -143,6 +143,10 @@ class BlockRing(RankParts):
         if number % self._whole_every == 0:
             self._hold_all()
 
+    def gathered(self, own: bytes) -> Sequence[bytes]:
+        """Return the messages of all ranks; they call this together."""
+        return self._link.gather(own)
+
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks pass True; they call this together, also those without a part of a batch."""
         return all(one == b"yes" for one in self._link.gather(b"yes" if is_so else b"no"))

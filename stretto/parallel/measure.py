@@ -108,8 +108,8 @@ def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) 
         began = time.perf_counter()
         found = [one for one in tree_flatten(forward(*given[0], **given[1]))[0] if isinstance(one, Tensor)]
         heads = [one for one in found if one.requires_grad]
-        if heads:
-            torch.autograd.grad(heads, _leaves(heads), [torch.ones_like(one) for one in heads], allow_unused=True)
+        if leaves := _leaves(heads):  # there are none if the module returns its input, as nn.Identity does
+            torch.autograd.grad(heads, leaves, [torch.ones_like(one) for one in heads], allow_unused=True)
         wait()
         return time.perf_counter() - began
 

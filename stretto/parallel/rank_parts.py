@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +97,10 @@ class RankParts(Arrangement):
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks pass True; they call this together."""
         return is_so
+
+    def gathered(self, own: bytes) -> Sequence[bytes]:
+        """Return the messages of ranks that train different samples; they call this together."""
+        return [own]
 
     def end_batch(self, has_stepped: bool) -> None:
         """Note that the script has left a batch of this rank, after a step of an optimizer or without one."""

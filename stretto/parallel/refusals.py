@@ -28,6 +28,15 @@ def refuse_indivisible(model: nn.Module, optimizers: Optimizers, divided: str) -
                 to_type=WHOLE,
             )
         )
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        raise ModelError(
+            explain(
+                f"a model without a forward pass cannot be {divided}",
+                got=f"{type(model).__name__}, whose parts the script calls",
+                expected="a module whose forward pass calls its parts",
+                to_type=WHOLE,
+            )
+        )
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ModelError(
             explain(

@@ -60,7 +60,7 @@ class ShardedModel(RankParts):
         refusals.refuse_unshardable(self._model)
         refusals.refuse_matrix_codec(context.recipe, layout)
         self._mesh = mesh_of(self._link, context.timeout_s)
-        self._shards = Shards(self._model, self._optimizers, self.rank, self._link.ranks)
+        self._shards = Shards(self._model, self._optimizers, self._link)
 
     def begin(self, facts: Any) -> None:
         """Divide the model and the state of its optimizers."""
@@ -104,6 +104,10 @@ class ShardedModel(RankParts):
                 f"sharded: {1 - within / total:.0%} of the parameters are in no layer of an nn.Sequential or "
                 "nn.ModuleList, and are gathered together"
             )
+
+    def gathered(self, own: bytes) -> Sequence[bytes]:
+        """Return the messages of all ranks; they call this together."""
+        return self._link.gather(own)
 
     # --- batches ------------------------------------------------------------------------------------------------
 

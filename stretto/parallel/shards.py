@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.parallel import refusals
+from stretto.parallel.link import Link
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import like_parameter, local
@@ -22,8 +23,9 @@ from stretto.strategies.parameter_view import like_parameter, local
 class Shards:
     """One rank's parts, along the first dimension, of the parameters and of state of the same shape."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, rank: int, ranks: int) -> None:
-        self._model, self._optimizers, self._rank, self._ranks = model, optimizers, rank, ranks
+    def __init__(self, model: nn.Module, optimizers: Optimizers, link: Link) -> None:
+        self._model, self._optimizers, self._link = model, optimizers, link
+        self._rank, self._ranks = link.rank, link.ranks
 
     def repoint(self, before: Mapping[int, str]) -> None:
         """Let the optimizers train the sharded parameters in place of the parameters `before`, named by their ids."""
@@ -99,7 +101,10 @@ class Shards:
 
     def _state_dict(self, of: Any, *args: Any, **options: Any) -> Any:
         state = type(of).state_dict(of, *args, **options)
-        return state if args or options.get("prefix") else _all_whole(state)
+        if args or options.get("prefix"):
+            return state
+        self._link.gather(b"")  # gloo aborts a process that gathers here what another one does not
+        return _all_whole(state)
 
     def _load_model(self, model: nn.Module, state: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         named = self._named

@@ -12,6 +12,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
@@ -64,6 +65,8 @@ class PipelineStages(RankParts):
         """False if the stages were chosen at a time at which their parameters could not be exchanged."""
         self._own_forward: Callable[..., Any] | None = None
         """The `forward` that the script has set for the model, in place of that of its class."""
+        self._hooks: list[RemovableHandle] = []
+        """Hooks of the optimizers."""
         self._random_state = torch.get_rng_state()
         self.rank = self._link.rank
         self._record = PassRecord(context.timer)
@@ -93,6 +96,7 @@ class PipelineStages(RankParts):
             self._refuse_without_values()
 
         self._model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        self._hooks = [one.register_step_post_hook(lambda *_: self._refuse_undivided()) for one in self._optimizers]
 
     def facts(self) -> Any:
         """Return the stages, for workers that join; None before they are chosen."""
@@ -119,8 +123,22 @@ class PipelineStages(RankParts):
                 )
             )
 
+    def _refuse_undivided(self) -> None:
+        """Raise ModelError after a step that no call of the model came before: every rank would train all of it."""
+        if self._chosen is None:
+            raise ModelError(
+                explain(
+                    "an optimizer has stepped, but the model was not called, so that it has no stages",
+                    got=f"calls of parts of {type(self._model).__name__}, or of a method of it that is not forward",
+                    expected="model(x), whose forward pass calls the parts",
+                    to_type='model(x), or --layout "whole()"',
+                )
+            )
+
     def close(self) -> None:
         """Choose no stages after the end of the section."""
+        for hook in self._hooks:
+            hook.remove()
         if self._chosen is None:
             put_back(self._model, self._own_forward)
 

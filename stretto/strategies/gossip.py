@@ -110,9 +110,9 @@ class GossipStrategy(RoundStrategy):
         self._has_differed = self._has_differed and not is_changed
         return is_changed
 
-    def check(self, when: str) -> bool:
+    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
         """Compare the replicas if they must be equal now. Return False if there is nothing to compare."""
-        return (self._averaged is not None or not self._has_differed) and super().check(when)
+        return (self._averaged is not None or not self._has_differed) and super().check(when, rates)
 
 
 def weighted_by_samples(row: Mapping[int, float], shares: Mapping[int, float]) -> Mapping[int, float]:

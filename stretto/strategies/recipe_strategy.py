@@ -226,7 +226,7 @@ class RecipeStrategy(Strategy):
         with self._context.timer.on("exchanging"):
             flat.take(self._transport.attempt(means))
 
-    def check(self, when: str) -> bool:
+    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare."""
         if self._transport.workers == 1:
             return False
@@ -239,7 +239,7 @@ class RecipeStrategy(Strategy):
         others = {name: one for name, one in by_name.items() if id(one) not in compared}
         buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
         with in_buffers(parts):
-            compare(self._transport, buffers | others, by_name, when)
+            compare(self._transport, buffers | others, by_name, rates, when)
         return True
 
 

@@ -132,12 +132,12 @@ class Strategy:
         """Last measured distance of this worker's parameters from the mean, relative to the norm of the mean."""
         return self._averaged.drift if self._averaged is not None else None
 
-    def check(self, when: str) -> bool:
+    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare.
 
         Parameters that no optimizer trains are compared, too: none may have changed at one worker alone. The parameters
         of an optimizer that has stepped since their last exchange are compared only while the averaged model is in
-        place.
+        place. So are the learning rates `rates`.
         """
         return False
 

@@ -97,6 +97,8 @@ class Schedules:
         self._creations: WeakKeyDictionary[LRScheduler, _Creation] = WeakKeyDictionary()
         self._records: dict[LRScheduler, _Stepped] = {}
         """Held until the end: the last checkpoint is written when the script's own names may be gone."""
+        self._by_number: list[LRScheduler] = []
+        """Schedulers that the script has stepped with a number."""
         self._inside = self._is_left = self._has_notified = False
         self._divisor = 0
         """Batches a global step when the script asked for the length of the loader; 0 before."""
@@ -235,9 +237,18 @@ class Schedules:
             return step()
         self._inside = True
         try:
-            return step() if has_arguments else self._advance(scheduler, step)
+            return self._step_by_number(scheduler, step) if has_arguments else self._advance(scheduler, step)
         finally:
             self._inside = False
+
+    def _step_by_number(self, scheduler: LRScheduler, step: Callable[[], Any]) -> Any:
+        if not any(one is scheduler for one in self._by_number):
+            self._by_number.append(scheduler)
+        return step()
+
+    def rates_by_number(self) -> list[float]:
+        """Return the learning rates of schedulers that the script has stepped with a number, as with a loss."""
+        return [float(group["lr"]) for one in self._by_number for group in one.optimizer.param_groups]
 
     def _advance(self, scheduler: LRScheduler, step: Callable[[], Any]) -> Any:
         record = self._record(scheduler)

@@ -107,6 +107,6 @@ def ranks_apart(why: str) -> str:
     return explain(
         f"the other ranks of this worker did not run what this one runs: {why}",
         got="a call of the model, of clip_grad_norm_ or of state_dict() in some processes of a worker only",
-        expected="the same calls in all processes of a worker; stretto.rank() and is_main() are equal in them",
+        expected="the same calls in all processes of a worker: stretto.rank() is equal in them, the loss may not be",
         to_type="evaluate= of stretto.distribute, or such calls outside of `if` on the process",
     )

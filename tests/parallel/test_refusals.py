@@ -200,19 +200,37 @@ def test_one_micro_batch_trains_with_batch_normalisation_and_a_loss_in_the_model
         in_threads(2, work)
 
 
-def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> None:
-    PipelineStages(
+def stages(model: nn.Module, optimizers: Optimizers, count: int, link: Link) -> PipelineStages:
+    return PipelineStages(
         pipeline(count), RankContext(model, optimizers, None, None, None, 1, link, False, *callbacks(), 20.0)
     )
 
 
+def test_a_step_without_a_call_of_the_model_is_refused() -> None:
+    def work(link: Link) -> None:
+        net = layers()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        made = stages(net, Optimizers([optimizer]), 2, link)
+        made.begin(None)
+        for layer in net.children():  # in place of net(x)
+            layer(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(ModelError, match=r"the model was not called(.*\n)*  expected: model\(x\)"):
+            optimizer.step()
+        made.close()
+        optimizer.step()
+
+    in_threads(2, work)
+
+
 def test_compiled_models_several_models_and_lbfgs_are_refused() -> None:
-    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Link], None]:
+    def begin(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Link], object]:
         return lambda link: stages(model, Optimizers([optimizer]), 2, link)
 
     net = layers()
     with pytest.raises(ModelError, match="a compiled model"):
         in_threads(2, begin(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters())))
+    with pytest.raises(ModelError, match="a model without a forward pass cannot be split into stages"):
+        in_threads(2, begin(nn.ModuleList([net]), torch.optim.SGD(net.parameters())))
     with pytest.raises(ModelError, match="a list of 2 models"):
         in_threads(2, begin(SeveralModels([net, layers()]), torch.optim.SGD(net.parameters())))
     with pytest.raises(ModelError, match="L-BFGS"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from sharded_replicas import results
 from stage_threads import callbacks
 from thread_workers import regression, run_workers, small_net
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
@@ -34,6 +35,7 @@ from stretto.parallel.rank_group import RankGroup, mesh_of
 from stretto.parallel.rank_parts import RankContext
 from stretto.parallel.refusals import refuse_kept_parameters
 from stretto.parallel.sharded import ShardedModel, layers_of
+from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
 from stretto.recipe.parser import parse
 from stretto.strategies.model_sync import SeveralModels
@@ -59,12 +61,17 @@ class Scaled(nn.Module):
         super().__init__()
         self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()))
 
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.scale * self.layer(x)
+        return found
+
 
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (lambda: torch.compile(small_net(), backend="eager"), "a compiled model cannot be divided among processes"),
         (lambda: SeveralModels([small_net(), small_net()]), "several models cannot be divided among processes"),
+        (lambda: nn.ModuleDict({"net": small_net()}), "a model without a forward pass cannot be divided"),
         (Scaled, "the parameter scale has no dimension"),
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "the gradients of 0 are sparse"),
     ],
@@ -72,6 +79,18 @@ class Scaled(nn.Module):
 def test_models_without_parts_are_refused(model: Callable[[], nn.Module], expected: str) -> None:
     with pytest.raises(ModelError, match=expected):
         divided(model())
+
+
+def test_a_state_that_one_rank_alone_reads_is_an_error() -> None:
+    ends = in_memory.wires(2, 1.0)
+    nets = [small_net() for _ in ends]
+    for net, end in zip(nets, ends, strict=True):
+        Shards(net, Optimizers([SGD(net.parameters(), lr=0.1)]), Link(end)).give_whole_states()
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(lambda net: net.state_dict(), nets)]
+    assert both[0].keys() == both[1].keys() == small_net().state_dict().keys()
+    with pytest.raises(TransportError):
+        nets[0].state_dict()
 
 
 @pytest.mark.parametrize("recipe", ["power_sgd", "allreduce(how=by_size(low_rank(2)))"])

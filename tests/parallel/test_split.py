@@ -87,6 +87,12 @@ def test_measuring_changes_neither_the_model_nor_the_random_state() -> None:
     assert not any("forward" in vars(module) for module in net.modules())
 
 
+def test_modules_that_return_their_input_are_measured() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4))
+    calls = record_calls(net, [torch.ones(3, 4)], {})
+    assert min(measured_costs(net, calls, [torch.ones(3, 4)], {}, 0.0, CPU).seconds[1:]) > 0
+
+
 def test_code_between_modules_belongs_to_the_stage_before_it() -> None:
     net = make_net()
     calls = record_calls(net, [words(0, 4)[0]], {})
