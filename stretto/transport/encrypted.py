@@ -72,7 +72,10 @@ class EncryptedTransport(Transport):
         self._progress = 0
         """Number of received messages."""
         self._bytes_sent = self._bytes_received = 0
-        self._everyone = PeerGroup(self, range(len(members)), channel=CHANNELS)
+        self._everyone, self._gathers, self._broadcasts = (
+            PeerGroup(self, range(len(members)), channel=kind * CHANNELS) for kind in (1, 2, 3)
+        )
+        """Channels for each kind of operation: workers in different ones wait until the coordinator ends them."""
         self._means = _Means(self._everyone)
         self._thread = threading.Thread(target=self._run, name="encrypted transport", daemon=True)
         self._thread.start()
@@ -109,11 +112,11 @@ class EncryptedTransport(Transport):
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
-        return self._everyone.all_gather_bytes(message)
+        return self._gathers.all_gather_bytes(message)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message."""
-        return self._everyone.broadcast_bytes(message, root)
+        return self._broadcasts.broadcast_bytes(message, root)
 
     def traffic(self) -> Traffic:
         """Return the bytes of all messages with their frames and encryption, computed from their lengths."""

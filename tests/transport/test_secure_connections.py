@@ -12,13 +12,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 import torch
 from zmq.utils import z85
 
-from stretto.collective_ops import Exchange
+from stretto.collective_ops import AllGather, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport import encrypted_sockets, secure_connections
 from stretto.transport.encrypted import EncryptedTransport
@@ -154,6 +155,25 @@ def test_a_members_second_connection_does_not_end_its_first() -> None:
     ports[1].close()
     for one in connections:
         one.socket.close()
+
+
+def test_operations_of_different_kinds_wait_for_each_other() -> None:
+    """Workers whose loops are of unequal length run them; the coordinator names these workers."""
+    ends = encrypted(3)
+    with ThreadPoolExecutor(3) as pool:
+        begun: list[Future[Any]] = [
+            pool.submit(ends[0].all_gather_bytes, b"of all"),
+            pool.submit(ends[1].broadcast_bytes, b"", 0),
+            pool.submit(lambda: ends[2].submit(AllGather(torch.ones(4))).wait()),
+        ]
+        assert not wait(begun, 0.2).done
+        for end in ends:
+            end.abort()
+        for one in begun:
+            with pytest.raises(BrokenTransportError):
+                one.result()
+    for end in ends:
+        end.close()
 
 
 def test_exchanges_end_when_their_transport_is_closed() -> None:
