@@ -13,6 +13,12 @@ from stretto.launcher.worker_main import EVICTED
 from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError
 
+HINTS = {
+    "SIGKILL": "this launcher did not send it; a system that runs out of memory does",
+    "SIGABRT": "a library ended the process; gloo does so where processes exchange tensors that differ: do all make "
+    "the same calls, whatever their own losses are?",
+}
+"""What may have sent a signal, by its name."""
 TAIL_LINES = 20
 DETAILS_LINES, DETAILS_CHARACTERS = 10, 4000
 """Largest size of the text of an error that is sent to the other machines of a run."""
@@ -85,8 +91,7 @@ def _of_error(worker: int, rank: int, error: ReportedError) -> Cause:
 
 def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
-    hint = "this launcher did not send it; a system that runs out of memory does" if name == "SIGKILL" else ""
-    hint = "--faults sent it" if end.injected else hint
+    hint = "--faults sent it" if end.injected else HINTS.get(name, "")
     return Cause(end.worker, f"{_name(end)} was killed by {name}", hint, True, False, end.rank)
 
 

@@ -1,6 +1,7 @@
 """Replicas that must be equal are compared by their hashes; a difference names the tensor and the worker.
 
-So are the learning rates that schedulers have chosen by a number, as `ReduceLROnPlateau` does.
+So are the learning rates that schedulers have chosen by a number, as `ReduceLROnPlateau` does. All other rates are
+compared where replicas differ, and among the processes of a worker.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -19,25 +21,35 @@ from stretto.strategies.tensor_sync import crc
 from stretto.transport import Transport
 
 
+class Rates(NamedTuple):
+    """Learning rates of all parameter groups, and those that schedulers have chosen by a number."""
+
+    all: Sequence[float] = ()
+    by_number: Sequence[float] = ()
+
+    def packed(self) -> bytes:
+        """Return all learning rates as a message."""
+        return msgspec.msgpack.encode(self.all)
+
+
+NO_RATES = Rates()
+
+
 def compare(
-    transport: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], rates: Sequence[float], when: str
+    transport: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], rates: Rates, when: str
 ) -> None:
-    """Raise ReplicasDifferError unless all workers hold the same bits, and have the same learning rates `rates`.
+    """Raise ReplicasDifferError unless all workers hold the same bits, and have the same learning rates by number.
 
     `wholes` are hashed each time; `parts`, the named tensors in them, only to name a difference. Every worker raises.
     """
-    own_rates = packed_rates(rates)
-    mine = struct.pack(f"<{1 + len(wholes)}I", zlib.crc32(own_rates), *(crc(one) for one in wholes.values()))
+    chosen = zlib.crc32(msgspec.msgpack.encode(rates.by_number))
+    mine = struct.pack(f"<{1 + len(wholes)}I", chosen, *(crc(one) for one in wholes.values()))
     if len(set(transport.all_gather_bytes(mine))) == 1:
         return
-    check_rates(transport.all_gather_bytes(own_rates), "worker")
-    sums = struct.pack(f"<{len(parts)}I", *(crc(one) for one in parts.values()))
-    raise ReplicasDifferError(_difference(list(parts), transport.all_gather_bytes(sums), when))
-
-
-def packed_rates(rates: Sequence[float]) -> bytes:
-    """Return learning rates as a message."""
-    return msgspec.msgpack.encode(rates)
+    check_rates(transport.all_gather_bytes(rates.packed()), "worker")
+    sums = transport.all_gather_bytes(struct.pack(f"<{len(parts)}I", *(crc(one) for one in parts.values())))
+    if len(set(sums)) > 1:  # not so if one worker alone has stepped a scheduler by a number, to the same rates
+        raise ReplicasDifferError(_difference(list(parts), sums, when))
 
 
 def check_rates(packed: Sequence[bytes], of: str) -> None:
@@ -45,10 +57,10 @@ def check_rates(packed: Sequence[bytes], of: str) -> None:
     if len(set(packed)) == 1:
         return
     each = [msgspec.msgpack.decode(one, type=list[float]) for one in packed]
-    shown = "; ".join(", ".join(f"{rate:g}" for rate in rates) or "none" for rates in each)
+    shown = "; ".join(", ".join(f"{rate:g}" for rate in rates) for rates in each)
     raise ReplicasDifferError(
         explain(
-            f"learning rates differ by {of}: schedulers were stepped with other numbers, such as a loss of each",
+            f"learning rates differ by {of}: they were chosen by other numbers, such as the loss of each",
             got=f"learning rates {shown} by {of}",
             expected="the same number everywhere; the loss of a batch is that of the samples of one process",
             to_type="scheduler.step(validation_loss), of data that each process evaluates whole after the epoch",

@@ -17,6 +17,7 @@ from stretto.errors import NotFiniteError
 from stretto.recipe.whom import mixing_matrix
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.collective_runner import CollectiveRunner, finish
+from stretto.strategies.consistency_check import NO_RATES, Rates
 from stretto.strategies.flat_buffers import in_buffers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.round_strategy import RoundStrategy
@@ -110,7 +111,7 @@ class GossipStrategy(RoundStrategy):
         self._has_differed = self._has_differed and not is_changed
         return is_changed
 
-    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
         """Compare the replicas if they must be equal now. Return False if there is nothing to compare."""
         return (self._averaged is not None or not self._has_differed) and super().check(when, rates)
 

@@ -14,7 +14,7 @@ from stretto.recipe.when import on_arrival, together
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
 from stretto.strategies.collective_runner import finish
-from stretto.strategies.consistency_check import compare
+from stretto.strategies.consistency_check import NO_RATES, Rates, compare
 from stretto.strategies.flat_buffers import FlatBuffer, in_buffers
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.model_sync import Named, plain_name
@@ -226,7 +226,7 @@ class RecipeStrategy(Strategy):
         with self._context.timer.on("exchanging"):
             flat.take(self._transport.attempt(means))
 
-    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare."""
         if self._transport.workers == 1:
             return False

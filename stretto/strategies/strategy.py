@@ -12,6 +12,7 @@ from stretto.loader.global_step import Parts
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.averaged_model import AveragedModel
+from stretto.strategies.consistency_check import NO_RATES, Rates
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.optimizers import Optimizers
@@ -132,12 +133,12 @@ class Strategy:
         """Last measured distance of this worker's parameters from the mean, relative to the norm of the mean."""
         return self._averaged.drift if self._averaged is not None else None
 
-    def check(self, when: str, rates: Sequence[float] = ()) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare.
 
         Parameters that no optimizer trains are compared, too: none may have changed at one worker alone. The parameters
         of an optimizer that has stepped since their last exchange are compared only while the averaged model is in
-        place. So are the learning rates `rates`.
+        place. So are learning rates that schedulers have chosen by a number.
         """
         return False
 

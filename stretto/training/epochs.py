@@ -18,7 +18,7 @@ from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
-from stretto.strategies.consistency_check import check_rates, packed_rates
+from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.model_sync import refuse_all_frozen
 from stretto.strategies.strategy import Strategy
 from stretto.training.arguments import Arguments
@@ -274,9 +274,7 @@ class Epochs:
         status.note(progress.place())
         has_more = isinstance(self.current, AssignedEpoch) and self.current.has_more
         trainer.rank_parts.end_epoch(left and has_more, progress.epochs)
-        check_rates(
-            trainer.rank_parts.gathered(packed_rates(trainer.schedules.rates_by_number())), "process of a worker"
-        )
+        check_rates(trainer.rank_parts.gathered(trainer.schedules.rates().packed()), "process of a worker")
         if left and has_more:
             # a worker that has not left waits in an all-gather: gloo fails on a different operation
             self._transport.broadcast_bytes(b"left")

@@ -379,7 +379,7 @@ class GlobalSteps:
     def check(self, when: str) -> None:
         """Compare the replicas of all workers, which must be equal now."""
         try:
-            is_compared = self.strategy.check(when, self._trainer.schedules.rates_by_number())
+            is_compared = self.strategy.check(when, self._trainer.schedules.rates())
         except ReplicasDifferError as error:
             raise ReplicasDifferError(
                 self._step_record.difference(self._transport, self._transport.members) or str(error)

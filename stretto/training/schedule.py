@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from typing import Any, Literal, Protocol, get_args
@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from stretto.errors import ScriptError, explain
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import EventWriter
+from stretto.strategies.consistency_check import Rates
 from stretto.training.progress import LoopProgress
 from stretto.training.schedulers import is_initial, length_of, position_of, total_of
 from stretto.transport import Transport
@@ -246,9 +247,9 @@ class Schedules:
             self._by_number.append(scheduler)
         return step()
 
-    def rates_by_number(self) -> list[float]:
-        """Return the learning rates of schedulers that the script has stepped with a number, as with a loss."""
-        return [float(group["lr"]) for one in self._by_number for group in one.optimizer.param_groups]
+    def rates(self) -> Rates:
+        """Return the learning rates, and those of schedulers that the script has stepped with a number."""
+        return Rates(_rates_of(self._optimizers), _rates_of(one.optimizer for one in self._by_number))
 
     def _advance(self, scheduler: LRScheduler, step: Callable[[], Any]) -> Any:
         record = self._record(scheduler)
@@ -398,6 +399,10 @@ def _minus(one: Both, other: Both) -> Both:
 
 def _epochs(number: int) -> str:
     return f"{number} epoch{'s' * (number != 1)}"
+
+
+def _rates_of(optimizers: Iterable[Optimizer]) -> list[float]:
+    return [float(group["lr"]) for one in optimizers for group in one.param_groups if "lr" in group]
 
 
 def check_mode(mode: object) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import stretto
 from stretto.errors import ReplicasDifferError
 from stretto.parallel.link import Link
-from stretto.strategies.consistency_check import check_rates, packed_rates
+from stretto.strategies.consistency_check import Rates, check_rates
 
 DIFFER = r"learning rates differ by worker(.*\n)*  got: learning rates 0\.1; 0\.05(.*\n)*.*validation_loss"
 
@@ -47,8 +47,22 @@ def test_a_scheduler_that_is_stepped_with_other_numbers_ends_the_run(recipe: str
 
 
 def test_a_scheduler_that_one_worker_alone_steps_ends_the_run() -> None:
-    with pytest.raises(ReplicasDifferError, match="got: learning rates none; 0.1 by worker"):
+    with pytest.raises(ReplicasDifferError, match="got: learning rates 0.1; 0.05 by worker"):
         run_workers(2, training(lambda worker, epoch: epoch if worker else None), "local_sgd(every=2)")
+
+
+def test_rates_that_a_script_sets_are_named_where_replicas_differ() -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(16), batch_size=4)):
+            optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * worker
+            optimizer.zero_grad()
+            mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(ReplicasDifferError, match="got: learning rates 0.1; 0.2 by worker"):
+        run_workers(2, work, "allreduce")
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)"])
@@ -58,7 +72,7 @@ def test_a_scheduler_that_is_stepped_with_the_same_numbers_chooses_for_all(recip
 
 def test_processes_of_a_worker_have_the_same_rates() -> None:
     def work(rates: float) -> Callable[[Link], None]:
-        return lambda link: check_rates(link.gather(packed_rates([0.1 + rates * link.rank])), "process of a worker")
+        return lambda link: check_rates(link.gather(Rates([0.1 + rates * link.rank]).packed()), "process of a worker")
 
     in_threads(2, work(0.0))
     with pytest.raises(ReplicasDifferError, match=r"got: learning rates 0\.1; 0\.2 by process of a worker"):
