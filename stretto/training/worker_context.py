@@ -34,6 +34,7 @@ from stretto.run_dir import section_folder
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
 from stretto.transport import Transport
+from stretto.transport.device_memory import accelerator
 from stretto.transport.elastic import ElasticTransport, Rendezvous
 from stretto.transport.siblings import Siblings
 from stretto.transport.single_worker import SingleWorkerTransport
@@ -245,8 +246,8 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
 
 
 def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
-    """Return the rendezvous of generations, encrypted if workers of other hosts may join."""
-    if config.options.host is not None and config.keys is not None:
+    """Return the rendezvous of generations: encrypted if workers of other hosts may join, or no worker has a GPU."""
+    if config.keys is not None and (config.options.host is not None or accelerator() is None):
         from stretto.transport.relay_tunnels import RelayAccess
 
         relay = None if config.relay is None else RelayAccess(config.relay, config.keys[3].encode())

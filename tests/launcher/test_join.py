@@ -96,10 +96,12 @@ def is_open(process: psutil.Process) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of one socket")
-def test_workers_that_others_may_join_accept_no_connection_of_strangers(place: Place) -> None:
+@pytest.mark.parametrize("listen", [["--host", "127.0.0.1"], []])
+def test_workers_accept_no_connection_of_strangers(place: Place, listen: list[str]) -> None:
+    """Neither of other hosts nor, where all workers are on one machine, of other users of it."""
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
-    options = ["--recipe", "local_sgd(every=2)", "--host", "127.0.0.1", "--out", "run"]
+    options = ["--recipe", "local_sgd(every=2)", *listen, "--out", "run"]
     here = local("run", "-n", "2", *options, "train.py")
     until(lambda: {0, 1} <= starts(run).keys(), here)
     workers = [psutil.Process(start["pid"]) for start in starts(run).values()]
