@@ -100,6 +100,7 @@ class MembershipClientState:
                 return self._form(message)
             case Evicted():
                 self.evicted = self.evicted or message.why
+                self.aborted = max(self.aborted, self.generation)  # another rank of this worker may be waited for
                 self._on_abort(self.generation, message.why)
             case Shutdown():
                 self.stopped = self.stopped or message
