@@ -18,7 +18,7 @@ HINTS = {
     "SIGABRT": "a library ended the process; gloo does so where processes exchange tensors that differ: do all make "
     "the same calls, whatever their own losses are?",
 }
-"""What may have sent a signal, by its name."""
+"""Hints at the sender of a signal, by the name of the signal."""
 TAIL_LINES = 20
 DETAILS_LINES, DETAILS_CHARACTERS = 10, 4000
 """Largest size of the text of an error that is sent to the other machines of a run."""

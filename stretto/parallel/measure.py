@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from stretto.parallel.calls import Calls, Forward, opened, replaced
+from stretto.parallel.gradient_sums import only_hooks
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.meta_start import with_memory
 from stretto.parallel.remote import mapped, remote, repeated
@@ -63,7 +64,9 @@ def measured_costs(
 
     modules = opened(model)
     timed = replaced({name: model.get_submodule(name) for name in modules}, make)
-    with kept_modules(model), kept_random_states(device), torch.no_grad():
+    parameters = [*model.parameters()]
+    no_hooks = only_hooks(parameters, [None] * len(parameters))
+    with kept_modules(model), kept_random_states(device), no_hooks, torch.no_grad():
         with timed:
             model.forward(*args, **kwargs)
         between_s = _between(model, args, kwargs)

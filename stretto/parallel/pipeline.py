@@ -33,6 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from stretto.errors import ModelError
 from stretto.parallel import refusals
 from stretto.parallel.calls import Calls, Forward, opened
+from stretto.parallel.gradient_sums import summed_gradients
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.micro_batches import pieces
 from stretto.parallel.pass_record import PassRecord
@@ -313,22 +314,19 @@ class Pipeline:
         sizes = [[len(one) for one in turn.outputs if isinstance(one, Tensor) and one.dim()] for turn in turns]
         cut = self._cut_gradients(gradients, sizes) if self._is_last else []
         coming = [] if self._is_last else [self._gradient_of(turn) for turn in turns[::-1]][::-1]
-        total: list[Tensor | None] = [None] * len(trained)
-        for number in reversed(range(len(turns))):
-            turn = turns[number]
-            if self._layout.recompute:
-                self._repeat(turn, whole)
-            if self._is_last:
-                outputs, given = [one for one in turn.outputs if isinstance(one, Tensor)], cut[number]
-            else:
-                sent, incoming = turn.sent, coming[number]
-                outputs = [sent] if sent is not None and incoming is not None else []
-                given = [incoming.wait(one.shape, one.dtype) for one in outputs] if incoming is not None else []
-            found = self._turn_back(turn, outputs, given, trained)
-            for place, (old, gradient) in enumerate(zip(total, found, strict=True)):
-                total[place] = gradient if old is None else old if gradient is None else old + gradient
-                found[place] = None  # its memory is free before the next sum
-            turns[number] = _Turn([])
+        with summed_gradients(trained, len(turns)) as total:
+            for number in reversed(range(len(turns))):
+                turn = turns[number]
+                if self._layout.recompute:
+                    self._repeat(turn, whole)
+                if self._is_last:
+                    outputs, given = [one for one in turn.outputs if isinstance(one, Tensor)], cut[number]
+                else:
+                    sent, incoming = turn.sent, coming[number]
+                    outputs = [sent] if sent is not None and incoming is not None else []
+                    given = [incoming.wait(one.shape, one.dtype) for one in outputs] if incoming is not None else []
+                self._turn_back(turn, outputs, given, trained)
+                turns[number] = _Turn([])
         self._link.flush()
         self._norm.follow()
         by_parameter = dict(zip(map(id, trained), total, strict=True))
@@ -356,18 +354,16 @@ class Pipeline:
 
     def _turn_back(
         self, turn: _Turn, outputs: Sequence[Tensor], given: Sequence[Tensor], trained: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Return the gradients of the trained parameters in one turn; send that of its input to the rank before."""
+    ) -> None:
+        """Compute the gradients of the trained parameters in a turn; send that of its input to the rank before."""
         pairs = [(output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad]
         sought = [one for one in (turn.input,) if one is not None and one.requires_grad]
-        found: list[Tensor | None] = [None] * (len(sought) + len(trained))
-        if pairs and found:
+        found: Sequence[Tensor | None] = [None] * len(sought)
+        if pairs and (sought or trained):
             heads, tails = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(heads, [*sought, *trained], tails, allow_unused=True))
-        for one in sought:
-            gradient = found.pop(0)
+            found = torch.autograd.grad(heads, [*sought, *trained], tails, allow_unused=True)
+        for one, gradient in zip(sought, found, strict=False):
             self._link.send(torch.zeros_like(one) if gradient is None else gradient, self._link.rank - 1, BACKWARD)
-        return found
 
 
 class _WholeModel(torch.autograd.Function):

@@ -94,6 +94,20 @@ def refuse_unshardable(model: nn.Module) -> None:
             )
 
 
+def refuse_hooks(model: nn.Module, is_divided: bool) -> None:
+    """Raise ModelError for hooks of gradients that would not run: parts of parameters get gradients without them."""
+    for name, one in model.named_parameters():
+        if one._backward_hooks or (not is_divided and one._post_accumulate_grad_hooks):
+            raise ModelError(
+                explain(
+                    f"a hook of the gradient of {name} would not run, since each process has a part of it",
+                    got="register_hook or register_post_accumulate_grad_hook of a parameter",
+                    expected="code between loss.backward() and optimizer.step()",
+                    to_type='parameter.grad.clamp_(-1, 1), or --layout "pipeline(stages=2)"',
+                )
+            )
+
+
 def refuse_matrix_codec(recipe: Recipe | None, layout: sharded) -> None:
     """Raise RecipeError for a codec that encodes whole matrices, of which each rank has a part."""
     found = next((one for one in recipe.how.components() if one.needs_matrices), None) if recipe is not None else None

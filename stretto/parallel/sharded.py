@@ -58,6 +58,7 @@ class ShardedModel(RankParts):
         self._passes = 0
         refusals.refuse_indivisible(self._model, self._optimizers, "divided among processes")
         refusals.refuse_unshardable(self._model)
+        refusals.refuse_hooks(self._model, isinstance(self._model, FSDPModule))
         refusals.refuse_matrix_codec(context.recipe, layout)
         self._mesh = mesh_of(self._link, context.timeout_s)
         self._shards = Shards(self._model, self._optimizers, self._link)
@@ -144,6 +145,7 @@ class ShardedModel(RankParts):
             if name := next((name for name, one in batch_norms.items() if one.training), None):
                 raise ModelError(refusals.batch_norm_of_part(name))
             self._passes += 1
+            refusals.refuse_hooks(self._model, is_divided=True)
             if not self._model.training:
                 return forward(*args, **kwargs)
             with kept_random_states(self._link.device):

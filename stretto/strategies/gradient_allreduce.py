@@ -5,7 +5,8 @@ end of the backward pass waits for all buckets, so that gradient clipping, gradi
 averaged gradients.
 
 Where another library owns the parameters, as shards of a replica's ranks, all of this happens at the end of the pass:
-within it a rank waits for other ranks, which must not wait for other workers.
+within it a rank waits for other ranks, which must not wait for other workers. The gradients of an only worker are the
+mean as they are.
 
 A codec that does not encode elementwise gets all gradients of a flat buffer in one bucket. One more all-reduce then
 carries, for each parameter, how many workers have a gradient for it, and how many workers have a gradient that is not
@@ -115,8 +116,8 @@ class GradientBuffers:
         """
 
     def let_go(self) -> None:
-        """Give up the memory of the buckets until `hold`, if all gradients have their memory elsewhere."""
-        for flat in self._flats if len(self.copied) == len(self.gradient_slots) else ():
+        """Give up the memory of the buckets until `hold`; no gradient is in it yet."""
+        for flat in self._flats:
             let_go(flat)
 
     def hold(self) -> None:
@@ -132,7 +133,7 @@ class GradientAllReduce:
 
     A single worker's gradients are not encoded. Where workers may fail, two sets of buffers are written in turn, since
     another worker may still need the results of the backward pass before, and this worker's own gradients are kept
-    until the exchange has ended.
+    until the exchange has ended. Buffers have memory from the first exchange on.
     """
 
     def __init__(
@@ -174,8 +175,10 @@ class GradientAllReduce:
         self._hooked: set[int] = set()
         self.follow([slot.parameter for slot in flat_parameters.slots])
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
-        self._is_late = any(slot.source.copies for slot in flat_parameters.slots)
-        """True if exchanges begin at the end of a backward pass, within which ranks of the replica wait for others."""
+        self._copies = any(slot.source.copies for slot in flat_parameters.slots)
+        """True if ranks of the replica wait for others in a backward pass: exchanges begin at its end."""
+        self._is_late = False
+        """True in a backward pass at whose end the exchange begins."""
         self._running = False
         self._pass = 0
         self._has_non_finite = False
@@ -234,10 +237,10 @@ class GradientAllReduce:
         """Write and send a parameter's gradient; the hook that runs when backward has accumulated it."""
         if self.paused:
             return
+        if not self._running and (self._copies or self._is_mean):
+            self._running = self._is_late = True
+            self._runtime.after_backward(self._exchange_late)
         if self._is_late:
-            if not self._running:
-                self._running = True
-                self._runtime.after_backward(self._exchange_late)
             return
         before = self._timer.switch("encoding")
         if not self._running:
@@ -256,14 +259,20 @@ class GradientAllReduce:
         self._launch_full()
         self._timer.switch(before)
 
+    @property
+    def _is_mean(self) -> bool:
+        """True if this worker's gradients are the mean of all workers."""
+        return self._transport.workers == 1 and (self._what, self._codec) == (gradients(), exact())
+
     def _exchange_late(self) -> None:
         """Exchange the gradients of the backward pass that ends."""
+        self._is_late = False
         self._observer.exchange_begins()
-        is_mean = self._transport.workers == 1 and (self._what, self._codec) == (gradients(), exact())
-        self._keep_own() if is_mean else self.exchange(idle=False)
+        self._keep_own() if self._is_mean else self.exchange(idle=False)
 
     def _keep_own(self) -> None:
         """End a backward pass of the only worker: its gradients are the mean, without copies in the buckets."""
+        self._pace.go_on()
         self._transport.attempt(lambda: None)
         for gradient_slot in self._buffer_sets[0].gradient_slots:
             gradient_slot.note_exchanged()

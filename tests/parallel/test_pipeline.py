@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.parallel.link import Link
 from stretto.recipe.layout import pipeline
+from stretto.strategies.parameter_view import is_held
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -204,6 +205,26 @@ def test_recomputed_activations_have_the_precision_of_the_forward_pass() -> None
         in_threads(2, work)
         model.load_state_dict(joined(nets))
     assert largest_difference(joined([kept]), joined([repeated])) == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_hooks_that_change_a_gradient_run_once_for_the_whole_batch(micro_batches: int) -> None:
+    def gradients(net: nn.Module) -> list[Tensor]:
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient.clamp(-0.01, 0.01))
+        loss_of(net(words(0, 8)[0]), words(0, 8)[1]).backward()
+        return [one.grad for one in net.parameters() if one.grad is not None and is_held(one)]
+
+    def work(link: Link) -> list[Tensor]:
+        net = make_net().double()
+        split(link, net, torch.optim.SGD(net.parameters(), lr=0.1), pipeline(2, micro_batches), words(0, 8)[0])
+        return gradients(net)
+
+    found = [one for each in in_threads(2, work) for one in each]
+    expected = gradients(make_net().double())
+    assert len(found) == len(expected)
+    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(found, expected, strict=True))
+    assert max(float(one.abs().max()) for one in found) == 0.005
 
 
 def test_hooks_of_a_parameter_see_one_gradient_in_each_backward_pass() -> None:

@@ -66,12 +66,19 @@ class Scaled(nn.Module):
         return found
 
 
+def with_hook(net: nn.Module) -> nn.Module:
+    """Return a model with a hook of a gradient."""
+    net[0].bias.register_hook(lambda gradient: 2 * gradient)  # type: ignore[index]
+    return net
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (lambda: torch.compile(small_net(), backend="eager"), "a compiled model cannot be divided among processes"),
         (lambda: SeveralModels([small_net(), small_net()]), "several models cannot be divided among processes"),
         (lambda: nn.ModuleDict({"net": small_net()}), "a model without a forward pass cannot be divided"),
+        (lambda: with_hook(small_net()), r"a hook of the gradient of 0.bias would not run(.*\n)*.*clamp_"),
         (Scaled, "the parameter scale has no dimension"),
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "the gradients of 0 are sparse"),
     ],
