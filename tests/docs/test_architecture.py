@@ -55,7 +55,7 @@ RUNS = {
     ),
 }
 ELSEWHERE = re.compile(
-    "launcher/|membership/(server|client|write_ahead_log)|gloo_|simulator/(runner|engine)|transport/rendezvous|checkpoint/"
+    "launcher/|membership/(server|client|write_ahead_log)|transport/encrypted_|simulator/(runner|engine)|checkpoint/"
 )
 """Files that run in other processes than the script's, or before it, or that a simulation replaces."""
 
