@@ -11,7 +11,7 @@ as for parameters that are not in a flat buffer.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -133,8 +133,12 @@ def zeros(length: int, slots: Sequence[ParameterSlice]) -> Tensor:
 
 
 def let_go(flat: Tensor) -> None:
-    """Give up the memory of a tensor, which nothing reads or writes before `hold`; its views stay views of it."""
-    flat.untyped_storage().resize_(0)
+    """Give up the memory of a tensor, which nothing reads or writes before `hold`; its views stay views of it.
+
+    It is kept on devices on which torch resizes no memory.
+    """
+    with suppress(NotImplementedError):
+        flat.untyped_storage().resize_(0)
 
 
 def hold(flat: Tensor) -> None:
