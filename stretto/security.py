@@ -25,9 +25,10 @@ HANDSHAKE_MS = 10_000
 SMALL_BYTES = 1 << 15
 """Size in bytes below which ZeroMQ copies a frame, which is cheaper than tracking it."""
 HEAD, JOINING, AGENT, COORDINATOR, RELAY = b"launcher", b"joining", b"agent", b"coordinator", b"relay"
-"""Roles of the launcher of a run, of a launcher that asks to join it, of one that the launcher of the run has started
-on another host and that asks for the numbers reserved for it, of the coordinator at the parameter server, and of
-workers at the relay. The others are b"worker 3", and b"launcher 3" for a launcher that has joined with worker 3."""
+"""Roles of the launcher of a run, of a launcher that asks to join it, of an agent (a launcher on another host that the
+launcher of the run has started, and that asks for the numbers reserved for it), of the coordinator at the parameter
+server, and of workers at the relay. The others are b"worker 3", and b"launcher 3" for a launcher that has joined with
+worker 3."""
 NOT_SEEN = 4096
 """Number of workers that may have joined before the first of them connects to a service."""
 PROOF, PROOF_BYTES = b" proof ", 32

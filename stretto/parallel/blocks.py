@@ -229,7 +229,7 @@ class BlockRing(RankParts):
         self._context.on_exchange()
 
     def _exchange(self, tables: Sequence[Tensor], sent: Mapping[int, Numbers], received: Mapping[int, Numbers]) -> None:
-        """Send entries of tables to other ranks, and set those that are received from them; both by rank."""
+        """Exchange entries of tables with other ranks: `sent` to each, and `received` from each."""
         none = np.empty(0, np.int64)
         begun = []
         for rank in sorted({*sent, *received}):

@@ -16,7 +16,7 @@ Hook = Callable[[Tensor], Tensor]
 def summed_gradients(parameters: Sequence[nn.Parameter], times: int) -> Iterator[list[Tensor | None]]:
     """Yield the sum for each parameter of the gradients that `torch.autograd.grad` computes within; None without one.
 
-    They are added as soon as they are known, so one gradient at a time is in memory beside the sums. `times` is the
+    Each gradient is added once it is computed, so one gradient at a time is in memory beside the sums. `times` is the
     number of calls: the first of several gradients is copied, since another tensor may have the same memory.
     """
     sums: list[Tensor | None] = [None] * len(parameters)

@@ -22,7 +22,7 @@ from stretto.transport import Transport
 
 
 class Rates(NamedTuple):
-    """Learning rates of all parameter groups, and those that schedulers have chosen by a number."""
+    """Learning rates of all parameter groups, and, again, the rates that schedulers have chosen by a number."""
 
     all: Sequence[float] = ()
     by_number: Sequence[float] = ()

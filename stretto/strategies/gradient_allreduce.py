@@ -5,8 +5,8 @@ end of the backward pass waits for all buckets, so that gradient clipping, gradi
 averaged gradients.
 
 Where another library owns the parameters, as shards of a replica's ranks, all of this happens at the end of the pass:
-within it a rank waits for other ranks, which must not wait for other workers. The gradients of an only worker are the
-mean as they are.
+within it a rank waits for other ranks, which must not wait for other workers. The gradients of an only worker are
+already the mean, and are not copied.
 
 A codec that does not encode elementwise gets all gradients of a flat buffer in one bucket. One more all-reduce then
 carries, for each parameter, how many workers have a gradient for it, and how many workers have a gradient that is not

@@ -243,7 +243,7 @@ class Schedules:
             self._inside = False
 
     def _step_by_number(self, scheduler: LRScheduler, step: Callable[[], Any]) -> Any:
-        if not any(one is scheduler for one in self._by_number):
+        if scheduler not in self._by_number:
             self._by_number.append(scheduler)
         return step()
 
