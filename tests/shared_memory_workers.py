@@ -23,7 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from stretto.collective_ops import AllReduceMean
+from stretto.collective_ops import AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError
 from stretto.transport import peer_group, peer_means, shared_memory
 from stretto.transport.host_memory import HostMemory
@@ -318,6 +318,29 @@ def stopped(_: str, folder: Path, hosts: Sequence[int] = ()) -> dict[str, Any]:
     return {"out": out, "whys": whys, "ended": ended}
 
 
+def sent_before_exit(_: str, folder: Path) -> dict[str, Any]:
+    """Let a worker exit after it has sent a large tensor, and the other one wait for it then."""
+    (gone, _end), tensor = os.pipe(), torch.arange(1 << 20)
+
+    def first(speaker: Speaker) -> None:
+        handle = speaker.connect(folder / "two", 0, 2).submit(Exchange(1, tensor))
+        handle.wait()
+        os._exit(0)
+
+    def second(speaker: Speaker) -> None:
+        os.close(_end)
+        handle = speaker.connect(folder / "two", 1, 2).submit(Exchange(0, tensor[:1]))
+        os.read(gone, 1)  # until the first worker has exited
+        speaker.say(equal=torch.equal(handle.wait(), tensor))
+
+    children = [Child(first), Child(second)]
+    os.close(_end)
+    found: dict[str, Any] = children[1].reply()
+    for child in children:
+        child.end()
+    return found
+
+
 def forked(_: str, folder: Path) -> dict[str, Any]:
     """Fork a process from each worker, as a DataLoader does, and let it exit after the worker's transport is closed."""
 
@@ -327,6 +350,7 @@ def forked(_: str, folder: Path) -> dict[str, Any]:
         (read, write), (ends, end) = os.pipe(), os.pipe()
         if (pid := os.fork()) == 0:
             transport._memory = None
+            transport._exchanges.close()
             gc.collect()
             os.write(write, json.dumps(traces()).encode())
             os.close(end)

@@ -226,7 +226,8 @@ NB_MODULE(_native, m) {
 #if defined(__linux__)
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<SharedGroup>(m, "SharedGroup", "One worker's end of sums in memory that the workers share.")
-        .def(nb::init<const std::vector<int> &, size_t, double>(), nb::arg("files"), nb::arg("rank"), nb::arg("spin_s"))
+        .def(nb::init<const std::vector<int> &, size_t, double, size_t>(), nb::arg("files"), nb::arg("rank"),
+             nb::arg("spin_s"), nb::arg("room"))
         .def_static("bytes", &SharedGroup::bytes, nb::arg("workers"))
         .def("submit", [](SharedGroup &group, uintptr_t address, size_t count, int kind, size_t root) {
                  return group.submit(address, count, SharedGroup::Kind(kind), root);
@@ -234,6 +235,12 @@ NB_MODULE(_native, m) {
         .def("wait", &SharedGroup::wait, nb::arg("end"), nb::arg("seconds"), Unlocked())
         .def_prop_ro("done", &SharedGroup::done)
         .def("missing", &SharedGroup::missing)
+        .def("write", [](SharedGroup &group, size_t start, uintptr_t address, size_t bytes) {
+                 return group.write(start, reinterpret_cast<const char *>(address), bytes);
+             }, nb::arg("start"), nb::arg("address"), nb::arg("nbytes"), Unlocked())
+        .def("read", [](const SharedGroup &group, size_t worker, size_t start, uintptr_t address, size_t bytes) {
+                 return group.read(worker, start, reinterpret_cast<char *>(address), bytes);
+             }, nb::arg("worker"), nb::arg("start"), nb::arg("address"), nb::arg("nbytes"), Unlocked())
         .def("abort", &SharedGroup::abort)
         .def("leave", &SharedGroup::leave);
 #endif

@@ -125,9 +125,9 @@ struct alignas(LINE) SharedGroup::Control {
     static size_t bytes(size_t workers) { return (sizeof(Control) + workers * sizeof(Line) + PAGE - 1) / PAGE * PAGE; }
 };
 
-SharedGroup::Mapping::Mapping(int file, size_t size, size_t offset, bool writable) : bytes(size) {
+SharedGroup::Mapping::Mapping(int file, size_t size, size_t offset, bool writable, int flags) : bytes(size) {
     int use = PROT_READ | (writable ? PROT_WRITE : 0);
-    void *memory = mmap(nullptr, size, use, MAP_SHARED | MAP_POPULATE, file, off_t(offset));
+    void *memory = mmap(nullptr, size, use, MAP_SHARED | flags, file, off_t(offset));
     if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "can't map memory");
     data = static_cast<char *>(memory);
 }
@@ -136,11 +136,13 @@ SharedGroup::Mapping::~Mapping() {
     if (data) munmap(data, bytes);
 }
 
-SharedGroup::SharedGroup(const std::vector<int> &files, size_t rank, double spin_s)
+SharedGroup::SharedGroup(const std::vector<int> &files, size_t rank, double spin_s, size_t room)
     : rank_(rank), workers_(files.size()), spin_s_(spin_s), shared_(files.at(0), Control::bytes(workers_), 0, true),
       control_(reinterpret_cast<Control *>(shared_.data)) {
-    for (size_t worker = 0; worker < workers_; ++worker)
+    for (size_t worker = 0; worker < workers_; ++worker) {
         slots_.emplace_back(files[worker], SLOTS * PIECE_BYTES, shared_.bytes, worker == rank);
+        rooms_.emplace_back(files[worker], room, bytes(workers_), worker == rank, 0);
+    }
 }
 
 size_t SharedGroup::bytes(size_t workers) { return Control::bytes(workers) + SLOTS * PIECE_BYTES; }
@@ -297,6 +299,22 @@ std::vector<size_t> SharedGroup::missing() const {
     for (size_t worker = 0; worker < workers_; ++worker)
         if (worker != rank_ && is_awaited(worker)) found.push_back(worker);
     return found;
+}
+
+bool SharedGroup::write(size_t start, const char *data, size_t bytes) {
+    const Mapping &own = rooms_[rank_];
+    if (start > own.bytes || bytes > own.bytes - start) return false;
+    char *first = own.data + start / PAGE * PAGE;
+    if (madvise(first, size_t(own.data + start + bytes - first), MADV_POPULATE_WRITE)) return false;
+    memcpy(own.data + start, data, bytes);
+    return true;
+}
+
+bool SharedGroup::read(size_t worker, size_t start, char *data, size_t bytes) const {
+    const Mapping &from = rooms_.at(worker);
+    if (start > from.bytes || bytes > from.bytes - start) return false;
+    memcpy(data, from.data + start, bytes);
+    return true;
 }
 
 void SharedGroup::abort() {

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <deque>
+#include <sys/mman.h>
 
 namespace stretto {
 
@@ -15,9 +16,9 @@ class SharedGroup {
     enum Outcome { DONE, LATE, ABORTED, LEFT, DIFFERENT };
     enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, COPY };
 
-    // `files` are the memory files of all workers in the order of ranks, each of `bytes(workers)` bytes. A wait polls
-    // for `spin_s` seconds before it sleeps.
-    SharedGroup(const std::vector<int> &files, size_t rank, double spin_s);
+    // `files` are the memory files of all workers in the order of ranks, each of `bytes(workers)` bytes, after which
+    // `room` bytes may have no memory yet. A wait polls for `spin_s` seconds before it sleeps.
+    SharedGroup(const std::vector<int> &files, size_t rank, double spin_s, size_t room);
 
     static size_t bytes(size_t workers);
 
@@ -30,6 +31,10 @@ class SharedGroup {
     uint64_t done() const { return done_; }
     // Ranks of workers that have not contributed to this worker's next piece.
     std::vector<size_t> missing() const;
+    // Copies bytes into the room of this worker; returns false if there is no memory for them.
+    bool write(size_t start, const char *data, size_t bytes);
+    // Copies bytes from the room of a worker; returns false if they are not all in it.
+    bool read(size_t worker, size_t start, char *data, size_t bytes) const;
     // Ends all waits of all workers. Callable from any thread.
     void abort();
     // Announces that this worker contributes no more.
@@ -39,7 +44,7 @@ class SharedGroup {
     struct Line;
     struct Control;
     struct Mapping {
-        Mapping(int file, size_t size, size_t offset, bool writable);
+        Mapping(int file, size_t size, size_t offset, bool writable, int flags = MAP_POPULATE);
         Mapping(Mapping &&other) noexcept : data(std::exchange(other.data, nullptr)), bytes(other.bytes) {}
         ~Mapping();
         char *data;
@@ -73,7 +78,7 @@ class SharedGroup {
     size_t unpolled_ = 0;
     Mapping shared_;
     Control *control_;
-    std::vector<Mapping> slots_;
+    std::vector<Mapping> slots_, rooms_;
     std::deque<Piece> pieces_;  // those after done_
     uint64_t queued_ = 0, posted_ = 0, summed_ = 0, done_ = 0;
     bool different_ = false;

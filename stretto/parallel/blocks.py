@@ -123,8 +123,8 @@ class BlockRing(RankParts):
         if flat is not self._checked:
             self._checked = flat
             refuse_other_order((np.diff(self._blocks.sub_epochs(flat)) >= 0).all(), self._link.ranks)
-        sub_epochs = np.unique(self._blocks.sub_epochs(batch))
-        refuse_other_order(len(sub_epochs) == 1, self._link.ranks)
+        sub_epochs = self._blocks.sub_epochs(batch)
+        refuse_other_order(len(batch) > 0 and (sub_epochs == sub_epochs[0]).all(), self._link.ranks)
         return int(sub_epochs[0])
 
     def _before_step(self, *_: Any) -> None:
@@ -233,10 +233,15 @@ class BlockRing(RankParts):
         none = np.empty(0, np.int64)
         begun = []
         for rank in sorted({*sent, *received}):
-            own, come = (torch.from_numpy(one.get(rank, none)) for one in (sent, received))
-            begun += [(table, come, self._link.exchange(table[own], rank, 0)) for table in tables]
-        for table, come, incoming in begun:
-            table[come] = incoming.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
+            own, come = (one.get(rank, none) for one in (sent, received))
+            for table in tables:
+                place = _slice(table, come)
+                values = table[own] if (found := _slice(table, own)) is None else found
+                begun.append((table, come, place, self._link.exchange(values, rank, 0, place)))
+        for table, come, place, incoming in begun:
+            found = incoming.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
+            if place is None or found.data_ptr() != place.data_ptr():
+                table[come] = found
 
     def _columns_of(self, column: int, piece: int) -> Numbers:
         return np.flatnonzero((self._blocks.of_column == column) & (self._blocks.piece_of == piece))
@@ -255,6 +260,12 @@ class BlockRing(RankParts):
             states = [value for _, value in sorted(kept.get(id(table), {}).items())]
             found += [table.data, *(one for one in states if _is_of_entries(one, table))]
         return found
+
+
+def _slice(table: Tensor, entries: Numbers) -> Tensor | None:
+    """Return the memory of entries of a table that follow each other; None if they do not."""
+    follow = len(entries) and entries[-1] - entries[0] + 1 == len(entries)
+    return table[entries[0] : entries[-1] + 1] if follow else None
 
 
 def _is_of_entries(state: Any, table: Tensor) -> bool:

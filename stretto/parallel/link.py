@@ -58,10 +58,14 @@ class Link:
         """Begin to receive the next tensor of a rank."""
         return self.exchange(_NOTHING, rank, channel)
 
-    def exchange(self, tensor: Tensor, rank: int, channel: int) -> Incoming:
-        """Begin to send a tensor to a rank, and to receive one from it. It must not change before the end of both."""
-        octets = host_copy(tensor).contiguous().reshape(-1).view(torch.uint8)
-        return Incoming(self, self._siblings.submit(Exchange(rank, octets, channel)))
+    def exchange(self, tensor: Tensor, rank: int, channel: int, into: Tensor | None = None) -> Incoming:
+        """Begin to send a tensor to a rank, and to receive one from it, if possible `into` memory of its size.
+
+        Neither may change before the end of both.
+        """
+        octets = _octets(host_copy(tensor).contiguous())
+        room = _octets(into) if into is not None and into.is_contiguous() and into.device == CPU else None
+        return Incoming(self, self._siblings.submit(Exchange(rank, octets, channel, room)))
 
     def flush(self) -> None:
         """Wait until all tensors are sent."""
@@ -100,3 +104,8 @@ class Link:
                 received: Any = incoming.handle.wait()
             found.append(received.numpy().tobytes())
         return found
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -44,6 +44,8 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3
 """Dtypes that the kernel adds. Half precision is added in float32 and rounded once."""
 COPY = 4
 """Kind of a copy, which is counted in bytes."""
+ROOM_BYTES = 64 << 20
+"""Bytes for tensors that a worker exchanges with another one, after those of sums. They take memory once written."""
 LOOK_S = 0.02
 """Seconds between two checks of a wait for exited workers and the time limit."""
 SPIN_S = 0.00003
@@ -77,15 +79,16 @@ def open_offer(offer: Offer, flags: int) -> int | None:
     return None
 
 
-def create_file(nbytes: int) -> Offer:
+def create_file(nbytes: int, room: int = 0) -> Offer:
     """Create a memory file of this many bytes, with all of its memory, and offer it. Raises OSError.
 
-    The caller closes `Offer.file`, and may seal it.
+    After them it has `room` without memory. The caller closes `Offer.file`, and may seal it.
     """
     host, name = host_name(), secrets.token_bytes(16)
     file = os.memfd_create("stretto", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(file, 0, nbytes)
+        os.ftruncate(file, nbytes + room)
         os.pwrite(file, name, 0)
     except OSError:
         os.close(file)
@@ -98,7 +101,7 @@ def offer_memory(workers: int, files: contextlib.ExitStack) -> Offer:
     if sys.platform != "linux" or not is_native():
         return Offer()
     try:
-        offer = create_file(_kernel().bytes(workers))
+        offer = create_file(_kernel().bytes(workers), ROOM_BYTES)
     except OSError:
         return Offer()
     files.callback(os.close, offer.file)
@@ -117,7 +120,7 @@ def join_memory(
                 return None
             opened.append(file)
             files.callback(os.close, file)
-        group: _native.SharedGroup = _kernel()(opened, ranks.index(worker), SPIN_S)
+        group: _native.SharedGroup = _kernel()(opened, ranks.index(worker), SPIN_S, ROOM_BYTES)
     except (OSError, RuntimeError):
         return None
     return HostMemory(group, ranks, [offers[rank].pid for rank in ranks])
@@ -131,7 +134,7 @@ class HostMemory:
     """One worker's end of the memory of its host. `ranks` are the host's workers, whose processes are `pids`."""
 
     def __init__(self, group: _native.SharedGroup, ranks: Sequence[int], pids: Sequence[int]) -> None:
-        self._group, self._ranks = group, ranks
+        self._group, self.ranks = group, ranks
         self._processes = {
             file: rank for rank, pid in zip(ranks, pids, strict=True) if (file := _process(pid)) is not None
         }
@@ -146,6 +149,14 @@ class HostMemory:
     def start_copy(self, tensor: Tensor) -> int:
         """Copy a contiguous tensor from the first worker of the host to the others; return its last piece."""
         return self._group.submit(tensor.data_ptr(), tensor.nbytes, COPY)
+
+    def write(self, start: int, tensor: Tensor) -> bool:
+        """Copy a contiguous tensor into this worker's room; return False if there is no memory for it."""
+        return self._group.write(start, tensor.data_ptr(), tensor.nbytes)
+
+    def read(self, rank: int, start: int, into: Tensor) -> bool:
+        """Copy a contiguous tensor from the room of a worker of this host; return False if it is not all in it."""
+        return self._group.read(self.ranks.index(rank), start, into.data_ptr(), into.nbytes)
 
     @property
     def done(self) -> int:
@@ -191,7 +202,7 @@ class HostMemory:
         return f"worker {_listed(exited)} has exited" if exited else ""
 
     def _missing(self) -> str:
-        return _listed([self._ranks[index] for index in self._group.missing()])
+        return _listed([self.ranks[index] for index in self._group.missing()])
 
 
 def _process(pid: int) -> int | None:

@@ -86,7 +86,7 @@ class PairExchange:
     def __init__(self, op: Exchange, number: int) -> None:
         self.peer, self.channel, self.number = op.peer, op.channel, number
         self.tensor = op.tensor.detach().reshape(-1).contiguous()
-        self.dtype = _code(self.tensor.dtype)
+        self.dtype = dtype_code(self.tensor.dtype)
         into = op.into
         self._into = into if into is not None and into.device.type == "cpu" and into.is_contiguous() else None
         self.is_over = threading.Event()
@@ -115,13 +115,11 @@ class PairExchange:
 
     def expect(self, dtype: int, numbers: int, who: str, room: Callable[[], int]) -> None:
         """Take the peer's post. Raise TransportError if its tensor cannot be received."""
-        mine, other = self.tensor.dtype, DTYPES[dtype]
-        if mine != other:
-            raise TransportError(f"the tensors of {who} differ in dtype: {mine} and {other}")
+        check_dtype(self.tensor.dtype, dtype, who)
         if self._into is not None and numbers != self._into.numel():
             lengths = f"{self._into.numel()} and {numbers} numbers"
             raise TransportError(f"the workers submit means of tensors that differ in shape: {who} have {lengths}")
-        self._size = self._missing = numbers * other.itemsize
+        self._size = self._missing = numbers * self.tensor.dtype.itemsize
         if self._into is None and self._size > EAGER_BYTES and self._size > (free := room()):
             problem = f"the tensors of {who} can't be exchanged, since one is too large"
             got = f"an announced tensor of {self._size} bytes"
@@ -142,7 +140,7 @@ class PairExchange:
         if start != self._size - self._missing or length > self._missing:
             return False
         if self._into is None and length == self._size:
-            self._target = _as_tensor(payload, self.tensor.dtype)
+            self._target = as_tensor(payload, self.tensor.dtype)
         elif payload is not self._room:
             self._place(start, length)[:] = payload
         self._missing -= length
@@ -341,7 +339,7 @@ def ended(named: str) -> BrokenTransportError:
     return BrokenTransportError(f"{named} has failed, or has left the generation")
 
 
-def _code(dtype: torch.dtype) -> int:
+def dtype_code(dtype: torch.dtype) -> int:
     """Return the code of a dtype. Raise TransportError if it has none."""
     if dtype in DTYPES:
         return DTYPES.index(dtype)
@@ -349,11 +347,17 @@ def _code(dtype: torch.dtype) -> int:
     raise TransportError(explain(problem, got=str(dtype), expected=expected, to_type="tensor.view(torch.uint8)"))
 
 
+def check_dtype(mine: torch.dtype, code: int, who: str) -> None:
+    """Raise TransportError if the tensor of another worker, by the code of its dtype, has another dtype than mine."""
+    if mine != DTYPES[code]:
+        raise TransportError(f"the tensors of {who} differ in dtype: {mine} and {DTYPES[code]}")
+
+
 def _new_bytes(count: int) -> memoryview:
     return np.empty(count, np.uint8).data
 
 
-def _as_tensor(payload: Payload, dtype: torch.dtype) -> Tensor:
+def as_tensor(payload: Payload, dtype: torch.dtype) -> Tensor:
     """Return a tensor of received bytes, in their own memory if it is aligned for the dtype."""
     if not len(payload):
         return torch.empty(0, dtype=dtype, device="cpu")

@@ -27,11 +27,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.collective_ops import AllReduceMean, CollectiveOp
+from stretto.collective_ops import AllReduceMean, CollectiveOp, Exchange
 from stretto.errors import TransportError
 from stretto.notices import say_once
 from stretto.transport.device_groups import agreed_kind, by_host, notice_host_memory, offered_device
 from stretto.transport.gloo_ring import all_reduce_bytes
+from stretto.transport.host_exchanges import HostExchanges
 from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join_memory, offer_memory
 from stretto.transport.interface import CHANNELS, Collectives, Handle, Message, Traffic, Transport
 from stretto.transport.peer_group import PeerGroup
@@ -125,13 +126,15 @@ def _connects_devices(
 class SharedMemoryTransport(Transport):
     """One worker's end on a host with all workers.
 
-    Bytes, all-gathers, exchanges and other dtypes go over `inner`, which also counts its bytes. A failure raises
-    the errors of `inner`, and ends the waits of all workers. `memory` is None for the only worker of a host.
+    Means and exchanges go through memory; bytes, all-gathers and means of other dtypes go over `inner`, which also
+    counts its bytes. A failure raises the errors of `inner`, and ends the waits of all workers. `memory` is None for
+    the only worker of a host.
     """
 
     def __init__(self, inner: NetworkTransport, memory: HostMemory | None) -> None:
         super().__init__(inner.worker, inner.workers)
         self._inner, self._memory = inner, memory
+        self._exchanges = HostExchanges(inner, memory)
         self._is_closed = False
         self._pending: deque[_Mean] = deque()
         """Means in progress, whose tensors the kernel writes into."""
@@ -142,6 +145,8 @@ class SharedMemoryTransport(Transport):
         tensor = op.tensor
         if tensor.device.type != "cpu":
             return by_host(self.submit, op)
+        if isinstance(op, Exchange):
+            return self._exchanges.submit(op)
         is_sum = isinstance(op, AllReduceMean) and tensor.dtype in KINDS
         if not is_sum or self._is_closed:
             return self._inner.submit(op)
@@ -159,10 +164,11 @@ class SharedMemoryTransport(Transport):
         return self._inner.broadcast_bytes(message, root)
 
     def traffic(self) -> Traffic:
-        """Return the bytes of the process group, and those of means, computed as gloo would exchange them."""
-        counted = self._inner.traffic()
-        sent, received = counted.bytes_sent + self._sent, counted.bytes_received + self._received
-        return Traffic(sent, received, counted.counted and not self._sent)
+        """Return the bytes of the network, and those through memory: of means as gloo would exchange them."""
+        counted, exchanges = self._inner.traffic(), self._exchanges
+        sent, received = self._sent + exchanges.sent, self._received + exchanges.received
+        is_counted = counted.counted and not sent + received
+        return Traffic(counted.bytes_sent + sent, counted.bytes_received + received, is_counted)
 
     def abort(self) -> None:
         """Abort all operations of all workers, now and later. Callable from any thread. Idempotent."""
@@ -174,6 +180,7 @@ class SharedMemoryTransport(Transport):
         """Unmap the memory, and close the process group."""
         if self._memory is not None:
             self._memory.leave()
+        self._exchanges.close()
         self._memory, self._is_closed = None, True
         self._pending.clear()
         self._inner.close()

@@ -19,11 +19,11 @@ import msgspec
 import pytest
 import shared_memory_workers
 import torch
-import torch.distributed as dist
 from combinations import each_value
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_memory_ends import closed, connected, on_hosts
 from shared_memory_workers import (
     PIECE,
     STAGES,
@@ -50,7 +50,7 @@ from stretto.transport.conformance import check_transport
 from stretto.transport.host_memory import KINDS, Offer
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
-from stretto.transport.shared_memory import HostsTransport, SharedMemoryTransport, over_shared_memory
+from stretto.transport.shared_memory import HostsTransport, SharedMemoryTransport
 
 pytestmark = pytest.mark.skipif(not is_native(), reason="means go through shared memory with the native kernels only")
 
@@ -63,50 +63,6 @@ OUT_S = TIMEOUT_S / 2
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-Connect = Callable[[Any, int], Transport]
-
-
-def connected(workers: int, timeout_s: float = TIMEOUT_S, elastic: bool = False) -> list[Any]:
-    """Return the ends of one transport, in the threads of this process."""
-    store = dist.HashStore()
-
-    def connect(worker: int) -> Transport:
-        return over_shared_memory(ProcessGroupTransport(store, worker, workers, timeout_s, elastic=elastic))
-
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(connect, range(workers)))
-
-
-def on_hosts(
-    hosts: list[int], timeout_s: float = TIMEOUT_S, elastic: bool = False, made: Connect | None = None
-) -> list[Any]:
-    """Return the ends of one transport, in the threads of this process, as if they were on these hosts.
-
-    `made` returns the end of a worker with a store.
-    """
-    store, offer = dist.HashStore(), shared_memory.offer_memory
-    of_thread = threading.local()
-
-    def offer_of_thread(*arguments: Any) -> Offer:
-        return msgspec.structs.replace(offer(*arguments), host=f"host {of_thread.host}")
-
-    def connect(worker: int) -> Transport:
-        of_thread.host = hosts[worker]
-        if made is not None:
-            return made(store, worker)
-        group = ProcessGroupTransport(store, worker, len(hosts), timeout_s, elastic=elastic)
-        return over_shared_memory(group)
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(hosts)) as pool:
-        patch.setattr(shared_memory, "offer_memory", offer_of_thread)
-        return list(pool.map(connect, range(len(hosts))))
-
-
-def closed(ends: list[Any]) -> None:
-    for end in ends:
-        end.close()
 
 
 # --- in threads -----------------------------------------------------------------------------------------------------
