@@ -314,6 +314,8 @@ bool SharedGroup::read(size_t worker, size_t start, char *data, size_t bytes) co
     const Mapping &from = rooms_.at(worker);
     if (start > from.bytes || bytes > from.bytes - start) return false;
     memcpy(data, from.data + start, bytes);
+    char *first = from.data + start / PAGE * PAGE;
+    madvise(first, size_t(from.data + start + bytes - first), MADV_DONTNEED);  // the pages count in this process, too
     return true;
 }
 
