@@ -110,12 +110,12 @@ def in_words(end: Exited) -> str:
     """Return how a process exited.
 
     >>> in_words(Exited(1, -9)), in_words(Exited(1, 75)), in_words(Exited(-1, 0))
-    ('killed by SIGKILL', 'was declared failed and stopped itself', 'ended with exit code 0')
+    ('killed by SIGKILL', 'was declared failed and ended', 'ended with exit code 0')
     """
     if end.code < 0:
         return f"killed by {signal_name(-end.code)}"
     is_evicted = end.code == EVICTED and end.worker >= 0
-    return "was declared failed and stopped itself" if is_evicted else f"ended with exit code {end.code}"
+    return "was declared failed and ended" if is_evicted else f"ended with exit code {end.code}"
 
 
 def signal_name(number: int) -> str:

@@ -44,6 +44,8 @@ class Supervised:
     state: State = "running"
     back_after_s: float | None = None
     stopped_s: float = 0.0
+    is_declared_failed: bool = False
+    """True once the coordinator has declared this incarnation failed, though all its processes are running."""
     finished: set[int] = field(default_factory=set)
     """Ranks that have exited without a failure."""
     stopped_themselves: set[int] = field(default_factory=set)
@@ -74,13 +76,23 @@ class Supervised:
         """Begin the next incarnation, whose processes are not there yet."""
         self.incarnation, self.short_lives = self.incarnation + 1, self.short_lives + 1
         self.state, self.began = "running", now
-        self.back_after_s, self.stopped_s, self.finished, self.stopped_themselves = None, 0.0, set(), set()
+        self.back_after_s, self.stopped_s, self.is_declared_failed = None, 0.0, False
+        self.finished, self.stopped_themselves = set(), set()
 
     def may_follow(self, rank: int) -> bool:
         """Return True, once for each rank that stopped itself, if the failure of another rank may be the reason."""
         is_new = rank not in self.stopped_themselves
         self.stopped_themselves.add(rank)
         return is_new and len(self.processes) > 1
+
+    def declare_failed(self, rank: int) -> None:
+        """Note that this rank was declared failed; kill it at the second call, if there are others that wait for it.
+
+        The others end all ranks earlier if they notice it. In an operation of a library or of the script they do not.
+        """
+        if self.is_declared_failed and len(self.processes) > 1:
+            self.processes[rank].kill()
+        self.is_declared_failed = True
 
     def end_ranks(self, exited: Process) -> None:
         """Release the process that has exited, and kill the other ranks: they fail together."""

@@ -193,6 +193,8 @@ class Supervisor:
         is_ending = self._is_ending() or self._stop is not None
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and is_ending)
         member.state = "restarting" if returns else "lost"
+        if member.is_declared_failed:
+            end = replace(end, code=EVICTED)
         stopped = f"was stopped for {member.stopped_s:g} s before it registered, and was "
         why = stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end)
         self._report(member, why, returns, end.rank)
@@ -291,6 +293,9 @@ class Supervisor:
                 self._exit_notifier.end_run()
                 self._exit_notifier.watch_members()
         self._kill_stopped()
+        for member in self._in("running"):
+            if (rank := self._failures().rank_of(member.number, member.incarnation)) is not None:
+                member.declare_failed(rank)
 
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""

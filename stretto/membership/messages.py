@@ -294,7 +294,11 @@ class Failures(_Message, frozen=True):
 
     def includes(self, worker: int, incarnation: int) -> bool:
         """Return True if this incarnation has failed."""
-        return any(failed[:2] == (worker, incarnation) for failed in self.failed)
+        return self.rank_of(worker, incarnation) is not None
+
+    def rank_of(self, worker: int, incarnation: int) -> int | None:
+        """Return the rank that failed first; None if this incarnation has not failed."""
+        return next((rank for *failed, _, rank in self.failed if failed == [worker, incarnation]), None)
 
     def is_recovered(self, worker: int, incarnation: int) -> bool:
         """Return True if the others have formed a generation since this incarnation failed.

@@ -229,7 +229,11 @@ class ElasticAgent:
     # --- at rest ------------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
+        """Write a checkpoint if one is due; pause between two global steps if requested, and admit joining workers.
+
+        A worker that pauses here waits for no other one before the next global step, whose number the coordinator
+        compares: exchanges of this place come before the pause.
+        """
         transport = self._trainer.transport
         if transport.server is not None and transport.server.agreed(self._asked):
             self._trainer.epochs.push_all()
@@ -237,6 +241,8 @@ class ElasticAgent:
             status.leave()
             self.left = True
             raise SystemExit(0)
+        if self.checkpoints.is_due():
+            self.checkpoints.save()
         while transport.is_to_rest() and self._trainer.global_steps.is_at_rest():
             change = transport.rest(lambda: state_transfer.pack(self.checkpoints.state({})))
             if change is None:
@@ -244,8 +250,6 @@ class ElasticAgent:
             self._rested(change)
         if self._trainer.global_steps.is_at_rest():
             self._residuals.take()
-        if self.checkpoints.is_due():
-            self.checkpoints.save()
 
     def _rested(self, change: Change) -> None:
         number = self._trainer.transport.number

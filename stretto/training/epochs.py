@@ -175,8 +175,8 @@ class Epochs:
                 self.is_stopped = True
                 raise StopTraining
             self._timer.switch("loading")
+            self._progress.request_step()  # before the workers exchange what they have of the step
             global_step = self.current.next()
-            self._progress.request_step()
             agent.step_assigned()
             if global_step is None:
                 self._timer.switch("other")

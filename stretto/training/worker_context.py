@@ -212,14 +212,14 @@ def _context(config: WorkerConfig) -> WorkerContext:
         keep=options.keep or KEPT_CHECKPOINTS,
         resume=options.resume,
         barrier=barrier_of(config),
-        ranks_timeout_s=_ranks_timeout_s(options),
+        ranks_timeout_s=_longest_wait_s(options),
     )
 
 
-def _ranks_timeout_s(options: RunConfig) -> float:
-    """Return the longest wait of a rank for another rank of its worker.
+def _longest_wait_s(options: RunConfig) -> float:
+    """Return the longest wait for another rank of the same worker, or for a reply that depends on another worker.
 
-    A rank that has stopped is declared failed before that. So after it the other rank is there, and runs another call.
+    A process that has stopped is declared failed before that. So after it the process is there, and runs another call.
     """
     return max(options.timeout_s, options.failure_timeout_s + REPORT_S)
 
@@ -274,7 +274,7 @@ def _siblings(config: WorkerConfig) -> Siblings | None:
     """
     if config.ranks == 1:
         return None
-    rendezvous = _encrypted_rendezvous(config, torch.device("cpu"), _ranks_timeout_s(config.options))
+    rendezvous = _encrypted_rendezvous(config, torch.device("cpu"), _longest_wait_s(config.options))
     return Siblings(config.rank, config.ranks, rendezvous)
 
 
@@ -292,9 +292,8 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
     keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
     options = config.options
     away_s = options.failure_timeout_s + RETURN_S if is_elastic else None
-    open_client = functools.partial(
-        connect_client, config.worker, config.world_size, addresses, keys, options.timeout_s
-    )
+    limit_s = _longest_wait_s(options) if is_elastic else options.timeout_s
+    open_client = functools.partial(connect_client, config.worker, config.world_size, addresses, keys, limit_s)
 
     def connect(recipe: Recipe) -> Transport:
         if not is_elastic:
@@ -339,7 +338,7 @@ def _client_of_ranks(
         client = RanksClient(config.worker, config.world_size, [], shards, group, waiting)
     else:
         context = new_context()
-        channels = connect_channels(context, addresses, name, keys, config.options.timeout_s, away_s)
+        channels = connect_channels(context, addresses, name, keys, _longest_wait_s(config.options), away_s)
         client = RanksClient(config.worker, config.world_size, channels, shards, group, waiting)
         client.on_close(context.term)
     client.on_close(siblings.close)

@@ -119,6 +119,33 @@ def test_a_killed_rank_is_named_if_the_exit_of_one_that_noticed_it_comes_first(
     assert (failure["worker"], failure.get("rank", 0), failure["why"]) == (1, 0, "killed by SIGKILL")
 
 
+DECLARED = """
+until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")
+if (worker, rank, incarnation) == (0, 1, 0):
+    import msgspec, zmq
+    from stretto.membership.messages import Failures
+    from stretto.security import use_keys
+    socket = zmq.Context().socket(zmq.DEALER)
+    use_keys(socket, b"worker 0", worker_keys(config.keys))
+    socket.connect("tcp://" + config.coordinator)
+    socket.send(msgspec.msgpack.encode(Failures(1, [(1, 0, 1, 1)])))
+    assert socket.poll(60_000)
+if worker == 1 and incarnation == 0:
+    if rank == 1:
+        os.kill(os.getpid(), 19)
+    time.sleep(600)  # it does not notice that it is evicted
+until("begun-1-0-1", "begun-1-1-1")
+"""
+
+
+def test_a_stopped_rank_that_is_declared_failed_ends_its_worker_which_is_restarted(place_with_ranks: Place) -> None:
+    place_with_ranks.coordinator()
+    place_with_ranks.run(HEAD + DECLARED, workers=2, failure_timeout_s=120.0)
+    reports = [what for _, name, what in place_with_ranks.messages_received() if name == "launcher"]
+    assert reports == [["ProcessExited", 1, 0, "was declared failed and ended", True, 1]]
+    place_with_ranks.await_ends()
+
+
 def test_the_error_of_a_rank_names_it_and_ends_the_run(place_with_ranks: Place) -> None:
     text = """
 until("begun-0-0-0", "begun-0-1-0", "begun-1-0-0", "begun-1-1-0")

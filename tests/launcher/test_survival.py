@@ -91,7 +91,7 @@ until("back")
     [
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
-        ("os._exit(75)", "was declared failed and stopped itself"),
+        ("os._exit(75)", "was declared failed and ended"),
     ],
 )
 def test_failed_worker_is_restarted_as_a_new_incarnation(place_with_coordinator: Place, end: str, why: str) -> None:
@@ -267,7 +267,7 @@ until("back")
         ("warning", 1, "worker 1 stops itself: nobody heard of it for 10 s")
     ]
     assert launcher_messages(place_with_coordinator) == [
-        ["ProcessExited", 1, 0, "was declared failed and stopped itself", True, 0]
+        ["ProcessExited", 1, 0, "was declared failed and ended", True, 0]
     ]
 
 

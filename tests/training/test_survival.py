@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from combinations import pairwise, thinned
-from elastic_workers import KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
+from elastic_workers import LIMIT_S, KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
 from thread_workers import flat, regression, small_net
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import stretto
+from stretto.api import _current
 from stretto.checkpoint.storage import Checkpoints
 from stretto.events import read_events
 from stretto.interval import every
@@ -122,6 +124,68 @@ def test_a_worker_asked_to_quit_leaves_no_samples_to_reassign(recipe: str, tmp_p
     assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
     again = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "samples_reassigned"]
     assert [(one["failed_worker"], one["samples"]) for one in again] == [(1, 0)]
+
+
+def test_a_pause_that_a_worker_in_a_checkpoint_has_missed_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+    """One worker saves after the last step, and the other one is asked to pause before it has begun to save."""
+    coordinator, saves = ThreadCoordinator(2), threading.Event()
+
+    def disturb(worker: int, moment: int) -> None:
+        trainer: Any = _current.get()
+        if (worker, moment) == (1, 0):
+            save = trainer.agent.checkpoints.save
+
+            def save_late() -> None:
+                coordinator.hold()
+                saves.set()
+                save()
+
+            trainer.agent.checkpoints.save = save_late
+        if (worker, moment) == (0, 7):
+            assert saves.wait(LIMIT_S)
+
+    asked = {"checkpoint": every("4 rounds"), "coordinator": coordinator}
+    found, _ = run_elastic_workers(2, training(disturb=disturb), "allreduce", tmp_path, **asked)
+    assert saves.is_set()
+    assert all_equal(found)
+    assert sample_counts(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+def test_a_pause_that_a_worker_at_the_next_batch_of_a_stream_has_missed_does_not_keep_the_others_from_it(
+    tmp_path: Path,
+) -> None:
+    """One worker has begun to exchange the sample counts of the next step, and the other one is asked to pause."""
+    coordinator, counts = ThreadCoordinator(2), threading.Event()
+
+    class Stream(IterableDataset[Any]):
+        """Batches of which worker 1 reads the fifth one when worker 0 is still in the step before."""
+
+        def __init__(self, worker: int) -> None:
+            self._worker = worker
+
+        def __iter__(self) -> Any:
+            generator = torch.Generator().manual_seed(self._worker)
+            for number in range(12):
+                if (self._worker, number) == (1, 4):
+                    coordinator.hold()
+                    counts.set()
+                yield torch.randn(6, generator=generator), torch.randn(1, generator=generator)
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(Stream(worker), batch_size=1), deal="own")
+        for step, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            if (worker, step) == (0, 3):
+                assert counts.wait(LIMIT_S)
+            optimizer.step()
+        return flat(net)
+
+    found, _ = run_elastic_workers(2, work, "allreduce", tmp_path, coordinator=coordinator)
+    assert counts.is_set()
+    assert all_equal(found)
 
 
 def test_an_evaluation_that_outlasts_the_wait_is_made_once(tmp_path: Path) -> None:
