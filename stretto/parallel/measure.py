@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stretto.parallel.calls import Calls, Forward, opened, replaced
-from stretto.parallel.gradient_sums import only_hooks
+from stretto.parallel.gradient_sums import only_hooks, summed_gradients
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.meta_start import with_memory
 from stretto.parallel.remote import mapped, remote, repeated
@@ -24,17 +24,25 @@ from stretto.transport.device_memory import free_memory, wait_for
 
 TIMES = 5
 """Number of measurements of each time, of which the shortest counts."""
+PASSES, TOGETHER = 3, 4
+"""Measurements of a module, and the most micro-batches whose activations are in memory together in each."""
 PROBE_BYTES = 1 << 20
 COPIES = 4
 """Copies of a trained parameter in memory: itself, its gradient, and the state of Adam."""
 
 
 def measured_costs(
-    model: nn.Module, calls: Calls, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float, device: torch.device
+    model: nn.Module,
+    calls: Calls,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    byte_s: float,
+    device: torch.device,
+    micro_batches: int = 1,
 ) -> Costs:
     """Return the costs of a forward pass with these arguments on a device; sending a byte takes `byte_s`.
 
-    Random states and buffers are as before afterwards.
+    The arguments are those of one of several micro-batches. Random states and buffers are as before afterwards.
     """
     seconds, kept = [0.0] * len(calls.names), [0] * len(calls.names)
     sending_s = {call: 2 * nbytes * byte_s for call, nbytes in calls.sizes.items()}
@@ -53,9 +61,11 @@ def measured_costs(
                 return forward(*args, **kwargs)
             at[1] += 1
             try:
-                with with_memory(model.get_submodule(name)):
-                    seconds[now] = min(_time(forward, args, kwargs, wait) for _ in range(TIMES))
-                    kept[now] = _kept(model.get_submodule(name), forward, args, kwargs)
+                with with_memory(module := model.get_submodule(name)):
+                    trained = [one for one in module.parameters() if one.requires_grad]
+                    given = [(args, kwargs)] * min(micro_batches, TOGETHER)
+                    seconds[now] = min(_time(forward, given, trained, wait) for _ in range(PASSES)) / len(given)
+                    kept[now] = _kept(module, forward, args, kwargs)
                     return forward(*args, **kwargs)
             finally:
                 at[1] -= 1
@@ -103,18 +113,30 @@ def _between(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> f
         return min(passed() for _ in range(TIMES))
 
 
-def _time(forward: Forward, args: Any, kwargs: Any, wait: Callable[[], object]) -> float:
-    """Return the seconds of a forward and a backward pass."""
-    wait()
-    given = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), (args, kwargs))
-    with torch.enable_grad():
-        began = time.perf_counter()
-        found = [one for one in tree_flatten(forward(*given[0], **given[1]))[0] if isinstance(one, Tensor)]
-        heads = [one for one in found if one.requires_grad]
-        if leaves := _leaves(heads):  # there are none if the module returns its input, as nn.Identity does
-            torch.autograd.grad(heads, leaves, [torch.ones_like(one) for one in heads], allow_unused=True)
+def _time(forward: Forward, given: Sequence[Any], trained: Sequence[nn.Parameter], wait: Callable[[], object]) -> float:
+    """Return the seconds of the forward passes with these arguments, and then of their backward passes."""
+    copies = [_copied(one) for one in given]
+    with torch.enable_grad(), summed_gradients(trained, len(copies)):
         wait()
-        return time.perf_counter() - began
+        began = time.perf_counter()
+        outputs = [forward(*args, **kwargs) for args, kwargs in copies]
+        wait()
+        forward_s = time.perf_counter() - began
+        heads = [
+            [one for one in tree_leaves(each) if isinstance(one, Tensor) and one.requires_grad] for each in outputs
+        ]
+        passes = [(each, _leaves(each), [torch.ones_like(one) for one in each]) for each in reversed(heads)]
+        began = time.perf_counter()
+        for each, leaves, gradients in passes:
+            if leaves:  # there are none if the module returns its input, as nn.Identity does
+                torch.autograd.grad(each, leaves, gradients, allow_unused=True)
+        wait()
+        return forward_s + time.perf_counter() - began
+
+
+def _copied(given: Any) -> Any:
+    """Return arguments with tensors of their own, for which gradients are computed."""
+    return tree_map_only(Tensor, lambda one: one.detach().clone().requires_grad_(one.is_floating_point()), given)
 
 
 def _kept(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> int:
@@ -128,7 +150,7 @@ def _kept(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
             found[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()
 
-    given = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.is_floating_point()), (args, kwargs))
+    given = _copied((args, kwargs))
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward(*given[0], **given[1])
     return sum(found.values())

@@ -24,7 +24,6 @@ from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
 from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
 from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport, check_peer, nbytes
-from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.noise import AuthenticationError
 from stretto.transport.peer_group import PeerGroup
 from stretto.transport.peer_means import Mean
@@ -290,7 +289,6 @@ class _Means:
         mean = self._group.start_mean(tensor)
         if nbytes(tensor) >= ALONE_BYTES:
             if self._thread is None:
-                keep_freed_memory()
                 self._thread = threading.Thread(target=self._run, name="means", daemon=True)
                 self._thread.start()
             self._orders.put(mean)

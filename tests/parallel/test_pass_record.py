@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import pytest
 import torch
 from stage_threads import in_threads, split
 from torch import nn
 
+from stretto.parallel import measure
 from stretto.parallel.calls import record_calls
 from stretto.parallel.link import CPU, Link
-from stretto.parallel.measure import TIMES, measured_costs
+from stretto.parallel.measure import TIMES, TOGETHER, measured_costs
 from stretto.parallel.pass_record import PassRecord, memory_figures
 from stretto.recipe.layout import pipeline
 from stretto.runtime.phase_timer import Stopwatch
@@ -65,6 +68,47 @@ def test_code_between_modules_is_timed_without_the_modules() -> None:
     assert found.between_s >= 0.01
     assert max(found.seconds) > 0
     assert net.calls == noted + 1 + 1 + TIMES  # one pass with modules, one for shapes, and those between modules
+
+
+class Alive(torch.autograd.Function):
+    """Counts the forward passes whose backward passes are to come, and the most of them at a backward pass."""
+
+    now = most = 0
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        Alive.now += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Alive.most = max(Alive.most, Alive.now)
+        Alive.now -= 1
+        return gradients[0]
+
+
+class Counted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        clock[0] += 1.0
+        found: torch.Tensor = Alive.apply(super().forward(x))
+        return found
+
+
+clock = [0.0]
+
+
+@pytest.mark.parametrize(("micro_batches", "together"), [(1, 1), (3, 3), (9, TOGETHER)])
+def test_modules_are_timed_with_the_activations_of_several_micro_batches_in_memory(
+    micro_batches: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = nn.Sequential(Counted(4, 4), nn.Linear(4, 4)), torch.ones(3, 4)
+    calls = record_calls(net, [x], {})
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    Alive.now = Alive.most = 0
+    found = measured_costs(net, calls, [x], {}, 0.0, CPU, micro_batches)
+    assert found.seconds == [0.0, 1.0, 0.0]
+    assert Alive.most == together
+    assert all(one.grad is None for one in net.parameters())
 
 
 def test_ranks_hold_the_parameters_and_the_state_of_their_stage() -> None:
