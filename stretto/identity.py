@@ -72,7 +72,8 @@ def barrier() -> None:
 
     Workers that failed are not waited for, nor restarted workers until they train again; a restarted worker passes the
     barriers that other workers have left. Raises TransportError after `--timeout`, with the number of the missing
-    worker, and ScriptError inside the loop over the loader where workers take unequal numbers of batches.
+    worker, and ScriptError inside `evaluate`, which one worker runs, and inside the loop over the loader where workers
+    take unequal numbers of batches.
 
     >>> barrier()
     """
@@ -213,6 +214,11 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
         problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
         expected = "a call between epochs, or a recipe whose workers wait for each other"
         raise ScriptError(explain(problem, got=str(trainer.recipe), expected=expected, to_type="--recipe allreduce"))
+    if trainer.evaluator.is_evaluating:
+        problem = f"stretto.{called} inside evaluate, which one worker runs while the others wait for its numbers"
+        expected = "a function that waits for no other worker"
+        to_type = f"stretto.{called} after the loop, between two epochs"
+        raise ScriptError(explain(problem, got=f"{called} at this worker only", expected=expected, to_type=to_type))
     if not trainer.agent.is_catching_up():
         found[1].wait(position, of, trainer.agent.mend)
 

@@ -68,7 +68,7 @@ def run(
     command = [sys.executable, "-m", "stretto.cli", "run", "--out", name, *options, "train.py", *script]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode != 0) == fails, done.stderr
     return done.stderr if fails else folder / name

@@ -160,6 +160,26 @@ def test_save_at_other_workers_does_not_wait_for_a_call_by_main(tmp_path: Path, 
     assert not (tmp_path / "never.pt").exists()
 
 
+def test_a_barrier_in_evaluate_is_refused() -> None:
+    """The other workers wait for the numbers of the evaluation, and would come to no barrier."""
+
+    def evaluate(_net: Any) -> dict[str, float]:
+        stretto.barrier()
+        return {"loss": 0.0}
+
+    def work(_worker: int) -> None:
+        net = small_net()
+        loader = DataLoader(regression(12), batch_size=4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for x, y in stretto.distribute(net, optimizer, loader, recipe="allreduce", evaluate=evaluate):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(stretto.StrettoError, match=r"stretto\.barrier inside evaluate"):
+        simulated(2, work)
+
+
 def test_a_barrier_in_the_loop_is_refused_where_workers_take_unequal_numbers_of_batches() -> None:
     def work(worker: int) -> None:
         net = small_net()
