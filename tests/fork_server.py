@@ -61,6 +61,9 @@ PRELOADED = (
     "stretto.strategies.async_strategy",
     "stretto.strategies.gradient_strategy",
     "stretto.strategies.local_strategy",
+    "stretto.parallel.pipeline",
+    "stretto.parallel.sharded",
+    "stretto.transport.encrypted_rendezvous",
     "stretto.transport.rendezvous",
 )
 """Modules that most test processes import, where the installed versions of other libraries have them."""

@@ -35,7 +35,7 @@ from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.single_worker import SingleWorkerTransport
 
 TIMEOUT_S = 60.0
-SAMPLES, BATCH = 45, 6
+SAMPLES, BATCH = 33, 6
 DATA = TensorDataset(*words(0, SAMPLES))
 SIZES = [min(BATCH, SAMPLES - start) for start in range(0, SAMPLES, BATCH)]
 """Samples of each batch. The last one has 3: of 4 ranks one is idle."""

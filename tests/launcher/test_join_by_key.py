@@ -229,6 +229,7 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
     run, again, place.recovers = place.folder / "run", place.folder / "again", True
     options = ["-n", "0", "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds", "--listen", "127.0.0.1"]
+    options += ["--failure-timeout", "5s"]
 
     def started(folder: Path, *further: str) -> list[subprocess.Popen[bytes]]:
         """Start a run and a guest with a worker."""

@@ -24,7 +24,8 @@ def test_a_process_of_a_sharded_worker_has_its_part_of_the_memory(tmp_path: Path
     assert peak < 1.1 * expected
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [2, 4])
 def test_each_process_of_a_pipeline_has_its_part_of_the_memory(tmp_path: Path, stages: int) -> None:
     """From the second step on: in the first each process has had the whole model."""
     layout = ("-n", str(stages), "--layout", f"pipeline({stages})")

@@ -33,22 +33,26 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
 
 
 KILLS = [
-    ("allreduce", ("1", "1", "7", "before")),
-    ("allreduce", ("0", "0", "8", "after")),
-    ("local_sgd(every=3)", ("0", "1", "7", "within")),
+    ("pipeline(stages=2)", "allreduce", ("1", "1", "7", "before")),
+    ("sharded(over=2)", "allreduce", ("0", "0", "8", "after")),
+    ("pipeline(stages=2)", "local_sgd(every=3)", ("0", "1", "7", "within")),
+    pytest.param("sharded(over=2)", "local_sgd(every=3)", ("0", "1", "7", "within"), marks=pytest.mark.long),
 ]
-"""Recipe; worker and rank that is killed, the step, and the phase of the step."""
+"""Layout; recipe; worker and rank that is killed, the step, and the phase of the step."""
 ALL_KILLS = [
-    (recipe, (worker, rank, "7", phase))
-    for recipe, worker, rank, phase in itertools.product(
-        ("allreduce", "local_sgd(every=3)"), "01", "01", ("before", "within", "after")
+    (layout, recipe, (worker, rank, "7", phase))
+    for layout, recipe, worker, rank, phase in itertools.product(
+        ("pipeline(stages=2)", "sharded(over=2)"),
+        ("allreduce", "local_sgd(every=3)"),
+        "01",
+        "01",
+        ("before", "within", "after"),
     )
 ]
 
 
-@pytest.mark.parametrize("layout", ["pipeline(stages=2)", "sharded(over=2)"])
 @pytest.mark.parametrize(
-    ("recipe", "victim"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL_KILLS)]
+    ("layout", "recipe", "victim"), [*KILLS, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL_KILLS)]
 )
 def test_a_killed_rank_costs_its_replica_only(
     tmp_path: Path, layout: str, recipe: str, victim: tuple[str, ...]
