@@ -35,7 +35,7 @@ def trained_twice(net: nn.Module, keeps_optimizer: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("keeps_optimizer", [True, False])
-@pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)"])
+@pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)", "stale_synchronous(bound=0)"])
 def test_a_model_in_stages_is_trained_again_as_a_whole_one(recipe: str, keeps_optimizer: bool) -> None:
     layout = 'pipeline(2, split="blocks.1")'
     nets, states = in_stages(2, 2, recipe, layout, lambda net: trained_twice(net, keeps_optimizer))
