@@ -112,11 +112,6 @@ class HostsRun:
         before = {host: len(self.trace(host).steps) for host in range(self._hosts)}
         self.wait("steps", lambda: all(len(self.trace(host).steps) > before[host] + steps for host in before))
 
-    def finish(self) -> None:
-        """Wait for the end of the run. Raises SystemExit if it fails."""
-        if self.launcher.wait(LIMIT_S):
-            raise SystemExit(f"machines: the run has failed\n{self.output()}")
-
     def stop(self) -> int:
         """Stop the run; return the exit code of its launcher."""
         for pid in pids(0, "stretto.cli run"):
@@ -157,12 +152,11 @@ def to_target(mbit: float, side: str) -> dict[str, float]:
     """Return the milliseconds of a step, and the seconds of training until the accuracy is reached."""
     with started(mbit, side, arguments=("--evaluate-every", "32")) as (_, run):
         run.go()
-        run.finish()
+        run.wait("the accuracy", lambda: any(value >= TARGET for _, value, _ in run.trace(0).evaluations))
         trace = run.trace(0)
+        run.stop()
     began = trace.steps[0]
     reached = [index for index, (_, value, _) in enumerate(trace.evaluations) if value >= TARGET]
-    if not reached:
-        raise SystemExit(f"machines: the accuracy of {TARGET} was not reached at {mbit:g} Mbit/s, {side}")
     moment = trace.evaluations[reached[0]][0]
     evaluating = sum(seconds for _, _, seconds in trace.evaluations[: reached[0] + 1])
     ms = 1e3 * median(after - before for before, after in pairwise(trace.steps))

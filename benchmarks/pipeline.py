@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import stretto
 from benchmarks.measure import Ratio, save
 from benchmarks.pace import ROOT
+from stretto.report.run_log import read
+from stretto.report.stages import summary
 
 STAGES, MICRO_BATCHES, BATCH, STEPS, STARTS = 2, 4, 16, 30, 5
 WORDS, WIDTH, LENGTH, BLOCKS, WARM_UP = 65, 128, 64, 6, 3
 CUT = 1 + BLOCKS // STAGES
+MEASURED = f"pipeline({STAGES}, micro_batches={MICRO_BATCHES})"
 LAYOUT = f'pipeline({STAGES}, micro_batches={MICRO_BATCHES}, split="{CUT}")'
-RUN = ["stretto.cli", "run", "--quiet", "-n", str(STAGES), "--threads", "1", "--layout", LAYOUT]
+RUN = ["stretto.cli", "run", "--quiet", "-n", str(STAGES), "--threads", "1", "--layout"]
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node", str(STAGES)]
 OURS = "stretto"
+WANTED_PREDICTION = 0.1
+"""Largest wanted difference of a predicted pass from the measured one, as a share of it."""
 WANTED = {ScheduleGPipe.__name__: 1 / 1.05, Schedule1F1B.__name__: 1 / 1.25}
 """Wanted steps per second, as a multiple of those of each schedule."""
 
@@ -88,11 +94,21 @@ def with_schedule(kind: type[ScheduleGPipe | Schedule1F1B]) -> list[float]:
 def seconds_a_step(side: str) -> float:
     """Run a side; return the median of the seconds of its steps."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = [*RUN, "--out", f"{folder}/run"] if side == OURS else TORCHRUN
+        launch = [*RUN, LAYOUT, "--out", f"{folder}/run"] if side == OURS else TORCHRUN
         command = [sys.executable, "-m", *launch, "-m", "benchmarks.pipeline", side]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     found = next(line for line in done.stdout.splitlines() if line.startswith("seconds a step"))
     return float(found.split()[-1])
+
+
+def predicted() -> float:
+    """Run ours with a measured split; return the predicted seconds of a pass as a multiple of the measured ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", *RUN, MEASURED, "--out", f"{folder}/run", "-m", "benchmarks.pipeline", OURS]
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+        found = summary(read(Path(folder) / "run"))
+    assert found is not None
+    return float(found["predicted_s"] / found["pass_s"])
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
@@ -100,7 +116,9 @@ def run(starts: int | None = None) -> dict[str, Any]:
     question = f"steps per second of a plain loop over pipeline({STAGES}) against schedules of torch, one host"
     print(f"pipeline: {question}", flush=True)
     taken: dict[str, list[float]] = {side: [] for side in (OURS, *WANTED)}
+    predictions = []
     for _ in range(starts or STARTS):
+        predictions.append(predicted())
         for side, seconds in taken.items():
             seconds.append(seconds_a_step(side))
     for side, seconds in taken.items():
@@ -108,9 +126,12 @@ def run(starts: int | None = None) -> dict[str, Any]:
     ratios = {side: Ratio.of([[one] for one in taken[OURS]], [[one] for one in taken[side]]) for side in WANTED}
     for side, ratio in ratios.items():
         print(f"    speed of {OURS} / {side}: {ratio}, wanted at least {WANTED[side]:.2f}")
+    shown = ", ".join(f"{one:.2f}" for one in predictions)
+    print(f"    predicted pass of a measured split / measured: {shown}, wanted within {WANTED_PREDICTION:.0%}")
     sides = {side: {"seconds_a_step": seconds} for side, seconds in taken.items()}
     found = {side: {"wanted": WANTED[side], "ratio": ratio.record()} for side, ratio in ratios.items()}
     record = {"question": question, "ratios": found, "steps": STEPS, "sides": sides}
+    record |= {"predictions": predictions, "wanted_prediction": WANTED_PREDICTION}
     print(f"  kept in {save('pipeline', record, trial=starts is not None)}")
     return record
 

@@ -4,7 +4,8 @@
 figure of a kill is the time until the last survivor has ended a step in the generation that was formed without the
 killed worker. In turns with it, torchrun, which ends and restarts all workers: the figure is the time until the last of
 the new processes has ended its first step. Its script writes and reads no checkpoint. A paused worker (SIGSTOP) stands
-for a host that stops responding: it is declared failed after the failure timeout.
+for a host that stops responding: it is declared failed after the failure timeout. With a layout each worker is a
+pipeline of two processes, of which one is killed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from stretto.events import Event
 from stretto.launcher.progress_display import Tail
 
 QUESTION = "seconds from the death of one of 4 workers to the next round that the survivors have committed"
-WANTED_S = 0.3
+WANTED_S, WANTED_LAYOUT_S = 0.3, 0.1
 WORKERS, VICTIMS = 4, (0, 2)
+LAYOUT, REPLICAS, RANKS = "pipeline(2)", 3, 2
 SMALL = "0.03 M"
 MODELS: Mapping[str, int] = {SMALL: 128, "5 M": 2200}
 KILLS, STARTS = 5, 2
@@ -57,6 +59,7 @@ class Side:
     command: Callable[[Path], list[str]]
     arguments: Sequence[str]
     recovery_s: Callable[[Group, int, float], float | None]
+    workers: int = WORKERS
 
 
 class Group:
@@ -106,7 +109,7 @@ class Group:
 
         def is_so() -> bool | None:
             now, steps = time.perf_counter(), [self.ends(rank) for rank in self.pids()]
-            return True if len(steps) == WORKERS and all(is_steady(one, now) for one in steps) else None
+            return True if len(steps) == self.side.workers and all(is_steady(one, now) for one in steps) else None
 
         self.wait("all workers", is_so)
 
@@ -129,11 +132,11 @@ def is_steady(steps: Sequence[float], now: float) -> bool:
     return len(steps) > 1 and steps[0] < now - STEADY_S and steps[-1] > now - STEADY_S / 2
 
 
-def with_stretto(*more: str) -> Callable[[Path], list[str]]:
+def with_stretto(*more: str, processes: int = WORKERS) -> Callable[[Path], list[str]]:
     """Return the function that makes the command up to the script."""
 
     def command(folder: Path) -> list[str]:
-        started = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1"]
+        started = [sys.executable, "-m", "stretto.cli", "run", "-n", str(processes), "--threads", "1"]
         return [*started, "--restarts", str(MAX_RESTARTS), "--out", str(folder / "run"), *more]
 
     return command
@@ -174,6 +177,8 @@ def restarted_s(group: Group, _victim: int, failed_at: float) -> float | None:
 
 STRETTO = Side("stretto", with_stretto(), (), survivors_s)
 TORCHRUN = Side("torchrun", with_torchrun, ("--ddp",), restarted_s)
+WHOLE = Side("whole", with_stretto(processes=REPLICAS), (), survivors_s, REPLICAS)
+DIVIDED = Side(LAYOUT, with_stretto("--layout", LAYOUT, processes=REPLICAS * RANKS), (), survivors_s, REPLICAS)
 PAUSED = Side("stretto", with_stretto("--failure-timeout", f"{FAILURE_TIMEOUT_S:g}s"), (), survivors_s)
 
 
@@ -182,7 +187,7 @@ def run(starts: int | None = None) -> dict[str, Any]:
     print(f"recovery: {QUESTION}", flush=True)
     repetitions = starts or STARTS
     cases = {model: _case(model, width, repetitions) for model, width in MODELS.items()}
-    vanished = _paused(repetitions)
+    vanished, layouts = _paused(repetitions), _layouts(repetitions)
     record = {
         "question": QUESTION,
         "wanted_s": WANTED_S,
@@ -190,6 +195,7 @@ def run(starts: int | None = None) -> dict[str, Any]:
         "starts": repetitions,
         "cases": cases,
         "vanished": vanished,
+        "layouts": layouts,
     }
     print(f"  kept in {save('recovery', record, trial=starts is not None)}")
     return record
@@ -220,6 +226,22 @@ def _paused(starts: int) -> dict[str, Any]:
     one = by_side({"stretto": found}, VICTIMS[1])["stretto"]
     print(f"  paused, --failure-timeout {FAILURE_TIMEOUT_S:g}s: {_shown(one)}, of {one['deaths']}", flush=True)
     return {"model": SMALL, "victim": f"worker {VICTIMS[1]}", "failure_timeout_s": FAILURE_TIMEOUT_S, **one}
+
+
+def _layouts(starts: int) -> dict[str, Any]:
+    """Measure whole workers, and pipelines, in turns."""
+    costs: dict[str, list[Failure]] = {WHOLE.name: [], DIVIDED.name: []}
+    step_s: dict[str, list[float]] = {name: [] for name in costs}
+    for _ in range(starts):
+        for side in (WHOLE, DIVIDED):
+            found, pace = measure_failures(side, MODELS[SMALL], signal.SIGKILL, VICTIMS * KILLS)
+            costs[side.name] += found
+            step_s[side.name].append(pace)
+    sides = by_side({name: [(0, cost) for _, cost in found] for name, found in costs.items()}, 0)
+    for name, one in sides.items():
+        shown = f"{_shown(one)}, of {one['deaths']}; {1000 * statistics.median(step_s[name]):.1f} ms a step"
+        print(f"  {REPLICAS} workers, {name}: {shown}; wanted at most {WANTED_LAYOUT_S:g} s", flush=True)
+    return {"workers": REPLICAS, "model": SMALL, "wanted_s": WANTED_LAYOUT_S, "step_s": step_s, "sides": sides}
 
 
 def by_side(costs: Mapping[str, Sequence[Failure]], victim: int) -> dict[str, Any]:

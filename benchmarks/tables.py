@@ -257,6 +257,11 @@ def recovery(record: Record) -> Iterator[str]:
         f"| {paused['model']} | {paused['victim']} paused | stretto, `--failure-timeout {timeout}s` | "
         f"{costs(paused)} | | at most {timeout} |"
     )
+    layouts = record["layouts"]
+    for name, one in layouts["sides"].items():
+        ms, asked = 1000 * statistics.median(layouts["step_s"][name]), f"at most {layouts['wanted_s']:g}"
+        victim = f"{layouts['model']} | one of {layouts['workers']} killed"
+        yield f"| {victim} | {name} | {costs(one)} | {ms:.1f} | {asked} |"
     yield ""
     yield (
         "torchrun restarts all processes from the beginning: its script writes and reads no checkpoint. "

@@ -20,6 +20,10 @@ def pipeline(record: Record) -> Iterator[str]:
         one = record["ratios"].get(side)
         against = f"{ratio(one['ratio'])} | at least {one['wanted']:.2f}" if one else " | "
         yield f"| {side} | {1e3 * statistics.median(taken['seconds_a_step']):.1f} | {against} |"
+    shown = ", ".join(f"{one:.2f}" for one in record["predictions"])
+    yield ""
+    yield f"A pass as predicted from a measured split, as a multiple of the measured one: {shown} in each start; wanted"
+    yield f"within {record['wanted_prediction']:.0%}."
 
 
 def hybrid(record: Record) -> Iterator[str]:

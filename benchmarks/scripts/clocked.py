@@ -46,12 +46,14 @@ if arguments.ddp:
     loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
 else:
     import stretto
+    from stretto.process_config import worker_config
 
     loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=32, shuffle=True), recipe="allreduce")
 
 rank = os.environ["RANK"] if arguments.ddp else stretto.rank()
 name = f"{rank}-{time.perf_counter_ns():020d}-{os.getpid()}"
-log = os.open(arguments.steps / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+is_first = arguments.ddp or worker_config().rank == 0  # of the processes of a worker, with a layout
+log = os.open(arguments.steps / name if is_first else os.devnull, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(sys.maxsize):
     for x, y in loader:
         optimizer.zero_grad()

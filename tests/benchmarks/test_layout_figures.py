@@ -30,11 +30,13 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_page_shows_a_pipeline_beside_the_schedules_of_torch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"stretto": 0.08, "ScheduleGPipe": 0.1, "Schedule1F1B": 0.06}
     monkeypatch.setattr(pipeline, "seconds_a_step", times.__getitem__)
+    monkeypatch.setattr(pipeline, "predicted", lambda: 0.93)
     pipeline.run()
     page = page_of(stored)
     assert "| stretto | 80.0 |  |  |" in page
     assert "| ScheduleGPipe | 100.0 | 1.250 ± 0.000 | at least 0.95 |" in page
     assert "| Schedule1F1B | 60.0 | 0.750 ± 0.000 | at least 0.80 |" in page
+    assert "0.93, 0.93, 0.93, 0.93, 0.93 in each start; wanted\nwithin 10%." in page
 
 
 def test_page_shows_a_hybrid_beside_fsdp(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

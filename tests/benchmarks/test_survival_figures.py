@@ -71,10 +71,18 @@ def test_table_of_recovery_shows_both_sides():
         "machine": {"cores": 2},
         "cases": {"5 M": {"victims": victims, "step_ms": {"stretto": 10.0, "torchrun": 11.0}}},
         "vanished": vanished,
+        "layouts": {
+            "model": "0.03 M",
+            "workers": 3,
+            "wanted_s": 0.1,
+            "step_s": {"pipeline(2)": [0.004]},
+            "sides": {"pipeline(2)": recovery.by_side({"x": [(0, 0.05)]}, 0)["x"]},
+        },
     }
     page = "\n".join(tables.recovery(record))
     assert "| 5 M | worker 0 killed | stretto | 0.100 | 0.100 to 0.100 | 0.100 | 1 | 10.0 | at most 0.3 |" in page
     assert "| 5 M | worker 2 killed | torchrun | 8.000 | 8.000 to 8.000 | 8.000 | 1 | 11.0 |  |" in page
+    assert "| 0.03 M | one of 3 killed | pipeline(2) | 0.050 | 0.050 to 0.050 | 0.050 | 1 | 4.0 | at most 0.1 |" in page
     assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
 
 

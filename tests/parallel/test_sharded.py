@@ -15,7 +15,7 @@ SINGLE = [
     "saved/adamw/float64/allreduce",
 ]
 UNEVEN = [f"{job}/momentum/float64/allreduce" for job in ("plain", "accumulated", "saved", "streamed")]
-"""Of four ranks one has no sample of the last batch."""
+"""Jobs in which one of four ranks has no sample of the last batch."""
 SEVERAL = [f"clipped/momentum/float64/{recipe}" for recipe in RECIPES] + [
     "accumulated/momentum/float64/allreduce",
     "plain/adamw/float32/local_sgd(every=2)",
