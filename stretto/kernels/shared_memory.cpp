@@ -20,6 +20,10 @@
 #include <type_traits>
 #include <unistd.h>
 
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; older ones refuse it
+#endif
+
 namespace stretto {
 
 namespace {
@@ -125,9 +129,10 @@ struct alignas(LINE) SharedGroup::Control {
     static size_t bytes(size_t workers) { return (sizeof(Control) + workers * sizeof(Line) + PAGE - 1) / PAGE * PAGE; }
 };
 
-SharedGroup::Mapping::Mapping(int file, size_t size, size_t offset, bool writable, int flags) : bytes(size) {
+SharedGroup::Mapping::Mapping(int file, size_t size, size_t offset, bool writable, bool populated)
+    : bytes(size) {
     int use = PROT_READ | (writable ? PROT_WRITE : 0);
-    void *memory = mmap(nullptr, size, use, MAP_SHARED | flags, file, off_t(offset));
+    void *memory = mmap(nullptr, size, use, MAP_SHARED | (populated ? MAP_POPULATE : 0), file, off_t(offset));
     if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "can't map memory");
     data = static_cast<char *>(memory);
 }
@@ -141,7 +146,7 @@ SharedGroup::SharedGroup(const std::vector<int> &files, size_t rank, double spin
       control_(reinterpret_cast<Control *>(shared_.data)) {
     for (size_t worker = 0; worker < workers_; ++worker) {
         slots_.emplace_back(files[worker], SLOTS * PIECE_BYTES, shared_.bytes, worker == rank);
-        rooms_.emplace_back(files[worker], room, bytes(workers_), worker == rank, 0);
+        rooms_.emplace_back(files[worker], room, bytes(workers_), worker == rank, false);
     }
 }
 

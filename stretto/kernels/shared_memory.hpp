@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <deque>
-#include <sys/mman.h>
 
 namespace stretto {
 
@@ -44,7 +43,7 @@ class SharedGroup {
     struct Line;
     struct Control;
     struct Mapping {
-        Mapping(int file, size_t size, size_t offset, bool writable, int flags = MAP_POPULATE);
+        Mapping(int file, size_t size, size_t offset, bool writable, bool populated = true);
         Mapping(Mapping &&other) noexcept : data(std::exchange(other.data, nullptr)), bytes(other.bytes) {}
         ~Mapping();
         char *data;
