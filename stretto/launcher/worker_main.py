@@ -232,8 +232,9 @@ def _of_parts(error: BaseException) -> str:
         return ""
     return (
         "; under the layout sharded() a process has a part of every parameter, and whole ones only while model(...) "
-        "runs their layer: type weight_decay= of the optimizer in place of a penalty in the loss, a call of the layer "
-        "in place of its weight, and parameter.full_tensor() at all processes to read a parameter"
+        "runs their layer: type model(...) in place of another method of it, weight_decay= of the optimizer in place "
+        "of a penalty in the loss, a call of the layer in place of its weight, and parameter.full_tensor() at all "
+        "processes to read a parameter"
     )
 
 
