@@ -156,9 +156,9 @@ def to_target(mbit: float, side: str) -> dict[str, float]:
         trace = run.trace(0)
         run.stop()
     began = trace.steps[0]
-    reached = [index for index, (_, value, _) in enumerate(trace.evaluations) if value >= TARGET]
-    moment = trace.evaluations[reached[0]][0]
-    evaluating = sum(seconds for _, _, seconds in trace.evaluations[: reached[0] + 1])
+    reached = next(index for index, (_, value, _) in enumerate(trace.evaluations) if value >= TARGET)
+    moment = trace.evaluations[reached][0]
+    evaluating = sum(seconds for _, _, seconds in trace.evaluations[: reached + 1])
     ms = 1e3 * median(after - before for before, after in pairwise(trace.steps))
     return {"ms_a_step": ms, "seconds_to_target": moment - began - evaluating}
 

@@ -214,7 +214,7 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
         problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
         expected = "a call between epochs, or a recipe whose workers wait for each other"
         raise ScriptError(explain(problem, got=str(trainer.recipe), expected=expected, to_type="--recipe allreduce"))
-    if trainer.evaluator.is_evaluating:
+    if trainer.timer.phase == "evaluating":
         problem = f"stretto.{called} inside evaluate, which one worker runs while the others wait for its numbers"
         expected = "a function that waits for no other worker"
         to_type = f"stretto.{called} after the loop, between two epochs"

@@ -293,8 +293,9 @@ class Supervisor:
                 self._exit_notifier.end_run()
                 self._exit_notifier.watch_members()
         self._kill_stopped()
+        failures = self._failures()
         for member in self._in("running"):
-            if (rank := self._failures().rank_of(member.number, member.incarnation)) is not None:
+            if (rank := failures.rank_of(member.number, member.incarnation)) is not None:
                 member.declare_failed(rank)
 
     def _kill_stopped(self) -> None:

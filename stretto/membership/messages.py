@@ -298,7 +298,7 @@ class Failures(_Message, frozen=True):
 
     def rank_of(self, worker: int, incarnation: int) -> int | None:
         """Return the rank that failed first; None if this incarnation has not failed."""
-        return next((rank for *failed, _, rank in self.failed if failed == [worker, incarnation]), None)
+        return next((failed[3] for failed in self.failed if failed[:2] == (worker, incarnation)), None)
 
     def is_recovered(self, worker: int, incarnation: int) -> bool:
         """Return True if the others have formed a generation since this incarnation failed.

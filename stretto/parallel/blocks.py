@@ -235,9 +235,8 @@ class BlockRing(RankParts):
         for rank in sorted({*sent, *received}):
             own, come = (one.get(rank, none) for one in (sent, received))
             for table in tables:
-                place = _slice(table, come)
-                values = table[own] if (found := _slice(table, own)) is None else found
-                begun.append((table, come, place, self._link.exchange(values, rank, 0, place)))
+                place = _entries(table, come) if _follow(come) else None
+                begun.append((table, come, place, self._link.exchange(_entries(table, own), rank, 0, place)))
         for table, come, place, incoming in begun:
             found = incoming.wait(torch.Size([len(come), *table.shape[1:]]), table.dtype)
             if place is None or found.data_ptr() != place.data_ptr():
@@ -262,10 +261,14 @@ class BlockRing(RankParts):
         return found
 
 
-def _slice(table: Tensor, entries: Numbers) -> Tensor | None:
-    """Return the memory of entries of a table that follow each other; None if they do not."""
-    follow = len(entries) and entries[-1] - entries[0] + 1 == len(entries)
-    return table[entries[0] : entries[-1] + 1] if follow else None
+def _follow(entries: Numbers) -> bool:
+    """Return True for numbers of entries, in order, that follow each other."""
+    return len(entries) > 0 and bool(entries[-1] - entries[0] + 1 == len(entries))
+
+
+def _entries(table: Tensor, entries: Numbers) -> Tensor:
+    """Return entries of a table: a view of those that follow each other, a copy of others."""
+    return table[entries[0] : entries[-1] + 1] if _follow(entries) else table[entries]
 
 
 def _is_of_entries(state: Any, table: Tensor) -> bool:

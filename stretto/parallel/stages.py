@@ -214,8 +214,8 @@ class PipelineStages(RankParts):
             split = named_split(calls, names)
             self._notice(f"pipeline: {described(calls, split)}")
         else:
-            places = self._link.device, self._layout.micro_batches
-            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s, *places)
+            device, micro_batches = self._link.device, self._layout.micro_batches
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s, device, micro_batches)
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")

@@ -85,8 +85,6 @@ class Evaluator:
     ) -> None:
         self._trainer, self._context = trainer, context
         self._evaluate, self._every = evaluate, every
-        self.is_evaluating = False
-        """True while this worker runs the script's `evaluate`."""
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
         self._epoch = 0
@@ -171,7 +169,6 @@ class Evaluator:
         trainer = self._trainer
         assert self._evaluate is not None
         trainer.agent.doing("evaluating")
-        self.is_evaluating = True
         try:
             with trainer.rank_parts.whole():
                 metrics, self._predictions = run(self._evaluate, trainer.model)
@@ -180,8 +177,6 @@ class Evaluator:
             to_type = "return the numbers, and leave the loop on every worker"
             got = f"sys.exit({error.code!r})"
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
-        finally:
-            self.is_evaluating = False
         samples = trainer.progress.samples if estimated is None else estimated
         fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.progress.steps, "samples": samples}
         if trainer.strategy.asynchronous:

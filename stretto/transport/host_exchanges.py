@@ -32,7 +32,7 @@ SMALLEST_BYTES = 1 << 16
 ALIGNMENT = 64
 HEAD_BYTES = 4
 """Bytes of the length of a description."""
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=ROOM_BYTES)]
 
 
 class Description(msgspec.Struct, array_like=True):
@@ -43,7 +43,7 @@ class Description(msgspec.Struct, array_like=True):
     """Slots of the receiver whose tensors the sender has read."""
     slot: _Natural | None = None
     start: _Natural = 0
-    numbers: int = 0
+    numbers: _Natural = 0
 
 
 @dataclass(slots=True)
@@ -91,31 +91,33 @@ class HostExchanges:
                     self._slots[slot].is_free = True
             except (IndexError, msgspec.MsgspecError) as error:
                 raise TransportError(f"worker {op.peer} has sent no description of a tensor: {error}") from error
-            return as_tensor(octets[end:], op.tensor.dtype) if told.slot is None else self._read_from(op, told)
+            if told.slot is None:
+                return as_tensor(octets[end:], op.tensor.dtype)
+            self._read[op.peer].append(told.slot)
+            return self._read_from(op, told)
 
     def _read_from(self, op: Exchange, told: Description) -> Tensor:
         """Return a tensor that is in the memory of another worker."""
-        if self._memory is None or told.slot is None:
+        if self._memory is None:
             raise BrokenTransportError("the transport is closed")
-        into, dtype = op.into, op.tensor.dtype
-        fits = 0 < told.numbers <= ROOM_BYTES // dtype.itemsize
+        into = op.into
         if into is None or not into.is_contiguous():
-            into = torch.empty(told.numbers if fits else 0, dtype=dtype, device="cpu")
+            into = torch.empty(told.numbers, dtype=op.tensor.dtype, device="cpu")
         if into.numel() != told.numbers or not self._memory.read(op.peer, told.start, into):
             raise TransportError(f"worker {op.peer} has no tensor of {told.numbers} numbers at byte {told.start}")
-        self._read[op.peer].append(told.slot)
         self.received += into.nbytes
         return into
 
     def _message(self, op: Exchange, memory: HostMemory) -> Tensor:
         """Return the description of a tensor, and its bytes unless they are in memory now."""
         tensor = op.tensor.detach().reshape(-1).contiguous()
-        octets = tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
-        told = Description(dtype_code(tensor.dtype), self._read.pop(op.peer, []), numbers=tensor.numel())
+        octets = tensor.view(torch.uint8)
+        told = Description(dtype_code(tensor.dtype), self._read.pop(op.peer, []))
         if octets.nbytes >= SMALLEST_BYTES and (number := self._slot_for(octets.nbytes)) is not None:
             slot = self._slots[number]
             if memory.write(slot.start, octets):
-                slot.is_free, told.slot, told.start = False, number, slot.start
+                slot.is_free = False
+                told.slot, told.start, told.numbers = number, slot.start, tensor.numel()
                 self.sent, octets = self.sent + octets.nbytes, octets[:0]
         head = msgspec.msgpack.encode(told)
         return torch.cat([as_bytes(len(head).to_bytes(HEAD_BYTES, "little") + head), octets])

@@ -28,6 +28,7 @@ from stretto.errors import TransportError
 from stretto.kernels import is_native
 from stretto.transport import host_exchanges
 from stretto.transport.host_exchanges import HEAD_BYTES, SMALLEST_BYTES, Description
+from stretto.transport.host_memory import ROOM_BYTES
 from stretto.transport.interface import as_bytes
 from stretto.transport.peer_stream import dtype_code
 
@@ -132,6 +133,7 @@ def test_workers_of_one_host_of_several_exchange_through_memory() -> None:
 LIES = [
     Description(dtype_code(torch.float32), [], slot=0, start=1 << 40, numbers=LARGE),
     Description(dtype_code(torch.float32), [], slot=0, start=0, numbers=1 << 60),
+    Description(dtype_code(torch.float32), [], slot=0, start=ROOM_BYTES - 8, numbers=LARGE),
     Description(dtype_code(torch.float32), [], slot=0, start=0, numbers=-5),
     Description(dtype_code(torch.float32), [], slot=0, start=-5, numbers=LARGE),
     Description(dtype_code(torch.float32), [10**6]),
