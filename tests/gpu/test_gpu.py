@@ -63,6 +63,16 @@ def test_a_killed_worker_leaves_its_group_and_joins_the_next(device: str, tmp_pa
     assert "pass through the memory" not in run.output
 
 
+@pytest.mark.parametrize("device", [FAR_LONG, CPU_LONG, CUDA])
+def test_large_tensors_between_stages_on_the_device_equal_a_single_process(device: str, tmp_path: Path) -> None:
+    """They pass through memory that the processes share."""
+    wide = ("--width", "16384")
+    whole = train(tmp_path / "whole", device, "allreduce", script=wide, workers=1)
+    staged = train(tmp_path / "staged", device, "allreduce", "--layout", "pipeline(stages=2)", script=wide)
+    staged.check(device)
+    assert staged.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layout", "device"),
     [
@@ -151,8 +161,10 @@ def test_workers_on_the_device_exchange_encrypted(device: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("layout", ["pipeline(stages=2)", "sharded(over=2)"])
 @pytest.mark.parametrize("device", [CPU_LONG, NCCL])
-def test_a_killed_rank_on_the_device_is_replaced(device: str, layout: str, tmp_path: Path) -> None:
-    script = ("--epochs", "6", "--kill", "1")
-    run = train(tmp_path / "run", device, "local_sgd(every=4)", "--layout", layout, script=script, workers=4)
+@pytest.mark.parametrize("signal", ["killed", "stopped"])
+def test_a_failed_rank_on_the_device_is_replaced(device: str, layout: str, signal: str, tmp_path: Path) -> None:
+    script = ("--epochs", "6", "--kill", "1", *(["--stop"] if signal == "stopped" else []))
+    options = ("--layout", layout, "--failure-timeout", "4s")
+    run = train(tmp_path / "run", device, "local_sgd(every=4)", *options, script=script, workers=4)
     run.check(device)
     assert run.failures == 1

@@ -1,11 +1,12 @@
 """A plain loop on a device, for tests on GPUs and, reduced, on machines without one.
 
 Each worker prints a line with its device and a digest of the model's bits. `--kill 1` sends SIGKILL to the last rank of
-worker 1 in its second epoch, while the others wait for it; a restarted worker does not get it again. `far` is the
-second device of the tests, with a group of its own. The device `nccl` is the first GPU, at which each worker counts as
-a host of its own, so that NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision
-and scales the loss, `compiled` calls the model through torch.compile, `meta` builds it without memory, `default` makes
-the device torch's default.
+worker 1 in its second epoch, while the others wait for it; a restarted worker does not get it again. With `--stop` the
+signal is SIGSTOP. `--width` is the number of features between the two layers. `far` is the second device of the tests,
+with a group of its own. The device `nccl` is the first GPU, at which each worker counts as a host of its own, so that
+NCCL accepts several of them. `--loop` changes the loop: `scaled` computes in half precision and scales the loss,
+`compiled` calls the model through torch.compile, `meta` builds it without memory, `default` makes the device torch's
+default.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--stop", action="store_true")
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--loop", choices=["plain", "scaled", "compiled", "meta", "default"], default="plain")
     options = parser.parse_args()
@@ -58,9 +61,9 @@ def main() -> None:
     scaled = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=options.loop == "scaled")
     half = torch.autocast(device.type, torch.float16, enabled=options.loop == "scaled")
     with torch.device("meta" if options.loop == "meta" else device):
-        net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+        net = nn.Sequential(nn.Linear(16, options.width), nn.Tanh(), nn.Linear(options.width, 4))
     call = torch.compile(net) if options.loop == "compiled" else net
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5, foreach=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.28 / options.width, momentum=0.5, foreach=True)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"loss": float(nn.functional.mse_loss(model(x.to(device)), data.tensors[1].to(device)))}
@@ -73,7 +76,7 @@ def main() -> None:
         for step, (inputs, targets) in enumerate(loader):
             place = (config.worker, config.rank, config.incarnation)
             if (epoch, step) == (1, 3) and place == (options.kill, config.ranks - 1, 0):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSTOP if options.stop else signal.SIGKILL)
             optimizer.zero_grad()
             with half:
                 loss = nn.functional.mse_loss(call(inputs.to(device)), targets.to(device))
