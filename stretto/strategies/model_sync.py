@@ -46,16 +46,15 @@ def given(model: nn.Module) -> Any:
 
 
 def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
-    """Call `act` before each forward pass; models that are compiled in place get no hook. Return the hooks."""
+    """Call `act` before each forward pass that is not compiled, and return the hooks."""
     found = weakref.WeakMethod(act)  # a weak reference: the module may outlive the object
 
     def call(_module: nn.Module, _args: Any) -> None:
-        if (there := found()) is not None:
+        if not torch.compiler.is_compiling() and (there := found()) is not None:
             there()
 
     models = model if isinstance(model, SeveralModels) else [model]
-    plain = [one for one in models if getattr(one, "_compiled_call_impl", None) is None]
-    return [one.register_forward_pre_hook(call) for one in plain]
+    return [one.register_forward_pre_hook(call) for one in models]
 
 
 def trained(parameter: Parameter) -> bool:

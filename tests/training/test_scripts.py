@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,13 @@ def loop(
     batch: int = 8,
     epochs: int = 2,
     set_to_none: bool = True,
+    call: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=batch))
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad(set_to_none=set_to_none)
-            nn.functional.mse_loss(net(x), y).backward()
+            nn.functional.mse_loss((call or net)(x), y).backward()
             optimizer.step()
     return flat(net)
 
@@ -427,15 +429,19 @@ def test_averaged_momentum_is_equal_everywhere_and_kept_momentum_is_not() -> Non
     assert torch.equal(reset[0], torch.zeros_like(reset[0]))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_compiled_model_computes_the_plain_loop(in_place: bool) -> None:
+@pytest.mark.parametrize("way", ["in place", "given", "beside"])
+def test_a_compiled_model_computes_the_plain_loop(way: str) -> None:
+    """As one graph: what Stretto adds to the model is not in it."""
+    torch.compiler.reset()
+
     def work(worker: int) -> Tensor:
         net: Any = small_net(DOUBLE)
-        if in_place:
+        if way == "in place":
             net.compile(backend="aot_eager")
-        else:
-            net = torch.compile(net, backend="aot_eager")
-        return loop(net, sgd(net.parameters()), regression(64, DOUBLE))
+            return loop(net, sgd(net.parameters()), regression(64, DOUBLE))
+        compiled: Any = torch.compile(net, backend="aot_eager", fullgraph=True)
+        given = compiled if way == "given" else net
+        return loop(given, sgd(net.parameters()), regression(64, DOUBLE), call=compiled)
 
     one = run_one_worker(work, "allreduce")
     assert relative_distance(one, run_single_process(training(regression(64, DOUBLE), 8, dtype=DOUBLE))) <= CLOSE
