@@ -1,10 +1,11 @@
-"""Measured costs of a model's calls: forward and backward times, the best of several."""
+"""Measured costs of a model's calls, and of the way between two ranks: medians of several times."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from stretto.parallel.gradient_sums import only_hooks, summed_gradients
 from stretto.parallel.link import OUTPUT, Link
 from stretto.parallel.meta_start import with_memory
 from stretto.parallel.remote import mapped, remote, repeated
+from stretto.parallel.schedule import Hop
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
 from stretto.runtime.kept_modules import kept_modules
@@ -23,7 +25,7 @@ from stretto.strategies.model_sync import plain_name
 from stretto.transport.device_memory import free_memory, wait_for
 
 TIMES = 5
-"""Number of measurements of each time, of which the shortest counts."""
+"""Number of measurements of each time."""
 PASSES, TOGETHER = 3, 4
 """Measurements of a module, and the most micro-batches whose activations are in memory together in each."""
 PROBE_BYTES = 1 << 20
@@ -64,7 +66,7 @@ def measured_costs(
                 with with_memory(module := model.get_submodule(name)):
                     trained = [one for one in module.parameters() if one.requires_grad]
                     given = [(args, kwargs)] * min(micro_batches, TOGETHER)
-                    seconds[now] = min(_time(forward, given, trained, wait) for _ in range(PASSES)) / len(given)
+                    seconds[now] = median(_time(forward, given, trained, wait) for _ in range(PASSES)) / len(given)
                     kept[now] = _kept(module, forward, args, kwargs)
                     return forward(*args, **kwargs)
             finally:
@@ -110,7 +112,7 @@ def _between(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> f
     modules = opened(model)
     with replaced({name: model.get_submodule(name) for name in modules}, make), torch.no_grad():
         passed()
-        return min(passed() for _ in range(TIMES))
+        return median(passed() for _ in range(TIMES))
 
 
 def _time(forward: Forward, given: Sequence[Any], trained: Sequence[nn.Parameter], wait: Callable[[], object]) -> float:
@@ -180,18 +182,25 @@ def held_bytes(model: nn.Module, calls: Calls) -> list[int]:
     return held
 
 
-def time_per_byte(link: Link) -> float:
-    """Return the seconds for a byte from rank 0 to rank 1, at rank 0; all ranks call it."""
+def measured_hop(link: Link) -> Hop:
+    """Return the way between ranks 0 and 1, at rank 0; all ranks call it."""
     if link.rank > 1:
-        return 0.0
-    probe, times = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=link.device), []
+        return Hop()
+    latency_s, probe_s = _way_s(link, 1), _way_s(link, PROBE_BYTES)
+    return Hop(max(0.0, probe_s - latency_s) / PROBE_BYTES, latency_s)
+
+
+def _way_s(link: Link, nbytes: int) -> float:
+    """Return the seconds in which a tensor arrives, half of those that it takes there and back."""
+    probe, times = torch.zeros(nbytes, dtype=torch.uint8, device=link.device), []
     for _ in range(TIMES):
         began = time.perf_counter()
-        if link.rank == 0:
-            link.send(probe, 1, OUTPUT)
-            link.flush()
-        else:
-            link.receive(0, OUTPUT).wait(probe.shape, probe.dtype)
+        for sender in (0, 1):
+            if link.rank == sender:
+                link.send(probe, 1 - sender, OUTPUT)
+                link.flush()
+            else:
+                link.receive(sender, OUTPUT).wait(probe.shape, probe.dtype)
         wait_for(link.device)
-        times.append(time.perf_counter() - began)
-    return min(times) / PROBE_BYTES
+        times.append((time.perf_counter() - began) / 2)
+    return median(times)

@@ -19,7 +19,7 @@ from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import joined
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, put_back, record_calls
-from stretto.parallel.measure import measured_costs, time_per_byte
+from stretto.parallel.measure import measured_costs, measured_hop
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.micro_batches import micro_batch, refuse_mixing
 from stretto.parallel.pass_record import PassRecord, memory_figures
@@ -146,7 +146,7 @@ class PipelineStages(RankParts):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         put_back(self._model, self._own_forward)
-        make = functools.partial(self._choose, args, kwargs, time_per_byte(self._link))
+        make = functools.partial(self._choose, args, kwargs, measured_hop(self._link))
         if self._chooses_alone:
             chosen = self._link.broadcast(make if self._link.rank == 0 else b"")
             self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
@@ -199,7 +199,7 @@ class PipelineStages(RankParts):
             self._is_settled = True
             self._on_split()
 
-    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], byte_s: float) -> bytes:
+    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], hop: Hop) -> bytes:
         """Return the stages, at rank 0 of the first worker."""
         if not is_unbuilt(self._model):
             refuse_mixing(self._model, self._layout, args, kwargs, self._link.device)
@@ -215,16 +215,16 @@ class PipelineStages(RankParts):
             self._notice(f"pipeline: {described(calls, split)}")
         else:
             device, micro_batches = self._link.device, self._layout.micro_batches
-            costs = measured_costs(self._model, calls, part_args, part_kwargs, byte_s, device, micro_batches)
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, hop.byte_s, device, micro_batches)
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
-            self._write_prediction(calls, costs, split, byte_s)
+            self._write_prediction(calls, costs, split, hop)
         return msgspec.msgpack.encode(Chosen(calls, list(split.begins), self._random_state.numpy().tobytes()))
 
-    def _write_prediction(self, calls: Calls, costs: Costs, split: Split, byte_s: float) -> None:
+    def _write_prediction(self, calls: Calls, costs: Costs, split: Split, hop: Hop) -> None:
         """Write an event with the predicted pass of a batch, beside which the report shows the measured one."""
-        hop, m = Hop(byte_s), self._layout.micro_batches
+        m = self._layout.micro_batches
         turns = [one + costs.between_s for one in by_stage(split.begins, costs.seconds)]
         boundaries = [Boundary(calls.sizes[first], hop, hop) for first in split.begins[1:]]
         schedule = pipeline_schedule(turns, boundaries, Batch(m, m * calls.output_bytes, hop))

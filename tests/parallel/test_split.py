@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from stretto.errors import ModelError
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU, Link
-from stretto.parallel.measure import measured_costs, time_per_byte
+from stretto.parallel.measure import PROBE_BYTES, measured_costs, measured_hop
+from stretto.parallel.schedule import Hop
 from stretto.parallel.split import Costs, best_split, measured_split, next_best
 
 
@@ -101,10 +103,18 @@ def test_code_between_modules_belongs_to_the_stage_before_it() -> None:
     assert [calls.names[cut] for cut in calls.cuts] == [*blocks, "norm", "head"]
 
 
-def test_the_time_of_a_byte_is_measured_between_the_first_two_ranks() -> None:
-    found = in_threads(3, time_per_byte)
-    assert found[0] > 0
-    assert found[2] == 0.0
+def test_the_way_between_the_first_two_ranks_is_measured() -> None:
+    """With sends that take 1 ms, and 50 ms for large tensors, as the ranks' own clocks have it."""
+
+    class Slow(Link):
+        def send(self, tensor: Tensor, rank: int, channel: int) -> None:
+            time.sleep(0.05 if tensor.nbytes == PROBE_BYTES else 0.001)
+            super().send(tensor, rank, channel)
+
+    found = in_threads(3, lambda link: measured_hop(Slow(link._siblings)))
+    assert found[0].latency_s >= 0.001
+    assert found[0].latency_s + PROBE_BYTES * found[0].byte_s >= 0.05
+    assert found[2] == Hop()
 
 
 def test_messages_of_all_ranks_are_collected_at_rank_0() -> None:
