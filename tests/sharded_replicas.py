@@ -141,6 +141,14 @@ def scaled(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[floa
     return losses
 
 
+def replaced(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Replace the last layer after an epoch."""
+    losses = plain(net, optimizer, loader)
+    net.head = nn.Linear(8, 11, bias=False)
+    optimizer.add_param_group({"params": list(net.head.parameters())})
+    return losses + plain(net, optimizer, loader)
+
+
 def saved(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
     """Train an epoch, go back to the state after the fourth batch, and train another."""
     losses, states = [], []
@@ -183,7 +191,10 @@ LOOPS: dict[str, Loop] = {
     "streamed": plain,
     "unseeded": plain,
     "normalised": plain,
+    "replaced": replaced,
 }
+REFUSED = ("normalised", "replaced")
+"""Loops that end in an error."""
 OF_ALL = ("evaluated",)
 """Loops whose losses are of all ranks, and not of their parts of a batch."""
 
@@ -330,5 +341,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     here = Place(*map(int, sys.argv[1:4]), sys.argv[4])
     jobs = {text: Job(*text.split("/")) for text in sys.argv[5:]}
-    refused = ("normalised",)
-    print(json.dumps({text: here.error(job) if job.loop in refused else here.run(job) for text, job in jobs.items()}))
+    print(json.dumps({text: here.error(job) if job.loop in REFUSED else here.run(job) for text, job in jobs.items()}))

@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from stretto.errors import ModelError
 from stretto.parallel import refusals
-from stretto.parallel.calls import Calls, Forward, opened
+from stretto.parallel.calls import Calls, Forward, opened, put_back
 from stretto.parallel.gradient_sums import summed_gradients
 from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.micro_batches import pieces
@@ -45,7 +45,7 @@ from stretto.parallel.saved_state import give_whole_optimizer_states, give_whole
 from stretto.recipe.layout import pipeline
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.optimizers import Optimizers
-from stretto.strategies.parameter_view import hold_elsewhere, hold_here
+from stretto.strategies.parameter_view import hold_elsewhere, hold_here, is_held
 
 
 @dataclass(slots=True)
@@ -105,7 +105,11 @@ class Pipeline:
     ) -> None:
         self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
         self.record = record or PassRecord()
-        self._plain = model.forward
+        self._plain, self._own_forward = model.forward, vars(model).get("forward")
+        self._modules: dict[str, tuple[nn.Module, Forward | None]] = {}
+        """Modules that are called in a forward pass, and the `forward` that the script has set for them."""
+        self._known = {id(one): one for one in model.parameters()}
+        """Parameters of the model when it was split."""
         self._turn: _Turn | None = None
         self._shapes: dict[Any, Any] = {}
         self._passes = 0
@@ -119,6 +123,7 @@ class Pipeline:
             module = model.get_submodule(name)
             if name:
                 refusals.refuse_compiled_in_place(name, module)
+                self._modules[name] = module, vars(module).get("forward")
                 vars(module)["forward"] = self._routed(name, module, module.forward, is_open)
         model.forward = uncompiled(self.forward)
         give_whole_states(model, link)
@@ -135,6 +140,42 @@ class Pipeline:
         self._norm.start(self._model)
         self._anchor = self._make_anchor()
         give_whole_optimizer_states(optimizers, self._link)
+
+    def fits(self) -> bool:
+        """Return True if the model has the modules and parameters that it had when it was split."""
+        modules = {name: self._model.get_submodule(name) for name in opened(self._model) if name}
+        before = {name: module for name, (module, _) in self._modules.items()}
+        return modules == before and self._new_parameter() is None
+
+    def _new_parameter(self) -> str | None:
+        """Return the name of a parameter that came to the model after it was split."""
+        if all(id(one) in self._known for one in self._model.parameters()):
+            return None
+        return next(name for name, one in self._model.named_parameters() if id(one) not in self._known)
+
+    @torch.no_grad()
+    def undo(self, optimizers: Optimizers, link: Link) -> None:
+        """Give every rank the whole model again, and the whole state of these optimizers; all ranks call this."""
+        self._link.waiting = link.waiting
+        self._norm.close()
+        states = {one: one.state_dict() for one in optimizers if "state_dict" in vars(one)}
+        whole = self._model.state_dict()
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if is_held(tensor):
+                continue
+            if isinstance(tensor, nn.Parameter):
+                take(tensor)
+                tensor.data = whole[name].to(tensor.device, copy=True)
+            else:
+                hold_here(tensor)
+                tensor.copy_(whole.get(name, tensor))
+        for optimizer, state in states.items():
+            del vars(optimizer)["state_dict"]
+            optimizer.load_state_dict(state)
+        del vars(self._model)["state_dict"]
+        put_back(self._model, self._own_forward)
+        for module, own in self._modules.values():
+            put_back(module, own)
 
     def _make_anchor(self) -> Tensor:
         """Return an input of the operation, for ranks without a trained parameter."""
@@ -231,6 +272,8 @@ class Pipeline:
         flat, shape = tree_flatten((args, kwargs))
         if any(isinstance(one, Tensor) and one.requires_grad for one in flat):
             raise ModelError(refusals.input_gradient())
+        if torch.is_grad_enabled() and (name := self._new_parameter()) is not None:
+            raise ModelError(refusals.new_parameter(name, "split into stages", refusals.AGAIN))
         turns = [_Turn(piece) for piece in self._pieces(flat)]
         self._passes += 1
         for number, turn in enumerate(turns):

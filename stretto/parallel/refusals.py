@@ -15,6 +15,7 @@ from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers
 
 WHOLE = '--layout "whole()"'
+AGAIN = f"stretto.distribute(model, optimizer, loader) again after the change, or {WHOLE}"
 
 
 def refuse_indivisible(model: nn.Module, optimizers: Optimizers, divided: str) -> None:
@@ -187,6 +188,16 @@ def other_calls(name: str, expected: str | None) -> str:
         got=f"a model whose modules are called in another order, at {name}",
         expected="the same calls of modules in each forward pass of a model in pipeline stages",
         to_type=f"conditions inside of one module, which one stage runs, or {WHOLE}",
+    )
+
+
+def new_parameter(name: str, divided: str, to_type: str) -> str:
+    """Return the error of a parameter that came to a model after it was `divided`."""
+    return explain(
+        f"the parameter {name} came to the model after it was {divided}, and would not be trained as a part of it",
+        got="a layer or a parameter that was added or replaced",
+        expected="the layers and parameters that the model had when it was divided; they may be frozen and thawed",
+        to_type=to_type,
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class ShardedModel(RankParts):
             self._context.notice(f"{codec} encodes the part of each rank apart, not the whole parameters")
         if not isinstance(self._model, FSDPModule):
             self._divide()
+            self._refuse_new_parameters()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]
@@ -96,6 +98,20 @@ class ShardedModel(RankParts):
         for one in self._model.parameters():
             note_own_shard(one)
         self._shards.repoint({id(one): name for name, one in named})
+
+    def _refuse_new_parameters(self) -> None:
+        """Let each later forward pass raise ModelError for parameters that came to the model after it was divided."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        modules, names = WeakSet(self._model.modules()), {name for name, _ in named}
+        to_type = f'all layers before the first stretto.distribute, or --layout "pipeline(stages={self._link.ranks})"'
+
+        def refuse(model: nn.Module, _args: Any) -> None:
+            for place, module in model.named_modules():
+                for name, _ in module.named_parameters(place, recurse=False):
+                    if module not in modules or name not in names:
+                        raise ModelError(refusals.new_parameter(name, "divided among processes", to_type))
+
+        self._model.register_forward_pre_hook(refuse, prepend=True)
 
     def _notice_large_root(self) -> None:
         within = sum(one.numel() for layer in layers_of(self._model) for one in layer.parameters())

@@ -81,7 +81,12 @@ class PipelineStages(RankParts):
         if codec is not None and not codec.elementwise and self._context.workers > 1:
             self._notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
         self._chosen, before = _split_before.get(self._model, (None, lambda: None))
-        if (pipe := before()) is not None:
+        pipe = before()
+        if pipe is not None and not pipe.fits():
+            pipe.undo(self._optimizers, self._link)
+            self._chosen, pipe = None, None
+            del _split_before[self._model]
+        if pipe is not None:
             pipe.begin_section(self._layout, self._optimizers, self._link, self._record, self._norm)
             return
         if facts is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,3 +46,75 @@ def test_a_model_in_stages_is_trained_again_as_a_whole_one(recipe: str, keeps_op
     assert largest_difference(joined(nets), joined(wholes[:1])) < 1e-12
     assert states == [expected[0]] * 2
     assert not any(torch.isnan(one).any() for one in joined(nets).values())
+
+
+def replace_head(net: nn.Module) -> None:
+    """Replace the last layer, as for another task."""
+    head = nn.Linear(8, 11, bias=False).double()
+    nn.init.constant_(head.weight, 0.1)
+    net.head = head
+
+
+def append_layer(net: nn.Module) -> None:
+    """Append a layer to a block."""
+    layer = nn.Linear(8, 8).double()
+    for one in layer.parameters():
+        nn.init.constant_(one, 0.1)
+    net.blocks[0].mlp.append(layer)  # type: ignore[index, union-attr, operator]
+
+
+def replace_parameter(net: nn.Module) -> None:
+    """Replace a parameter of a layer."""
+    layer: Any = net.blocks[2].mix  # type: ignore[index, union-attr]
+    layer.weight = nn.Parameter(torch.full((8, 8), 0.1, dtype=torch.float64))
+
+
+def trained_after(net: nn.Module, change: Callable[[nn.Module], None], keeps_optimizer: bool) -> dict[str, Any]:
+    """Train in two sections, between which the model changes; return its whole state."""
+    optimizer = with_momentum(net)
+    for section in range(2):
+        if section:
+            before = {id(one) for one in net.parameters()}
+            change(net)
+            if keeps_optimizer:
+                optimizer.add_param_group({"params": [one for one in net.parameters() if id(one) not in before]})
+            else:
+                optimizer = with_momentum(net)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6))
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_of(net(x), y).backward()
+            nn.utils.clip_grad_norm_([one for one in net.parameters() if one.grad is not None], 0.5)
+            optimizer.step()
+    found = {name: one.clone() for name, one in net.state_dict().items()}
+    stretto.finish()
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "stale_synchronous(bound=0)"])
+@pytest.mark.parametrize(
+    ("change", "keeps_optimizer"),
+    [(replace_head, False), (append_layer, False), (append_layer, True), (replace_parameter, False)],
+)
+def test_a_model_that_changed_between_two_sections_is_split_again(
+    change: Callable[[nn.Module], None], keeps_optimizer: bool, recipe: str
+) -> None:
+    work = functools.partial(trained_after, change=change, keeps_optimizer=keeps_optimizer)
+    nets, states = in_stages(2, 2, recipe, 'pipeline(2, split="blocks.1")', work)
+    expected = run_workers(2, lambda _: work(make_net().double()), recipe)[0]
+    assert all(state.keys() == expected.keys() for state in states)
+    assert max(float((expected[name] - state[name]).abs().max()) for state in states for name in expected) < 1e-12
+    assert joined(nets).keys() == expected.keys()
+
+
+@pytest.mark.parametrize("change", [append_layer, replace_parameter])
+def test_a_model_that_changed_within_a_section_is_refused(change: Callable[[nn.Module], None]) -> None:
+    def work(net: nn.Module) -> None:
+        optimizer = with_momentum(net)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6))
+        for x, y in loader:
+            loss_of(net(x), y).backward()
+            change(net)
+
+    with pytest.raises(stretto.errors.ModelError, match=r"came to the model after it was split.*\n(.*\n)+.*again"):
+        in_stages(1, 2, "allreduce", 'pipeline(2, split="blocks.1")', work)

@@ -187,6 +187,8 @@ def test_layers_in_lists_are_gathered_apart_but_for_shared_ones() -> None:
     assert layers_of(net) == [net[1][0]]
 
 
-def test_batch_normalisation_over_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
-    found = results(tmp_path, 1, 2, ["normalised/sgd/float32/allreduce"])
-    assert "the batch normalisation norm would see one process's samples" in str(found)
+def test_batch_normalisation_over_a_part_of_a_batch_and_a_replaced_layer_are_refused(tmp_path: Path) -> None:
+    normalised, replaced = "normalised/sgd/float32/allreduce", "replaced/sgd/float32/allreduce"
+    found = results(tmp_path, 1, 2, [normalised, replaced])
+    assert "the batch normalisation norm would see one process's samples" in found[normalised]
+    assert "the parameter head.weight came to the model after it was divided among processes" in found[replaced]
