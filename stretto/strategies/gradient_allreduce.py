@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from stretto.codecs import exact
@@ -173,7 +174,7 @@ class GradientAllReduce:
         self._idle = False
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
-        self.follow([slot.parameter for slot in flat_parameters.slots])
+        self.follow(parameter_set.held_parameters())
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._copies = any(slot.source.copies for slot in flat_parameters.slots)
         """True if ranks of the replica wait for others in a backward pass: exchanges begin at its end."""
@@ -208,11 +209,15 @@ class GradientAllReduce:
             hook.remove()
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
-        """Hook the parameters that require gradients: an exchange begins when backward reaches one of them."""
+        """Hook the parameters: an exchange begins when backward reaches one of them.
+
+        Frozen ones, too: a script may thaw them before a backward pass, and not call the model itself before it.
+        """
         ready = _weakly(self._ready)
-        added: list[Any] = [one for one in parameters if one.requires_grad and id(one) not in self._hooked]
-        self._hooks += [one.register_post_accumulate_grad_hook(ready) for one in added]
-        self._hooked.update(map(id, added))
+        for parameter in parameters:
+            if id(parameter) not in self._hooked and parameter.is_floating_point():
+                self._hooks.append(_hook(parameter, ready))
+                self._hooked.add(id(parameter))
 
     def refuse_unexchanged(self, parameters: Iterable[Parameter]) -> None:
         """Raise ModelError if a parameter has a gradient that no exchange of a backward pass has averaged."""
@@ -482,6 +487,15 @@ def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
             bound(parameter)
 
     return call
+
+
+def _hook(parameter: Any, ready: Callable[[Parameter], None]) -> RemovableHandle:
+    """Call `ready` when backward has accumulated a gradient; torch adds such hooks while gradients are required."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(ready)
+    parameter.requires_grad_(is_trained)
+    return hook
 
 
 def _sparse(gradient_slot: GradientSlot) -> str:

@@ -30,16 +30,16 @@ class GradientStrategy(RecipeStrategy):
         self._hooks = watch_forward(self._model, self._follow)
 
     def begin_epoch(self, together: bool) -> None:
-        """Agree on the trained parameters if `together`, and hook all that require gradients now."""
+        """Agree on the trained parameters if `together`, and hook all parameters of the optimizers."""
         if together:
             self._agree_on_changes(at_start=True)
         parameter_set = self.sets[0]
         if not self._lay_again(parameter_set) and self._gradients is not None:
-            self._gradients.follow(parameter_set.trained_parameters())
+            self._gradients.follow(parameter_set.held_parameters())
 
     def _follow(self) -> None:
         if self._gradients is not None and self.sets[0].has_changed():
-            self._gradients.follow(self.sets[0].trained_parameters())
+            self._gradients.follow(self.sets[0].held_parameters())
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps with gradients or parameters that no exchange includes."""

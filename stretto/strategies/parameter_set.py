@@ -101,7 +101,11 @@ class ParameterSet:
 
     def trained_parameters(self) -> list[Parameter]:
         """Return the parameters that the optimizers train now."""
-        return [parameter for parameter in self._held() if trained(parameter)]
+        return [parameter for parameter in self.held_parameters() if trained(parameter)]
+
+    def held_parameters(self) -> list[Parameter]:
+        """Return the parameters of this rank that the optimizers hold, trained or frozen."""
+        return [parameter for parameter in self._given() if is_held(parameter)]
 
     def _signature(self) -> list[tuple[int, bool]]:
         """Return the trained parameters of all ranks by id: what a script changes, it changes at all of them."""
@@ -110,9 +114,6 @@ class ParameterSet:
     def _trained_elsewhere(self) -> set[str]:
         given = {id(one) for one in self._given() if not is_held(one) and trained(one)}
         return {plain_name(name) for name, one in self._model.named_parameters() if id(one) in given}
-
-    def _held(self) -> list[Parameter]:
-        return [parameter for parameter in self._given() if is_held(parameter)]
 
     def _given(self) -> list[Parameter]:
         """Return the parameters that the optimizers hold, without any that the script has replaced."""
@@ -156,7 +157,7 @@ class ParameterSet:
         return Agreed(by_name, new, has_changed, bool(new) or bool(elsewhere - before))
 
     def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
-        held = {id(parameter) for parameter in self._held()}
+        held = {id(parameter) for parameter in self.held_parameters()}
         missing = sorted(name for name in wanted if name not in named or id(named[name]) not in held)
         replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(missing))
         lacking = {worker: names for worker, reply in enumerate(replies) if (names := msgspec.msgpack.decode(reply))}

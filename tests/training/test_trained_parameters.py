@@ -70,11 +70,31 @@ def start(dtype: torch.dtype, change: Change | None) -> tuple[nn.Module, torch.o
     return net, torch.optim.SGD(held, lr=0.05, momentum=0.5)
 
 
-def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 2) -> Callable[[int], Tensor]:
+def call_model(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return net
+
+
+def call_layers(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: net[2](net[1](net[0](x)))
+
+
+def compile_model(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled: Callable[[Tensor], Tensor] = torch.compile(net, backend="aot_eager", fullgraph=True)
+    return compiled
+
+
+def changing(
+    change: Change,
+    at: int | None,
+    samples: int = 100,
+    epochs: int = 2,
+    forward: Callable[[nn.Module], Callable[[Tensor], Tensor]] = call_model,
+) -> Callable[[int], Tensor]:
     """Return a training that calls `change` at the start of epoch 2, or before step number `at`."""
 
     def work(worker: int) -> Tensor:
         net, optimizer = start(DOUBLE, change)
+        run = forward(net)
         loader = stretto.distribute(net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=4))
         steps = 0
         for epoch in range(epochs):
@@ -86,7 +106,7 @@ def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 2
                     torch.manual_seed(worker)
                     change(net, optimizer)
                 optimizer.zero_grad()
-                nn.functional.mse_loss(net(x), y).backward()
+                nn.functional.mse_loss(run(x), y).backward()
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                 optimizer.step()
                 steps += 1
@@ -114,6 +134,15 @@ def test_replicas_are_equal_after_any_change_at_any_step(change: Change, at: int
 def test_exchanging_every_step_equals_one_process_under_any_change(change: Change, at: int | None) -> None:
     wanted = run_single_process(changing(change, at), join=3)
     assert relative_distance(run_workers(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("forward", [call_layers, compile_model])
+def test_parameters_thaw_in_an_epoch_where_no_hook_of_the_model_runs(forward: Any) -> None:
+    """All gradients of the next backward pass are of parameters that were frozen."""
+    torch.compiler.reset()
+    wanted = run_single_process(changing(swap, 5), join=3)
+    found = run_workers(3, changing(swap, 5, forward=forward), "allreduce")
+    assert relative_distance(found[0], wanted) < 1e-12
 
 
 def add_head(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
