@@ -64,10 +64,14 @@ class AsyncStrategy(RecipeStrategy):
     # --- the training loop ----------------------------------------------------------------------------------------
 
     def begin_epoch(self, together: bool) -> None:
-        """Exchange the parameters that are trained now, all ranks together; lay moved ones flat again."""
+        """Exchange the parameters that any worker trains now, all ranks together; lay moved ones flat again."""
         parameter_set = self.sets[0]
-        if not self._client.agreed(not parameter_set.has_changed() and parameter_set.is_laid()):
-            self._rebuild(parameter_set, parameter_set.trainable())
+        is_same = self._client.agreed(not parameter_set.has_changed() and parameter_set.is_laid())
+        if together:  # a worker without a step has no gradients, and a frozen parameter is trained while it has one
+            is_same = not any(self._transport.all_gather_bytes(b"" if is_same else b"changed"))
+        if not is_same:
+            by_name = parameter_set.agree(at_start=True).by_name if together else parameter_set.trainable()
+            self._rebuild(parameter_set, by_name)
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps parameters that no exchange includes."""

@@ -138,16 +138,18 @@ class Epochs:
         if trainer.recipe is not None and not progress.global_steps:
             refuse_all_frozen(trainer.model)
         strategy.resume(own=False)
-        begun = agent.begun_epoch(progress.epochs)
+        begun, number = agent.begun_epoch(progress.epochs), trainer.section.epoch_number(progress.epochs)
         if begun is None:
             self._divide_model()
-        strategy.begin_epoch(together=begun is None)
+        server = self._transport.server
+        is_under_way = begun is not None or (server is not None and server.order[0] == number)
+        strategy.begin_epoch(together=not is_under_way)
         if begun is None:
             progress.begin_epoch()
         agent.epoch_begins()
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
-            self.current = self.source.begin_epoch(trainer.section.epoch_number(progress.epochs), begun)
+            self.current = self.source.begin_epoch(number, begun)
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()

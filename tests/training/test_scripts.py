@@ -431,7 +431,7 @@ def test_averaged_momentum_is_equal_everywhere_and_kept_momentum_is_not() -> Non
 
 @pytest.mark.parametrize("way", ["in place", "given", "beside"])
 def test_a_compiled_model_computes_the_plain_loop(way: str) -> None:
-    """As one graph: what Stretto adds to the model is not in it."""
+    """Two of the ways compile one graph, and nothing that Stretto adds to the model is in it."""
     torch.compiler.reset()
 
     def work(worker: int) -> Tensor:

@@ -235,6 +235,16 @@ def test_over_a_server_trained_parameters_may_change_between_epochs(change: Chan
 
 
 @pytest.mark.parametrize("recipe", OVER_A_SERVER)
+@pytest.mark.parametrize("change", [freeze, swap])
+def test_over_a_server_workers_without_a_batch_see_other_changes_than_the_one_with_it(
+    change: Change, recipe: str
+) -> None:
+    """A frozen parameter is trained while it has a gradient, and at workers without a step it never had one."""
+    found = run_workers(3, changing(change, None, samples=4, epochs=4), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", OVER_A_SERVER)
 def test_over_a_server_parameters_unfrozen_in_an_epoch_are_refused_by_name(recipe: str) -> None:
     with pytest.raises(stretto.errors.ModelError, match=r"0\.(weight|bias) began to train in the middle of an epoch"):
         run_workers(2, changing(unfreeze, 5, samples=60), recipe)
