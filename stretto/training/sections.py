@@ -17,7 +17,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.file_messages import Kind
@@ -80,7 +79,7 @@ class Sections:
         self._number += 1
         self._is_open = self.is_skipped
         if self.is_skipped:
-            self._skip(arguments.model)
+            self._skip(arguments)
             return None
         section, began = self._section(transport), self._context.runtime.clock()
         try:
@@ -285,8 +284,10 @@ class Sections:
         return None
 
     @torch.no_grad()
-    def _skip(self, model: nn.Module) -> None:
+    def _skip(self, arguments: Arguments) -> None:
         """Give the model the values that it had at the end of a section that was over before this worker came."""
+        arguments.build()
+        model = arguments.model
         with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
             path, tensors = self._ended("final", Path(scratch)), {}
             if path is not None:

@@ -16,12 +16,10 @@ from stretto.loader.global_step import GlobalStep
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.loop_positions import OVER
 from stretto.parallel.link import Link
-from stretto.parallel.meta_start import build, build_states
 from stretto.parallel.rank_parts import RankContext, RankParts, create_parts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.model_sync import agree_on_start, part_random_states, same_start
-from stretto.strategies.sparse_tables import tables_in_files
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.arguments import Arguments
@@ -57,9 +55,7 @@ class Trainer:
         self._continues = section.state is not None and not transport.arrives
         """True if the section begins with the state of a checkpoint."""
         if self._continues or not arguments.layout.builds_parts:
-            in_files = tables_in_files(model, recipe)
-            build(model, in_files=in_files)
-            build_states(optimizers, in_files)
+            arguments.build()
         if not transport.arrives:
             is_compared = transport.workers > 1 and section.number == 1 and is_leasable(loader)
             data = rows_digest(loader) if is_compared else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Subset
 import stretto
 from stretto import errors
 from stretto.events import read_events
+from stretto.interval import every
 
 RECIPES = [
     "allreduce",
@@ -123,6 +125,31 @@ def test_evaluations_are_counted_from_the_beginning_of_each_section(tmp_path: Pa
         )
         assert [one % 16 for one in first[:-1]] == [one % 16 for one in second[:-1]] == [0, 0]
         assert (first[-1], second[-1]) == (36, 40)
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
+def test_a_model_of_the_meta_device_is_resumed_in_its_second_section(recipe: str, tmp_path: Path) -> None:
+    def work(_: int) -> Tensor:
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+        for section in range(2):
+            optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
+            loader = stretto.distribute(net, optimizer, DataLoader(regression(24 + section), batch_size=4))
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return flat(net)
+
+    options: dict[str, Any] = {"checkpoint": every("2 rounds"), "keep": 99}
+    for name in ("whole", "again"):
+        (tmp_path / name).mkdir()
+    whole = run_one_worker(work, recipe, run=tmp_path / "whole", **options)
+    part = tmp_path / "part"
+    shutil.copytree(tmp_path / "whole", part)
+    for checkpoint in sorted((part / "section-2/checkpoints").iterdir())[1:]:
+        shutil.rmtree(checkpoint)
+    assert torch.equal(run_one_worker(work, recipe, run=tmp_path / "again", resume=part, **options), whole)
 
 
 def test_finish_ends_a_section_explicitly(tmp_path: Path) -> None:
