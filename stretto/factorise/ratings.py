@@ -16,6 +16,8 @@ from stretto.errors import LaunchError, explain
 
 EXAMPLE = "stretto factorise ratings.csv --columns user,item,rating"
 SEPARATORS = ",\t;"
+LARGEST = float(np.finfo(np.float32).max)
+"""Largest value of a rating."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,19 @@ def read(path: Path, columns: str | None) -> Ratings:
     """Return the ratings of a file. Raise LaunchError for a file without ratings, or with lines that are none.
 
     `columns` names the three columns, in the order row, column, value; by default they are the first three. A first
-    line without a number in its third column is a heading.
+    line without a number in its third column is a heading. The separator is the one that this line has most of.
     """
     with _opened(path) as lines:
-        first = next(lines, None)
+        numbered = ((number, line) for number, line in enumerate(lines, 1) if line)
+        place, first = next(numbered, (0, []))
         if not first:
             raise _refused(f"{path} is empty", "no line", "a line for each rating: row, column, value", EXAMPLE)
         places, is_heading = _places(path, first, columns)
         found = _Reader(path, places)
         if not is_heading:
-            found.add(first, 1)
-        for number, line in enumerate(lines, 2):
-            if line:
-                found.add(line, number)
+            found.add(first, place)
+        for number, line in numbered:
+            found.add(line, number)
     if not found.values:
         raise _refused(f"{path} has no ratings", "a heading alone", "a line for each rating", EXAMPLE)
     return found.ratings()
@@ -71,7 +73,7 @@ class _Reader:
             names = line[row], line[column]
         except (IndexError, ValueError):
             rating, names = float("nan"), ("", "")
-        if rating - rating != 0:  # NaN or infinite
+        if not abs(rating) <= LARGEST:  # NaN is not, either
             got = f"line {number}: {','.join(line):.80}"
             expected = f"a row, a column and a number in columns {row + 1}, {column + 1} and {value + 1}"
             raise _refused(f"{self._path} has a line that is no rating", got, expected, EXAMPLE)
@@ -90,10 +92,10 @@ def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
     """Yield the lines of a file, each as its fields. Raise LaunchError for a file that is no text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
+            first = next((line for line in file if line.strip()), "")
             file.seek(0)
-            separator = next((one for one in SEPARATORS if one in first), ",")
-            yield csv.reader(file, delimiter=separator)
+            separator = max(SEPARATORS, key=first.count)
+            yield csv.reader(file, delimiter=separator, skipinitialspace=True)
     except OSError as error:
         reason = error.strerror or error
         raise _refused(f"{path} cannot be read", f"{reason}", "a file with ratings", EXAMPLE) from None

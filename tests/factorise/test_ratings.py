@@ -22,6 +22,8 @@ def written(folder: Path, text: str | bytes) -> Path:
         ("user,item,rating,time\nann,7,3.5,1\nbob,7,4,2\nann,9,1,3\nann,7,5,4\n", None),
         ("ann,7,3.5\nbob,7,4\n\nann,9,1\nann,7,5\n", None),
         ("\ufeffann\t7\t3.5\r\nbob\t7\t4\r\nann\t9\t1\r\nann\t7\t5", None),
+        ("\n\nann, 7, 3.5\nbob,7,4\n ann, 9,1\nann,7, 5\n", None),
+        ("user\titem, film or book\trating\nann\t7\t3.5\nbob\t7\t4\nann\t9\t1\nann\t7\t5\n", None),
         ("stars;who;what\n3.5;ann;7\n4;bob;7\n1;ann;9\n5;ann;7\n", "who,what,stars"),
         ('user,item,rating\n"ann",7,3.5\nbob,7,4\nann,"9",1\nann,7,5\n', "user, item, rating"),
     ],
@@ -52,6 +54,8 @@ def test_rows_and_columns_are_numbered_in_the_order_of_their_names(
         ("ann,7,3\nbob,7\n", None, "got: line 2: bob,7"),
         ("ann,7,3\n\nbob,7,nan\n", None, "got: line 3: bob,7,nan"),
         ("ann,7,3\nbob,7,1e999\n", None, "got: line 2: bob,7,1e999"),
+        ("\nann,7,3\nbob,7,1e39\n", None, "got: line 3: bob,7,1e39"),
+        ("\n\n", None, "is empty"),
         (b"ann,7,3\n\xff\xfe,7,3\n", None, "is no text"),
     ],
 )
