@@ -149,6 +149,14 @@ def replaced(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[fl
     return losses + plain(net, optimizer, loader)
 
 
+def parted(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Train another model that has the parts of this one."""
+    losses = plain(net, optimizer, loader)
+    other = nn.Sequential(net, nn.Linear(11, 11))
+    stretto.distribute(other, torch.optim.SGD(other.parameters(), lr=0.1), DataLoader(DATA, batch_size=BATCH))
+    return losses
+
+
 def saved(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
     """Train an epoch, go back to the state after the fourth batch, and train another."""
     losses, states = [], []
@@ -192,8 +200,9 @@ LOOPS: dict[str, Loop] = {
     "unseeded": plain,
     "normalised": plain,
     "replaced": replaced,
+    "parted": parted,
 }
-REFUSED = ("normalised", "replaced")
+REFUSED = ("normalised", "replaced", "parted")
 """Loops that end in an error."""
 OF_ALL = ("evaluated",)
 """Loops whose losses are of all ranks, and not of their parts of a batch."""

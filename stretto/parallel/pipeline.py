@@ -141,8 +141,15 @@ class Pipeline:
         self._anchor = self._make_anchor()
         give_whole_optimizer_states(optimizers, self._link)
 
-    def fits(self) -> bool:
-        """Return True if the model has the modules and parameters that it had when it was split."""
+    @property
+    def model(self) -> nn.Module:
+        """Model that is split."""
+        return self._model
+
+    def fits(self, model: nn.Module) -> bool:
+        """Return True if this is the model that was split, and it has the modules and parameters that it had then."""
+        if model is not self._model:
+            return False
         modules = {name: self._model.get_submodule(name) for name in opened(self._model) if name}
         before = {name: module for name, (module, _) in self._modules.items()}
         return modules == before and self._new_parameter() is None

@@ -191,6 +191,20 @@ def other_calls(name: str, expected: str | None) -> str:
     )
 
 
+def refuse_divided_parts(model: nn.Module, kind: type) -> None:
+    """Raise ModelError for a model with a module of this kind, which was divided with another model."""
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            raise ModelError(
+                explain(
+                    "parts of the model were divided among processes with another model, and are not divided again",
+                    got=f"{name or type(model).__name__}, a part of the model of a stretto.distribute before",
+                    expected="the model of the first stretto.distribute in all others",
+                    to_type="the same model, whose other parts are frozen, or a layout of pipeline(...)",
+                )
+            )
+
+
 def new_parameter(name: str, divided: str, to_type: str) -> str:
     """Return the error of a parameter that came to a model after it was `divided`."""
     return explain(

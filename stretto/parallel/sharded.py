@@ -44,6 +44,9 @@ from stretto.strategies.parameter_view import note_own_shard
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 """Modules whose children are layers, of which one after another is gathered."""
 
+_divided: WeakSet[nn.Module] = WeakSet()
+"""Models that are divided: a section continues with the parts of the section before."""
+
 
 class ShardedModel(RankParts):
     """One rank's part of a sharded model. The model is divided when the section begins."""
@@ -69,9 +72,11 @@ class ShardedModel(RankParts):
         codec = self._context.recipe.how if self._context.recipe is not None else None
         if codec is not None and not codec.elementwise and self._context.workers > 1:
             self._context.notice(f"{codec} encodes the part of each rank apart, not the whole parameters")
-        if not isinstance(self._model, FSDPModule):
+        if self._model not in _divided:
+            refusals.refuse_divided_parts(self._model, FSDPModule)
             self._divide()
             self._refuse_new_parameters()
+            _divided.add(self._model)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 _split_before: WeakKeyDictionary[nn.Module, tuple[Chosen, ReferenceType[Pipeline]]] = WeakKeyDictionary()
-"""Models that are split, which keep their pipelines: a section continues with the stages of the section before."""
+"""Modules of models that are split, which keep their pipelines: the next section continues with the same stages."""
 
 
 class PipelineStages(RankParts):
@@ -80,14 +80,7 @@ class PipelineStages(RankParts):
         codec = self._context.recipe.how if self._context.recipe is not None else None
         if codec is not None and not codec.elementwise and self._context.workers > 1:
             self._notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
-        self._chosen, before = _split_before.get(self._model, (None, lambda: None))
-        pipe = before()
-        if pipe is not None and not pipe.fits():
-            pipe.undo(self._optimizers, self._link)
-            self._chosen, pipe = None, None
-            del _split_before[self._model]
-        if pipe is not None:
-            pipe.begin_section(self._layout, self._optimizers, self._link, self._record, self._norm)
+        if self._continues_pipeline():
             return
         if facts is not None:
             self._apply(msgspec.convert(facts, Chosen))
@@ -102,6 +95,22 @@ class PipelineStages(RankParts):
 
         self._model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         self._hooks = [one.register_step_post_hook(lambda *_: self._refuse_undivided()) for one in self._optimizers]
+
+    def _continues_pipeline(self) -> bool:
+        """Continue with the stages of the section before, and return True, if the model is the same as there.
+
+        Pipelines of other models that have modules of this one are undone.
+        """
+        found = [_split_before[module] for module in self._model.modules() if module in _split_before]
+        for pipe, chosen in {pipe: chosen for chosen, before in found if (pipe := before()) is not None}.items():
+            if pipe.fits(self._model):
+                self._chosen = chosen
+                pipe.begin_section(self._layout, self._optimizers, self._link, self._record, self._norm)
+                return True
+            pipe.undo(self._optimizers, self._link)
+            for module in pipe.model.modules():
+                _split_before.pop(module, None)
+        return False
 
     def facts(self) -> Any:
         """Return the stages, for workers that join; None before they are chosen."""
@@ -258,7 +267,8 @@ class PipelineStages(RankParts):
         calls, begins = chosen.calls, chosen.begins
         parts = self._model, self._optimizers, self._layout, self._link
         pipe = Pipeline(*parts, calls, begins, self._record, self._norm)
-        _split_before[self._model] = chosen, ref(pipe)
+        for module in self._model.modules():
+            _split_before[module] = chosen, ref(pipe)
 
 
 class _FirstCall:

@@ -187,8 +187,10 @@ def test_layers_in_lists_are_gathered_apart_but_for_shared_ones() -> None:
     assert layers_of(net) == [net[1][0]]
 
 
-def test_batch_normalisation_over_a_part_of_a_batch_and_a_replaced_layer_are_refused(tmp_path: Path) -> None:
+def test_batch_normalisation_replaced_layers_and_parts_of_other_models_are_refused(tmp_path: Path) -> None:
     normalised, replaced = "normalised/sgd/float32/allreduce", "replaced/sgd/float32/allreduce"
-    found = results(tmp_path, 1, 2, [normalised, replaced])
+    parted = "parted/sgd/float32/allreduce"
+    found = results(tmp_path, 1, 2, [normalised, replaced, parted])
     assert "the batch normalisation norm would see one process's samples" in found[normalised]
     assert "the parameter head.weight came to the model after it was divided among processes" in found[replaced]
+    assert "got: 0, a part of the model of a stretto.distribute before" in found[parted]
