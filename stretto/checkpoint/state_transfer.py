@@ -110,18 +110,27 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load these tensors into the model. Raises ModelError if they belong to another model."""
     for name, held in model_tensors(model).items():
-        tensor, stored = local(held), tensors.get(name)
-        if stored is None or stored.shape != tensor.shape:
-            got = "nothing" if stored is None else str(tuple(stored.shape))
-            raise ModelError(
-                explain(
-                    f"the loaded state does not fit this model: {name.partition('/')[2]}",
-                    got=got,
-                    expected=str(tuple(tensor.shape)),
-                    to_type="the same script as before, with the same arguments",
-                )
-            )
-        tensor.copy_(stored)
+        _load(name.partition("/")[2], held, tensors.get(name))
+
+
+@torch.no_grad()
+def load_some(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load some parameters and buffers of the model, by name. Raises ModelError if they belong to another model."""
+    held = state_of(model)
+    for name, stored in tensors.items():
+        _load(name, held.get(name), stored)
+
+
+def _load(name: str, held: Tensor | None, stored: Tensor | None) -> None:
+    tensor = None if held is None else local(held)
+    shapes = ["nothing" if one is None else str(tuple(one.shape)) for one in (stored, tensor)]
+    if tensor is None or stored is None or stored.shape != tensor.shape:
+        problem, to_type = (
+            f"the loaded state does not fit this model: {name}",
+            "the same script, with the same arguments",
+        )
+        raise ModelError(explain(problem, got=shapes[0], expected=shapes[1], to_type=to_type))
+    tensor.copy_(stored)
 
 
 def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:

@@ -61,24 +61,19 @@ class LeasedBatchSampler(BatchSampler):
         if self._order is None:
             self._order, settled = self._begun or (self._draw_or_fetch(), [])
             self._bounds = self._order.bounds
-            if self._stores_order and self.transport.order[0] != self._number:
+            if self.transport.admits_workers and self.transport.order[0] != self._number:
                 self.transport.store_order(self._number, pack(self._order))
             if self._begun is not None:
                 self.transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
             self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._plan, settled)
         return self._order
 
-    @property
-    def _stores_order(self) -> bool:
-        """True if the coordinator stores the order, for workers that join later."""
-        return self.transport.elastic or self.transport.expected > 1
-
     def _draw_or_fetch(self) -> EpochOrder:
         """Return the order: drawn with all workers, or stored by the coordinator for a worker that joined later."""
         transport, number = self.transport, self._number
         if transport.order[0] == number:
             return unpack(transport.order[1])
-        with transport.storing_order(number if self._stores_order else None):
+        with transport.storing_order(number if transport.admits_workers else None):
             return self._draw()
 
     def refuse_too_few(self) -> None:

@@ -444,9 +444,14 @@ class ParameterServerClient(Transport):
         self.order = number, order
         self._dispatcher.send(*self._order_to_store())
 
+    @property
+    def admits_workers(self) -> bool:
+        """True if workers may join later, for whom the dispatcher stores what they need."""
+        return self.elastic or self.expected > 1
+
     def store_facts(self, facts: bytes) -> None:
-        """Send the dispatcher the division of the model among ranks, for joining workers; wait until it is stored."""
-        self._dispatcher.wait(self._dispatcher.send(m.StoreFacts(facts)))
+        """Send the dispatcher what joining workers need besides the parameters; wait until it is stored."""
+        self._dispatcher.wait(self._dispatcher.send(m.StoreFacts(), [as_bytes(facts)]))
 
     def agreed(self, is_so: bool) -> bool:
         """Return True if all ranks of this worker pass True; they call this together."""
@@ -533,12 +538,13 @@ class ParameterServerClient(Transport):
             positions = self._join_shards()
         if not body.epoch_number:
             return
-        self.order = body.epoch_number, self._bytes_of(tensors)[0]
+        order, facts = self._bytes_of(tensors)
+        self.order = body.epoch_number, order
         self._has_left_barrier = True
         clock = min(reply.clock for reply in positions)
         self._request_all([m.ResumeClock(clock)] * self.shards)
         parameter_set = positions[0].parameter_set
-        self.join_position = JoinPosition(body.epoch_number, self.order[1], body.clock_zeros, parameter_set, body.facts)
+        self.join_position = JoinPosition(body.epoch_number, order, body.clock_zeros, parameter_set, facts)
         self.arrives = parameter_set > 0
 
     def _join_shards(self) -> list[m.Joined]:

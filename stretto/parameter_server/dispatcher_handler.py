@@ -144,7 +144,7 @@ class DispatcherHandler:
             self._clock_zeros[body.boot] = body.clock_zero
             return []
         if isinstance(body, m.StoreFacts):
-            self._facts = body.facts
+            self._facts = bytes(_flat(header, tensors, torch.uint8).numpy())
             return [OutgoingMessage(worker, request_id, m.Result())]
         if isinstance(body, m.Group):
             self._collectives.group(body.generation, body.members)
@@ -300,9 +300,9 @@ class DispatcherHandler:
             barriers_passed,
             present,
             self._clock_zeros,
-            facts=self._facts,
         )
-        return [OutgoingMessage(worker, request_id, joined, [order]) for worker, request_id in joining.items()]
+        tensors = [order, as_bytes(self._facts)]
+        return [OutgoingMessage(worker, request_id, joined, tensors) for worker, request_id in joining.items()]
 
     # --- rollback -----------------------------------------------------------------------------------------------
 

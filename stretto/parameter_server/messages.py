@@ -265,9 +265,7 @@ class BeginEpoch(_Message):
 
 
 class StoreFacts(_Message):
-    """The division of the model among the ranks of a worker, for joining workers."""
-
-    facts: bytes
+    """Bytes that joining workers need besides the parameters at the server, as one tensor."""
 
 
 class Lease(_Message):
@@ -378,7 +376,7 @@ class EpochStatus(_Message):
 
 class Joined(_Message):
     """The run's position for a joining worker. From the dispatcher: the epoch, the next operation, the barriers passed,
-    the zeros of the run's clock, and the `facts` of the model's division.
+    the zeros of the run's clock; its tensors are the epoch's order, and the facts that were stored.
 
     From a shard: the parameter set, and the rounds of the slowest worker.
     """
@@ -391,7 +389,6 @@ class Joined(_Message):
     clock_zeros: dict[bytes, float] = {}
     parameter_set: int = 0
     clock: int = 0
-    facts: bytes = b""
 
 
 class SnapshotList(_Message):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stretto.checkpoint.state_transfer import Own, load_some, pack_own, unpack_own
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
@@ -17,8 +18,8 @@ from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import in_buffers
 from stretto.strategies.local_updates import RoundRange
-from stretto.strategies.model_sync import Named
-from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.model_sync import Named, state_of
+from stretto.strategies.optimizers import Optimizers, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
 from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, watch_lookups
@@ -35,6 +36,8 @@ class AsyncStrategy(RecipeStrategy):
     """The exchange; None if no parameter was ever trained."""
     _steps = 0
     """Number of global steps with a step of any of several optimizers."""
+    _joined: Own | None = None
+    """State that the server does not hold, of a run that this worker joins, until its first epoch begins."""
 
     def __init__(
         self,
@@ -63,9 +66,23 @@ class AsyncStrategy(RecipeStrategy):
 
     # --- the training loop ----------------------------------------------------------------------------------------
 
+    def attach(self) -> None:
+        """Create the exchange; a worker that joins does so in its first epoch, after what its script changes before."""
+        position = self._client.join_position
+        if position is None or not position.facts or self._transport.siblings is not None:
+            super().attach()
+            return
+        refuse_optimizers(self.recipe, self._optimizers, self._transport.workers)
+        self._joined = unpack_own(position.facts)
+
     def begin_epoch(self, together: bool) -> None:
         """Exchange the parameters that any worker trains now, all ranks together; lay moved ones flat again."""
         parameter_set = self.sets[0]
+        if self._joined is not None:
+            (facts, tensors), self._joined = self._joined, None
+            load_some(self._model, tensors)
+            self.train_like([facts["trained"]])
+            return
         is_same = self._client.agreed(not parameter_set.has_changed() and parameter_set.is_laid())
         if together:  # a worker without a step has no gradients, and a frozen parameter is trained while it has one
             is_same = not any(self._transport.all_gather_bytes(b"" if is_same else b"changed"))
@@ -188,12 +205,21 @@ class AsyncStrategy(RecipeStrategy):
             self._observer,
         )
         server.open(rule_state)
+        self._store_for_joining(parameter_set)
         if self._server is not None:
             server.continue_counts(self._server)
             server.read()
             server.start_from_read()
         self._server = server
         self._watch_lookups(server)
+
+    def _store_for_joining(self, parameter_set: ParameterSet) -> None:
+        """Store what workers that join need, and what the server does not hold, at the first worker."""
+        if self._transport.worker or self._transport.siblings is not None or not self._client.admits_workers:
+            return
+        trained = parameter_set.names()
+        others = {name: one for name, one in state_of(self._model).items() if name not in trained}
+        self._client.store_facts(pack_own(({"trained": trained}, others)))
 
     # --- figures and state ----------------------------------------------------------------------------------------
 

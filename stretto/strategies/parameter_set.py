@@ -81,6 +81,10 @@ class ParameterSet:
         """Ids of the parameters in the flat buffers."""
         return {id(slot.parameter) for part in self.parts for slot in part.slots}
 
+    def names(self) -> list[str]:
+        """Return the names of the parameters in the flat buffers."""
+        return [slot.name for part in self.parts for slot in part.slots]
+
     def is_laid(self) -> bool:
         """True if all parameters are still in their places in the flat buffers: a script may have moved its model."""
         return all(part.in_place() for part in self.parts)

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import msgspec
-
+from stretto.checkpoint.state_transfer import pack_own, unpack_own
 from stretto.codecs import CodecContext
 from stretto.errors import LogError, StaysOutError
 from stretto.loader.data_digest import rows_digest
@@ -112,8 +111,10 @@ class Trainer:
         )
         parts = create_parts(arguments.layout, context)
         state, position = self.section.state if transport.arrives else None, transport.join_position
-        facts = state.facts.get("stages") if state is not None else None
-        parts.begin(msgspec.msgpack.decode(position.facts) if position is not None and position.facts else facts)
+        facts = state.facts if state is not None else {}
+        if position is not None and position.facts:
+            facts, _ = unpack_own(position.facts)
+        parts.begin(facts.get("stages"))
         return parts
 
     def _on_split(self) -> None:
@@ -124,7 +125,7 @@ class Trainer:
     def _store_facts(self) -> None:
         """Let a parameter server keep the division of the model, for workers that join."""
         if self.transport.server is not None and (facts := self.rank_parts.facts()) is not None:
-            self.transport.server.store_facts(msgspec.msgpack.encode(facts))
+            self.transport.server.store_facts(pack_own(({"stages": facts}, {})))
 
     @contextmanager
     def _waiting_for_ranks(self, phase: str = "waiting") -> Iterator[None]:

@@ -122,7 +122,8 @@ class JoinPosition:
     """Zeros of the run's clock, by the id of a machine's boot."""
     parameter_set: int
     facts: bytes
-    """Division of the model among the ranks of a worker; empty where there is none."""
+    """Division of the model among the ranks of a worker, or, of whole workers, the names of the parameters at the
+    server, and all other tensors of the model. Empty if nothing was stored."""
 
 
 class Loop(Protocol):

@@ -169,11 +169,14 @@ def test_a_snapshot_that_a_shard_cannot_store_does_not_count() -> None:
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1
 
 
-def test_the_division_of_a_model_is_replied_to_so_that_it_is_sent_again() -> None:
+def test_what_joining_workers_need_is_replied_to_so_that_it_is_sent_again() -> None:
     run = Run(meet=None)
-    assert isinstance(run.says(0, m.StoreFacts(b"stages"))[0], m.Result)
+    facts = torch.arange(5, dtype=torch.uint8)
+    assert isinstance(run.says(0, m.StoreFacts(), [facts])[0], m.Result)
+    run.handler.load_state(run.handler.state())
     run.handler.remove(1)
-    assert run.joins(1).facts == b"stages"
+    (joined,) = replies_to(run.handler, 1, next(run.numbers), m.Join())
+    assert torch.equal(joined.tensors[1], facts)
 
 
 def test_batches_of_a_worker_that_leases_all_and_trains_none_return_when_it_is_declared_failed() -> None:
