@@ -96,9 +96,13 @@ class ElasticAgent:
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
 
+    def _own_of(self, state: State) -> state_transfer.Own | None:
+        """Return this worker's own state; None among other members."""
+        return state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
+
     def _load_model(self, state: State) -> state_transfer.Own | None:
         """Load the model, this worker's own if it had one. Return this worker's own state; None among other members."""
-        own = state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
+        own = self._own_of(state)
         state_transfer.load_model(self._trainer.model, state.tensors | (own[1] if own is not None else {}))
         return own
 
@@ -165,12 +169,20 @@ class ElasticAgent:
         if self._taken is not None and self._trainer.progress.epochs > self._taken.facts["epochs"]:
             self._continue_from(self._taken)
 
+    def section_ends(self) -> None:
+        """Restore the random states that were saved at the end of this section, if no epoch began since."""
+        if self._taken is not None:
+            self._restore_random_states(self._taken)
+
     def _continue_from(self, state: State) -> None:
         """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
-        own = self._load_model(state)
+        self._load_model(state)
         self._trainer.settings.take(state.facts["settings"])
-        if own is not None:
+        self._restore_random_states(state)
+
+    def _restore_random_states(self, state: State) -> None:
+        if (own := self._own_of(state)) is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 
     # --- leaving ------------------------------------------------------------------------------------------------

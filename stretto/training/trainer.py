@@ -170,6 +170,7 @@ class Trainer:
             self._notice_left_loop()
         if not self.agent.left:
             self.epochs.end_peek() or self.epochs.end_epoch()
+            self.agent.section_ends()
             self.rank_parts.take_part()
             self.progress.enter(OVER)
             has_worked = self._has_any_worker_trained()

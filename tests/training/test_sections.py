@@ -152,6 +152,30 @@ def test_a_model_of_the_meta_device_is_resumed_in_its_second_section(recipe: str
     assert torch.equal(run_one_worker(work, recipe, run=tmp_path / "again", resume=part, **options), whole)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
+def test_a_run_resumed_at_the_end_of_a_section_draws_the_same_numbers_in_the_next(recipe: str, tmp_path: Path) -> None:
+    def work(_: int) -> Tensor:
+        torch.manual_seed(0)
+        net = small_net()
+        for _section in range(2):
+            optimizer = sgd(net.parameters())
+            loader = stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4, shuffle=True))
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return flat(net)
+
+    options: dict[str, Any] = {"checkpoint": every("2 rounds"), "keep": 99}
+    for name in ("whole", "again"):
+        (tmp_path / name).mkdir()
+    whole = run_one_worker(work, recipe, run=tmp_path / "whole", **options)
+    part = tmp_path / "part"
+    shutil.copytree(tmp_path / "whole", part)
+    shutil.rmtree(part / "section-2/checkpoints")
+    assert torch.equal(run_one_worker(work, recipe, run=tmp_path / "again", resume=part, **options), whole)
+
+
 def test_finish_ends_a_section_explicitly(tmp_path: Path) -> None:
     def work(worker: int) -> None:
         fold(0)
