@@ -21,6 +21,7 @@ FINAL = "final.safetensors"
 MODEL = "model/"
 """Prefix of the names of the model's tensors in a checkpoint."""
 TARGET = "model.safetensors"
+TORCH_SUFFIXES = (".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ class Exported:
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="The file to write: safetensors, or torch.save's for a name with .pt or .pth."
+        ),
+    ],
     *,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     json_to: Annotated[
@@ -130,7 +136,12 @@ def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
 
 def _write(out: Path, tensors: dict[str, Tensor]) -> None:
     """Write under a temporary name first, so that `out` is complete or absent."""
+    import torch
+
     from stretto.checkpoint.storage import write_tensors
 
     with written_whole(out) as part:
-        write_tensors(part, tensors)
+        if out.suffix in TORCH_SUFFIXES:
+            torch.save(tensors, part)
+        else:
+            write_tensors(part, tensors)

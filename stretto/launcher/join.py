@@ -32,6 +32,7 @@ from stretto.notices import say
 from stretto.process_config import KeyTexts
 from stretto.run_config import Output, RunConfig, decode_path
 from stretto.run_dir import cores, make_folder, versions
+from stretto.whole_files import written_whole
 
 if TYPE_CHECKING:
     from stretto.launcher.join_client import JoinClient
@@ -76,12 +77,14 @@ class JoinRequest:
 
 
 def write_join_key(folder: Path, servers: Servers) -> Path:
-    """Write `join.key`, readable by its owner only. Raises LogError if the disk does not take it."""
+    """Write `join.key`, whole, readable by its owner only. Raises LogError if the disk does not take it."""
     assert servers.coordinator_at is not None
     path = folder / JOIN_KEY
+    text = msgspec.json.encode(JoinKey(servers.coordinator_at, servers.keys_of(b"joining"))) + b"\n"
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(JoinKey(servers.coordinator_at, servers.keys_of(b"joining"))) + b"\n")
+        with written_whole(path) as part:
+            part.touch(0o600, exist_ok=False)
+            part.write_bytes(text)
     except OSError as error:
         raise LogError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -56,6 +56,13 @@ def test_newest_checkpoint_is_exported_as_a_state_dict(run: Path, tmp_path: Path
     assert exported.bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.pth"])
+def test_a_name_of_torch_gets_a_file_that_torch_loads(name: str, run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / name, notice=pytest.fail)
+    found, wanted = torch.load(tmp_path / name, weights_only=True), model(20)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[one], wanted[one]) for one in wanted)
+
+
 def test_final_model_takes_precedence_over_checkpoints(run: Path, tmp_path: Path) -> None:
     save_file(model(30), run / "final.safetensors")
     assert export(run, tmp_path / "out", notice=pytest.fail).round is None

@@ -6,6 +6,7 @@ Errors of runs with `--listen` and of joining hosts are tested without starting 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import pytest
 from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, on, starts, until
 from run_place import Place, config_of
 
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, LogError
 from stretto.launcher.config import check
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import JOIN_KEY, JoinRequest, plan_of_join, write_join_key
@@ -207,6 +208,18 @@ def test_key_is_private_and_complete(place: Place) -> None:
         path = write_join_key(place.folder, servers)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert msgspec.json.decode(path.read_bytes())["keys"] == list(servers.keys_of(b"joining") or ())
+
+
+def test_key_that_the_disk_does_not_take_leaves_no_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(text[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with servers_for(0, plain=False, coordinated=True) as servers, pytest.raises(LogError, match="No space left"):
+        write_join_key(place.folder, servers)
+    assert not (place.folder / JOIN_KEY).exists()
 
 
 @pytest.mark.parametrize(
