@@ -7,6 +7,7 @@ import gc
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,53 +128,49 @@ def test_evaluations_are_counted_from_the_beginning_of_each_section(tmp_path: Pa
         assert (first[-1], second[-1]) == (36, 40)
 
 
+def train_twice(net: nn.Module, shuffle: bool = False) -> Tensor:
+    """Train in two sections of an epoch."""
+    for _section in range(2):
+        optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4, shuffle=shuffle))
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    return flat(net)
+
+
+def whole_and_resumed(work: Callable[[int], Tensor], recipe: str, kept: int, folder: Path) -> list[Tensor]:
+    """Return the results of a run, and of one resumed when the second section had this number of checkpoints."""
+    options: dict[str, Any] = {"checkpoint": every("2 rounds"), "keep": 99}
+    for name in ("whole", "again"):
+        (folder / name).mkdir()
+    whole = run_one_worker(work, recipe, run=folder / "whole", **options)
+    shutil.copytree(folder / "whole", folder / "part")
+    for checkpoint in sorted((folder / "part/section-2/checkpoints").iterdir())[kept:]:
+        shutil.rmtree(checkpoint)
+    return [whole, run_one_worker(work, recipe, run=folder / "again", resume=folder / "part", **options)]
+
+
 @pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
 def test_a_model_of_the_meta_device_is_resumed_in_its_second_section(recipe: str, tmp_path: Path) -> None:
     def work(_: int) -> Tensor:
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
-        for section in range(2):
-            optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
-            loader = stretto.distribute(net, optimizer, DataLoader(regression(24 + section), batch_size=4))
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.mse_loss(net(x), y).backward()
-                optimizer.step()
-        return flat(net)
+        return train_twice(net)
 
-    options: dict[str, Any] = {"checkpoint": every("2 rounds"), "keep": 99}
-    for name in ("whole", "again"):
-        (tmp_path / name).mkdir()
-    whole = run_one_worker(work, recipe, run=tmp_path / "whole", **options)
-    part = tmp_path / "part"
-    shutil.copytree(tmp_path / "whole", part)
-    for checkpoint in sorted((part / "section-2/checkpoints").iterdir())[1:]:
-        shutil.rmtree(checkpoint)
-    assert torch.equal(run_one_worker(work, recipe, run=tmp_path / "again", resume=part, **options), whole)
+    whole, again = whole_and_resumed(work, recipe, 1, tmp_path)
+    assert torch.equal(again, whole)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
 def test_a_run_resumed_at_the_end_of_a_section_draws_the_same_numbers_in_the_next(recipe: str, tmp_path: Path) -> None:
     def work(_: int) -> Tensor:
         torch.manual_seed(0)
-        net = small_net()
-        for _section in range(2):
-            optimizer = sgd(net.parameters())
-            loader = stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4, shuffle=True))
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.mse_loss(net(x), y).backward()
-                optimizer.step()
-        return flat(net)
+        return train_twice(small_net(), shuffle=True)
 
-    options: dict[str, Any] = {"checkpoint": every("2 rounds"), "keep": 99}
-    for name in ("whole", "again"):
-        (tmp_path / name).mkdir()
-    whole = run_one_worker(work, recipe, run=tmp_path / "whole", **options)
-    part = tmp_path / "part"
-    shutil.copytree(tmp_path / "whole", part)
-    shutil.rmtree(part / "section-2/checkpoints")
-    assert torch.equal(run_one_worker(work, recipe, run=tmp_path / "again", resume=part, **options), whole)
+    whole, again = whole_and_resumed(work, recipe, 0, tmp_path)
+    assert torch.equal(again, whole)
 
 
 def test_finish_ends_a_section_explicitly(tmp_path: Path) -> None:
