@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -268,7 +269,7 @@ SETTINGS = settings(max_examples=examples(100), suppress_health_check=list(Healt
 
 @pytest.fixture(scope="module")
 def besieged() -> Iterator[tuple[EmbeddedServer, ParameterServerClient]]:
-    """One server for all examples, each of which is a worker of its own; worker 0 is valid."""
+    """One server for all examples, each of which is another worker than the one before; worker 0 is valid."""
     servers = Servers()
     hosted = servers.start(500)
     yield hosted, open_wire(servers, hosted)
@@ -292,7 +293,7 @@ def test_the_server_keeps_serving_after_any_message(
     besieged: tuple[EmbeddedServer, ParameterServerClient], which: int
 ) -> None:
     hosted, healthy = besieged
-    service, workers = hosted.server.services[which], iter(range(1 + 200 * which, 200 + 200 * which))
+    service, workers = hosted.server.services[which], itertools.cycle(range(1 + 200 * which, 200 + 200 * which))
 
     @SETTINGS
     @given(SENDINGS)
