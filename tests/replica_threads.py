@@ -25,7 +25,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport import in_memory
 from stretto.transport.in_memory import InMemoryTransport
-from stretto.transport.interface import Collectives, Transport
+from stretto.transport.interface import Collectives, Found, Transport
 
 DATA = TensorDataset(*words(0, 46))
 
@@ -49,6 +49,14 @@ class RankTransport:
 
         class WithSiblings(InMemoryTransport):
             siblings: Collectives | None = inside
+
+            def attempt(
+                self, act: Callable[[], Found], again: Callable[[], Found] | None = None, in_pairs: bool = False
+            ) -> Found:
+                """Run an attempt, which ends at all ranks of the replica or at none."""
+                found = super().attempt(act, again, in_pairs)
+                inside.all_gather_bytes(b"completed")
+                return found
 
         return WithSiblings(replica, table)
 

@@ -21,7 +21,7 @@ pass. Parameters of other ranks stay in the model and in the optimizer, without 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +102,7 @@ class Pipeline:
         begins: Sequence[int],
         record: PassRecord | None = None,
         norm: GradientNorm | None = None,
+        on_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._layout, self._link, self._calls, self._begins = model, layout, link, calls, list(begins)
         self.record = record or PassRecord()
@@ -118,7 +119,7 @@ class Pipeline:
         self._parameters = self._let_go()
         self._norm = norm or GradientNorm(optimizers, link)
         self._norm.start(model)
-        self._anchor = self._make_anchor()
+        self._anchor = self._make_anchor(on_backward)
         for name, is_open in opened(model).items():
             module = model.get_submodule(name)
             if name:
@@ -130,7 +131,13 @@ class Pipeline:
         give_whole_optimizer_states(optimizers, link)
 
     def begin_section(
-        self, layout: pipeline, optimizers: Optimizers, link: Link, record: PassRecord, norm: GradientNorm
+        self,
+        layout: pipeline,
+        optimizers: Optimizers,
+        link: Link,
+        record: PassRecord,
+        norm: GradientNorm,
+        on_backward: Callable[[], None],
     ) -> None:
         """Train the model with these optimizers from now on, over a link of the same ranks."""
         self._layout, self.record = layout, record
@@ -138,7 +145,7 @@ class Pipeline:
         self._norm.close()
         self._norm = norm
         self._norm.start(self._model)
-        self._anchor = self._make_anchor()
+        self._anchor = self._make_anchor(on_backward)
         give_whole_optimizer_states(optimizers, self._link)
 
     @property
@@ -184,9 +191,16 @@ class Pipeline:
         for module, own in self._modules.values():
             put_back(module, own)
 
-    def _make_anchor(self) -> Tensor:
-        """Return an input of the operation, for ranks without a trained parameter."""
-        return torch.zeros((), requires_grad=any(one.requires_grad for one in self._model.parameters()), device="cpu")
+    def _make_anchor(self, on_backward: Callable[[], None]) -> Tensor:
+        """Return an input of the operation whose gradient is 0, for ranks without a trained parameter.
+
+        Backward passes reach it at all ranks: `on_backward` is called in each that sets gradients of parameters.
+        """
+        anchor = torch.zeros((), device=self._link.device)
+        if any(one.requires_grad for one in self._model.parameters()):
+            hooked: Any = anchor.requires_grad_()
+            hooked.register_post_accumulate_grad_hook(lambda _: on_backward())
+        return anchor
 
     def _let_go(self) -> list[nn.Parameter]:
         """Give up the memory of other stages' parameters; return this stage's."""
@@ -420,8 +434,8 @@ class _WholeModel(torch.autograd.Function):
     """The whole model as one operation of this rank's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, pipe: Pipeline, whole: _Pass, _anchor: Tensor, *_parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.pipe, ctx.whole = pipe, whole
+    def forward(ctx: Any, pipe: Pipeline, whole: _Pass, anchor: Tensor, *_parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.pipe, ctx.whole, ctx.anchor = pipe, whole, anchor
         with pipe.record.within() if whole.with_gradients else nullcontext():
             outputs = tuple(pipe.run(whole))
         ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
@@ -432,7 +446,8 @@ class _WholeModel(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ModelError(refusals.second_derivative())
         with ctx.pipe.record.within(is_backward=True):
-            return (None, None, None, *ctx.pipe.run_back(ctx.whole, gradients))
+            found = ctx.pipe.run_back(ctx.whole, gradients)
+            return (None, None, torch.zeros_like(ctx.anchor), *found)
 
 
 def _check_rows(whole: _Pass, pieces: Sequence[Sequence[Tensor]]) -> None:

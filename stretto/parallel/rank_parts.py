@@ -52,6 +52,8 @@ class RankContext:
     """Phases of this rank's time; None if they are not logged."""
     write: Callable[..., None] = lambda *_, **__: None
     """Writes an event of a kind with these fields."""
+    on_backward: Callable[[], None] = lambda: None
+    """Called in each backward pass of a model in stages, at all ranks."""
 
 
 class RankParts(Arrangement):

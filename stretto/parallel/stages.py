@@ -105,7 +105,9 @@ class PipelineStages(RankParts):
         for pipe, chosen in {pipe: chosen for chosen, before in found if (pipe := before()) is not None}.items():
             if pipe.fits(self._model):
                 self._chosen = chosen
-                pipe.begin_section(self._layout, self._optimizers, self._link, self._record, self._norm)
+                pipe.begin_section(
+                    self._layout, self._optimizers, self._link, self._record, self._norm, self._context.on_backward
+                )
                 return True
             pipe.undo(self._optimizers, self._link)
             for module in pipe.model.modules():
@@ -266,7 +268,7 @@ class PipelineStages(RankParts):
         build(self._model, random_state, lambda name: chosen.calls.stage_of(name, chosen.begins) == self.rank)
         calls, begins = chosen.calls, chosen.begins
         parts = self._model, self._optimizers, self._layout, self._link
-        pipe = Pipeline(*parts, calls, begins, self._record, self._norm)
+        pipe = Pipeline(*parts, calls, begins, self._record, self._norm, self._context.on_backward)
         for module in self._model.modules():
             _split_before[module] = chosen, ref(pipe)
 

@@ -168,7 +168,7 @@ class AsyncStrategy(RecipeStrategy):
             self._transport.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         super()._rebuild(parameter_set, by_name, late)
 
-    def _is_unused(self, by_name: Named) -> bool:
+    def _is_unused(self, parameter_set: ParameterSet, by_name: Named) -> bool:
         """Return True if no rank of this worker has parameters to exchange; each calls this."""
         return self._client.agreed(not by_name)
 

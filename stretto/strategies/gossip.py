@@ -62,7 +62,8 @@ class GossipStrategy(RoundStrategy):
         rank, rows = self._transport.worker, mixing_matrix(self.recipe.whom, number, self._transport.workers)
         row, tally = rows[rank], self._context.tally
         message = [(one, tally.account("parameters")) for one in own]
-        message.append((torch.tensor([share], dtype=torch.float64, device=own[0].device), tally.account("counts")))
+        device = own[0].device if own else torch.device("cpu")
+        message.append((torch.tensor([share], dtype=torch.float64, device=device), tally.account("counts")))
         runners = {
             peer: [self._swap(peer, one if rank in other else one[:0], account) for one, account in message]
             for peer, other in enumerate(rows)

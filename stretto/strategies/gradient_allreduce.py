@@ -4,6 +4,9 @@ The hook of each parameter writes its weighted gradient into a flat bucket; full
 end of the backward pass waits for all buckets, so that gradient clipping, gradient scalers and the optimizer see the
 averaged gradients.
 
+An exchange commits at all ranks of a worker or at none. So a rank whose stage trains no parameter takes part with the
+counts alone, and a rank of a pipeline begins the exchange even where the backward pass reaches no parameter.
+
 Where another library owns the parameters, as shards of a replica's ranks, all of this happens at the end of the pass:
 within it a rank waits for other ranks, which must not wait for other workers. The gradients of an only worker are
 already the mean, and are not copied.
@@ -107,8 +110,8 @@ class GradientBuffers:
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
         self.copied = [gradient_slot for gradient_slot in self.gradient_slots if gradient_slot.slot.source.copies]
         """Gradients whose memory is not in the buckets, and that get a copy of the result."""
-        last, size = self.buckets[-1], len(flat_parameters.slots) + 2
-        self.counts = last.tail if counts_in_tail else torch.zeros(size, device=last.flat.device)
+        size, device = len(flat_parameters.slots) + 2, self._flats[-1].device if self._flats else "cpu"
+        self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(size, device=device)
         """Counts over the workers, summed by the exchange.
 
         For each parameter the number of workers that have a gradient for it, then the number of workers whose set of
@@ -153,7 +156,8 @@ class GradientAllReduce:
         self._runtime, self._pace, self._observer = context.runtime, context.pace, observer
         self._share = parameter_set.weights.share
         self._account = tally.account(type(recipe.what).__name__)
-        self._counts_in_tail = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
+        rides = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
+        self._counts_in_tail = rides and bool(flat_parameters.parts)
         self._elastic = transport.repeats_attempts
         self._buffer_sets = [
             GradientBuffers(flat_parameters, self._counts_in_tail) for _ in range(2 if self._elastic else 1)
@@ -201,7 +205,8 @@ class GradientAllReduce:
     def is_warm(self) -> bool:
         """True if the last result was a momentum, not a gradient."""
         what = self._what
-        return isinstance(what, momenta) and all(one.state.rounds > what.warm_up for one in self.buckets)
+        is_past = [one.state.rounds > what.warm_up for one in self.buckets] if isinstance(what, momenta) else []
+        return bool(is_past) and all(is_past)
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -238,20 +243,26 @@ class GradientAllReduce:
         self._begin(idle)
         self._after_backward()
 
-    def _ready(self, parameter: Parameter) -> None:
-        """Write and send a parameter's gradient; the hook that runs when backward has accumulated it."""
-        if self.paused:
+    def begin_in_backward(self) -> None:
+        """Begin the exchange of the backward pass under way, or have it begin at its end, unless it has begun."""
+        if self.paused or self._running:
             return
-        if not self._running and (self._copies or self._is_mean):
+        if self._copies or self._is_mean:
             self._running = self._is_late = True
             self._runtime.after_backward(self._exchange_late)
-        if self._is_late:
             return
         before = self._timer.switch("encoding")
-        if not self._running:
-            self._observer.exchange_begins()
-            self._begin()
-            self._runtime.after_backward(self._after_backward)
+        self._observer.exchange_begins()
+        self._begin()
+        self._runtime.after_backward(self._after_backward)
+        self._timer.switch(before)
+
+    def _ready(self, parameter: Parameter) -> None:
+        """Write and send a parameter's gradient; the hook that runs when backward has accumulated it."""
+        self.begin_in_backward()
+        if self.paused or self._is_late:
+            return
+        before = self._timer.switch("encoding")
         gradient_slot = self._buffer_sets[0].slot_of.get(id(parameter))
         if gradient_slot is None:
             self._timer.switch(before)
@@ -454,11 +465,10 @@ def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) ->
     Where the counts can't ride along, the codec is not elementwise and each flat buffer is one bucket: such a codec may
     look for the largest elements of all.
     """
-    last = flat_parameters.parts[-1]
     flats: list[Tensor] = []
     buckets: list[Bucket] = []
     for part in flat_parameters.parts:
-        tail = len(flat_parameters.slots) + 1 if part is last and counts_in_tail else 0
+        tail = len(flat_parameters.slots) + 1 if part is flat_parameters.parts[-1] and counts_in_tail else 0
         flat = zeros(part.theta.numel() + tail, part.slots)
         flats.append(flat)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES

@@ -21,7 +21,9 @@ class GradientStrategy(RecipeStrategy):
     """All-reduces the gradients of all optimizers as one set, in the backward pass."""
 
     _gradients: GradientAllReduce | None = None
-    """The exchange; None while no parameter is trained."""
+    """The exchange; None while no rank of this worker trains a parameter."""
+    _is_accumulating = False
+    """True while the exchange is suspended."""
     _hooks: Sequence[RemovableHandle] = ()
 
     def attach(self) -> None:
@@ -52,14 +54,20 @@ class GradientStrategy(RecipeStrategy):
         if self._gradients is not None:
             self._gradients.take_part()
 
+    def on_backward(self) -> None:
+        """Begin the exchange, though the backward pass may reach no parameter of this rank."""
+        if self._gradients is not None:
+            self._gradients.begin_in_backward()
+
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it."""
+        self._is_accumulating = on
         if self._gradients is not None:
             self._gradients.paused = on
 
     @property
     def exchanges_gradients(self) -> bool:
-        """True if a parameter is trained."""
+        """True if a rank of this worker trains a parameter."""
         return self._gradients is not None
 
     @property
@@ -71,8 +79,7 @@ class GradientStrategy(RecipeStrategy):
         """Remove all hooks from the model, the parameters and the optimizer."""
         for hook in self._hooks:
             hook.remove()
-        if self._gradients is not None:
-            self._gradients.release()
+        self._drop_exchange(self.sets[0])
         super().close()
 
     def sync_for_evaluation(self, called: bool = False) -> None:
@@ -106,6 +113,7 @@ class GradientStrategy(RecipeStrategy):
             self._observer,
             lambda idle: self._follow_changes(parameter_set, at_start=False, idle=idle),
         )
+        self._gradients.paused = self._is_accumulating  # the first call of a model, which splits it, may be within
 
     def _drop_exchange(self, parameter_set: ParameterSet) -> None:
         if self._gradients is not None:

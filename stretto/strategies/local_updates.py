@@ -59,7 +59,7 @@ class LocalUpdates:
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
         device = flat_parameters.parts[0].theta.device if flat_parameters.parts else None
-        self._flag = None if recipe.how.elementwise else torch.zeros(1, device=device)
+        self._flag = None if recipe.how.elementwise and flat_parameters.parts else torch.zeros(1, device=device)
         """Flag of a change of the trained parameters; None where the spare element of each buffer carries it."""
         with in_buffers(flat_parameters.parts):
             self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]

@@ -73,7 +73,7 @@ class ParameterSet:
 
     @property
     def parts(self) -> Sequence[FlatBuffer]:
-        """Flat buffers of these parameters; empty if none is trained."""
+        """Flat buffers of these parameters; empty if this rank trains none."""
         return self.flat_parameters.parts if self.flat_parameters is not None else ()
 
     @property
@@ -119,6 +119,10 @@ class ParameterSet:
         given = {id(one) for one in self._given() if not is_held(one) and trained(one)}
         return {plain_name(name) for name, one in self._model.named_parameters() if id(one) in given}
 
+    def is_trained_elsewhere(self) -> bool:
+        """Return True if another rank, of any worker, trains a parameter of this set."""
+        return bool(self._trained_elsewhere() if self._elsewhere is None else self._elsewhere)
+
     def _given(self) -> list[Parameter]:
         """Return the parameters that the optimizers hold, without any that the script has replaced."""
         given = (parameter for each in self.optimizers for parameter in parameters_of(each))
@@ -155,8 +159,6 @@ class ParameterSet:
         new = [(name, parameter) for name, parameter in named.items() if name in unlaid]
         self._start_alike(new, at_start)
         by_name = [(name, parameter) for name, parameter in named.items() if name in wanted]
-        if laid and not by_name and elsewhere:
-            raise ModelError(_nothing_here(len(laid)))
         has_changed = bool(new) or {id(parameter) for _, parameter in by_name} != laid or elsewhere != before
         return Agreed(by_name, new, has_changed, bool(new) or bool(elsewhere - before))
 
@@ -202,13 +204,3 @@ class ParameterSet:
             for slot in round_range.part.slots:
                 if (value := self._before.get(id(slot.parameter))) is not None and slot.home is None:
                     slot.view(round_range.state.agreed).copy_(value)
-
-
-def _nothing_here(count: int) -> str:
-    return explain(
-        "all parameters of a stage are frozen, so that it has nothing to train",
-        got=f"no trained parameter, of {count} before",
-        expected="trained parameters in each stage of a pipeline",
-        to_type='--layout "whole()", or requires_grad_(False) before the first call of the model, which is then split '
-        "otherwise",
-    )

@@ -122,7 +122,7 @@ class RecipeStrategy(Strategy):
     def _rebuild(self, parameter_set: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
         """Lay these parameters flat and exchange them from now on, keeping the state of those exchanged before."""
         before = residuals(self.recipe.how, self._pieces(parameter_set))
-        if self._is_unused(by_name):
+        if self._is_unused(parameter_set, by_name):
             self._drop_exchange(parameter_set)
             parameter_set.flat_parameters = None
             parameter_set.see()
@@ -133,9 +133,9 @@ class RecipeStrategy(Strategy):
         carry_over(ranges, self._ranges_of(parameter_set))
         add_residuals(self.recipe.how, before, self._pieces(parameter_set))
 
-    def _is_unused(self, by_name: Named) -> bool:
-        """Return True if there is nothing to exchange of these parameters."""
-        return not by_name
+    def _is_unused(self, parameter_set: ParameterSet, by_name: Named) -> bool:
+        """Return True if no rank of this worker has parameters to exchange."""
+        return not by_name and not parameter_set.is_trained_elsewhere()
 
     def _tables(self, by_name: Named) -> Container[int]:
         """Return the ids of the parameters whose rows are exchanged by themselves."""

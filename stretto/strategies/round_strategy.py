@@ -39,7 +39,7 @@ class RoundStrategy(RecipeStrategy):
 
     def _run_round(self, parameter_set: ParameterSet, number: int) -> None:
         self._exchanging, parameter_set.has_stepped = parameter_set, False
-        if parameter_set.parts:
+        if parameter_set.flat_parameters is not None:
             self.exchange(parameter_set, number)
 
     def exchange(self, parameter_set: ParameterSet, number: int) -> None:

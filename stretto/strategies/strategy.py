@@ -89,6 +89,9 @@ class Strategy:
     def take_part(self) -> None:
         """Take part, without a gradient of this worker, in an exchange of gradients that other workers have begun."""
 
+    def on_backward(self) -> None:
+        """Begin an exchange of gradients in the backward pass under way, which reaches the model at all ranks."""
+
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it."""
 

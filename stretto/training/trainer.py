@@ -107,6 +107,7 @@ class Trainer:
             on_exchange=lambda: self.progress.count_round(),
             timeout_s=timeout_s,
             timer=self.timer,
+            on_backward=lambda: self.strategy.on_backward(),
             write=lambda kind, **fields: self.events.write(kind, None, **fields),
         )
         parts = create_parts(arguments.layout, context)
