@@ -127,6 +127,8 @@ Host {self.names} nowhere stranger
 
     async def _serve(self, session: Any) -> None:
         """Run the command of a session until it ends."""
+        import asyncssh
+
         command = session.command
         self.commands.append(command)
         place = self.folder / f"host{len(self.commands)}"
@@ -143,15 +145,17 @@ Host {self.names} nowhere stranger
             **pipes,  # type: ignore[call-overload]
         )
         self._sessions.append((command, process))
-        await session.redirect(process.stdin, process.stdout, process.stderr)
-        code = await self._loop.run_in_executor(None, process.wait)
-        with suppress(OSError):
-            await session.stdout.drain()
-            if code < 0:
-                session.exit_with_signal("KILL")
-            else:
-                session.exit(code)
-        await session.wait_closed()
+        try:
+            await session.redirect(process.stdin, process.stdout, process.stderr)
+            code = await self._loop.run_in_executor(None, process.wait)
+            with suppress(OSError, asyncssh.Error):
+                await session.stdout.drain()
+                if code < 0:
+                    session.exit_with_signal("KILL")
+                else:
+                    session.exit(code)
+        finally:  # also if the connection is lost before the command ends
+            await session.wait_closed()
 
     def pids(self) -> list[tuple[str, int]]:
         """Return the commands, each with its process."""
@@ -170,7 +174,8 @@ Host {self.names} nowhere stranger
     async def _end(self) -> None:
         self._listener.close()
         await self._listener.wait_closed()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            _, tasks = await asyncio.wait(tasks, timeout=10)  # the connections and the commands have ended
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
