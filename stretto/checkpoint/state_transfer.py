@@ -123,13 +123,11 @@ def load_some(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _load(name: str, held: Tensor | None, stored: Tensor | None) -> None:
     tensor = None if held is None else local(held)
-    shapes = ["nothing" if one is None else str(tuple(one.shape)) for one in (stored, tensor)]
     if tensor is None or stored is None or stored.shape != tensor.shape:
-        problem, to_type = (
-            f"the loaded state does not fit this model: {name}",
-            "the same script, with the same arguments",
-        )
-        raise ModelError(explain(problem, got=shapes[0], expected=shapes[1], to_type=to_type))
+        got, expected = ("nothing" if one is None else str(tuple(one.shape)) for one in (stored, tensor))
+        problem = f"the loaded state does not fit this model: {name}"
+        to_type = "the same script as before, with the same arguments"
+        raise ModelError(explain(problem, got=got, expected=expected, to_type=to_type))
     tensor.copy_(stored)
 
 

@@ -38,7 +38,7 @@ def read(path: Path, columns: str | None) -> Ratings:
     """Return the ratings of a file. Raise LaunchError for a file without ratings, or with lines that are none.
 
     `columns` names the three columns, in the order row, column, value; by default they are the first three. A first
-    line without a number in its third column is a heading. The separator is the one that this line has most of.
+    line without a number in its third column is a heading. The separator is the most frequent one in this line.
     """
     with _opened(path) as lines:
         numbered = ((number, line) for number, line in enumerate(lines, 1) if line)

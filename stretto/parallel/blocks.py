@@ -267,7 +267,7 @@ def _follow(entries: Numbers) -> bool:
 
 
 def _entries(table: Tensor, entries: Numbers) -> Tensor:
-    """Return entries of a table: a view of those that follow each other, a copy of others."""
+    """Return entries of a table: a view if they follow each other, otherwise a copy."""
     return table[entries[0] : entries[-1] + 1] if _follow(entries) else table[entries]
 
 

@@ -191,7 +191,7 @@ def measured_hop(link: Link) -> Hop:
 
 
 def _way_s(link: Link, nbytes: int) -> float:
-    """Return the seconds in which a tensor arrives, half of those that it takes there and back."""
+    """Return the seconds in which a tensor arrives, half of its time there and back."""
     probe, times = torch.zeros(nbytes, dtype=torch.uint8, device=link.device), []
     for _ in range(TIMES):
         began = time.perf_counter()

@@ -205,8 +205,9 @@ class GradientAllReduce:
     def is_warm(self) -> bool:
         """True if the last result was a momentum, not a gradient."""
         what = self._what
-        is_past = [one.state.rounds > what.warm_up for one in self.buckets] if isinstance(what, momenta) else []
-        return bool(is_past) and all(is_past)
+        if not isinstance(what, momenta) or not self.buckets:
+            return False
+        return all(one.state.rounds > what.warm_up for one in self.buckets)
 
     def release(self) -> None:
         """Remove the hooks."""

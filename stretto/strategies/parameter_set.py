@@ -82,8 +82,8 @@ class ParameterSet:
         return {id(slot.parameter) for part in self.parts for slot in part.slots}
 
     def names(self) -> list[str]:
-        """Return the names of the parameters in the flat buffers."""
-        return [slot.name for part in self.parts for slot in part.slots]
+        """Return the names of the parameters in the flat buffers, in the order of the model."""
+        return [slot.name for slot in reversed(self.flat_parameters.slots)] if self.flat_parameters is not None else []
 
     def is_laid(self) -> bool:
         """True if all parameters are still in their places in the flat buffers: a script may have moved its model."""

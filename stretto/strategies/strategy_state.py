@@ -95,8 +95,7 @@ class StrategyState:
     @property
     def _trained(self) -> list[list[str]]:
         """Names of the parameters that are exchanged, by set."""
-        laid = [parameter_set.flat_parameters for parameter_set in self._strategy.sets]
-        return [[slot.name for slot in reversed(flat.slots)] if flat is not None else [] for flat in laid]
+        return [parameter_set.names() for parameter_set in self._strategy.sets]
 
     def _fitting_rule_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleState:
         """Return a checkpoint's rule state, without tensors whose lengths differ from this worker's buffers."""

@@ -172,17 +172,17 @@ class ElasticAgent:
     def section_ends(self) -> None:
         """Restore the random states that were saved at the end of this section, if no epoch began since."""
         if self._taken is not None:
-            self._restore_random_states(self._taken)
+            self._restore_random_states(self._own_of(self._taken))
 
     def _continue_from(self, state: State) -> None:
         """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
-        self._load_model(state)
+        own = self._load_model(state)
         self._trainer.settings.take(state.facts["settings"])
-        self._restore_random_states(state)
+        self._restore_random_states(own)
 
-    def _restore_random_states(self, state: State) -> None:
-        if (own := self._own_of(state)) is not None:
+    def _restore_random_states(self, own: state_transfer.Own | None) -> None:
+        if own is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 
     # --- leaving ------------------------------------------------------------------------------------------------
