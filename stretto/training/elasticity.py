@@ -178,6 +178,8 @@ class ElasticAgent:
         """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
         own = self._load_model(state)
+        if own is not None:
+            self._trainer.strategy.load_own_parameters(own[1])
         self._trainer.settings.take(state.facts["settings"])
         self._restore_random_states(own)
 

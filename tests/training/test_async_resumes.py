@@ -248,3 +248,29 @@ def test_local_steps_are_pushed_before_a_checkpoint(tmp_path: Path) -> None:
         part = run_with_only(one, tmp_path / f"from-{one.name}")
         (again,) = run_training(1, 3, recipe, tmp_path / f"to-{one.name}", momentum=0.9, evaluate_every=3, resume=part)
         assert torch.allclose(again, whole, atol=1e-6), one.name
+
+
+def test_workers_that_are_pulled_to_a_servers_model_resume_an_epoch_with_their_own_parameters(tmp_path: Path) -> None:
+    recipe = "elastic_averaging(every=2)"
+    run_training(2, 3, recipe, tmp_path / "before", often="2 rounds")
+    part = run_with_only(checkpoint_within_epoch_2(tmp_path / "before"), tmp_path / "part")
+    newest = Checkpoints(part / "checkpoints").newest()
+    assert newest is not None
+    (tmp_path / "after").mkdir()
+
+    def first_parameters(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+        source = torch.Generator().manual_seed(3)
+        loader: Any = DataLoader(regression(SAMPLES), batch_size=4, shuffle=True, generator=source)
+        loader = stretto.distribute(net, optimizer, loader)
+        for epoch in range(2):
+            for _ in loader:
+                assert epoch == 1
+                return flat(net)
+        return None
+
+    found = run_workers(2, first_parameters, recipe, run=tmp_path / "after", resume=part)
+    for worker, parameters in enumerate(found):
+        own = newest[1].own[worker][1]["own/0"].to(parameters.dtype)
+        assert torch.equal(parameters.sort().values, own[own != 0].sort().values), worker
