@@ -86,7 +86,7 @@ class DispatcherHandler:
         self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
         """Number of an epoch, and its order as it was broadcast."""
         self._facts = b""
-        """Division of the model among the ranks of a worker."""
+        """Facts that workers need to join: names and tensors, or the division of the model among ranks."""
         self._ending: set[int] = set()
         """Members that are at the barrier at the end of the epoch, or on their way to it."""
         self._outside_barrier: dict[int, tuple[int, int]] = {}

@@ -18,11 +18,12 @@ from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import in_buffers
 from stretto.strategies.local_updates import RoundRange
-from stretto.strategies.model_sync import Named, state_of
+from stretto.strategies.model_sync import Named, refuse_other_start, state_of
 from stretto.strategies.optimizers import Optimizers, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
 from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, watch_lookups
+from stretto.strategies.tensor_sync import crc
 
 
 class AsyncStrategy(RecipeStrategy):
@@ -54,6 +55,7 @@ class AsyncStrategy(RecipeStrategy):
             parameter_sets = max(context.transport.join_position.parameter_set - 1, 0)
         super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
         self._client: ParameterServerClient = context.transport.server
+        self._start_sums = context.start_sums
         self._row_tables: list[SparseTable] = []
         """Tables whose rows are exchanged by themselves."""
         self._hooks: list[RemovableHandle] = []
@@ -74,6 +76,8 @@ class AsyncStrategy(RecipeStrategy):
             return
         refuse_optimizers(self.recipe, self._optimizers, self._transport.workers)
         self._joined = unpack_own(position.facts)
+        self._start_sums = self._joined[0]["sums"]
+        refuse_other_start(self._model, self._start_sums)
 
     def begin_epoch(self, together: bool) -> None:
         """Exchange the parameters that any worker trains now, all ranks together; lay moved ones flat again."""
@@ -214,12 +218,15 @@ class AsyncStrategy(RecipeStrategy):
         self._watch_lookups(server)
 
     def _store_for_joining(self, parameter_set: ParameterSet) -> None:
-        """Store what workers that join need, and what the server does not hold, at the first worker."""
+        """Store what workers that join need at the first worker: also what neither the server nor a script holds."""
         if self._transport.worker or self._transport.siblings is not None or not self._client.admits_workers:
             return
         trained = parameter_set.names()
         others = {name: one for name, one in state_of(self._model).items() if name not in trained}
-        self._client.store_facts(pack_own(({"trained": trained}, others)))
+        sums = {name: crc(one) for name, one in others.items() if name in self._start_sums}
+        sums = {name: value for name, value in sums.items() if self._start_sums[name] == value}
+        missing = {name: one for name, one in others.items() if name not in sums}
+        self._client.store_facts(pack_own(({"trained": trained, "sums": sums}, missing)))
 
     # --- figures and state ----------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stretto.data.leases import Lease
@@ -45,3 +45,5 @@ class StrategyContext:
     pace: Pace
     skips_non_finite: bool = False
     """True if an asynchronous worker leaves out an update with NaN or infinity; False if it raises an error."""
+    start_sums: Mapping[str, int] = field(default_factory=dict)
+    """Checksums of the tensors that the script makes alike at each worker, by name: one that joins has them, too."""

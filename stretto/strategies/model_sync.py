@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -169,21 +169,35 @@ def _shape(found: tuple[list[int], str] | None) -> str:
     return "not there" if found is None else f"{tuple(found[0])} {found[1].removeprefix('torch.')}"
 
 
-def same_start(transport: Transport, model: nn.Module) -> int:
-    """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
+def same_start(transport: Transport, model: nn.Module) -> dict[str, int]:
+    """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel.
+
+    Return the checksums, by name, of those that the scripts of several workers have made alike.
+    """
     state = state_of(model)
-    told = transport.all_gather_bytes(_sums(state))
+    told = transport.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in state.values()]))
+    sums = [set(values) for values in zip(*(msgspec.msgpack.decode(one, type=list[int]) for one in told), strict=True)]
     is_same = len(set(told)) == 1
-    if transport.server.agreed(is_same) if transport.server is not None else is_same:
-        return 0
-    sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
-    apart = [one for one, values in zip(state.values(), zip(*sums, strict=True), strict=True) if len(set(values)) > 1]
-    follow(transport, apart)
-    return len(apart)
+    if not (transport.server.agreed(is_same) if transport.server is not None else is_same):
+        follow(transport, [one for one, values in zip(state.values(), sums, strict=True) if len(values) > 1])
+    if transport.workers == 1:
+        return {}
+    return {name: values.pop() for name, values in zip(state, sums, strict=True) if len(values) == 1}
 
 
-def _sums(state: dict[str, Tensor]) -> bytes:
-    return msgspec.msgpack.encode([crc(one) for one in state.values()])
+def refuse_other_start(model: nn.Module, sums: Mapping[str, int]) -> None:
+    """Raise ModelError unless the script of a late worker has made these tensors as those of the others did."""
+    held = state_of(model)
+    other = [name for name, value in sums.items() if name not in held or crc(held[name]) != value]
+    if other:
+        raise ModelError(
+            explain(
+                "a worker that comes late has another model than those that began the run",
+                got=f"other values of {', '.join(other[:3])}{', ...' * (len(other) > 3)}, which the run does not train",
+                expected="the values that the scripts of the first workers made",
+                to_type="torch.manual_seed(0) before the model is made",
+            )
+        )
 
 
 def part_random_states(transport: Transport, section: int = 1) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class SteppedTrainer(Protocol):
     evaluator: Evaluator
     figures: Figures
     rank_parts: RankParts
+    start_sums: Mapping[str, int]
 
     @property
     def agent(self) -> ExchangeListener:
@@ -110,9 +111,8 @@ class GlobalSteps:
         self._idle_workers = idle_worker.IdleWorkers(transport, optimizers, trainer.settings, trainer.timer)
         self.pace = context.runtime.pace(trainer.timer, context.slow)
         self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
-        strategy_context = StrategyContext(
-            transport, trainer.timer, trainer.events, tally, context.runtime, self.pace, self._skips
-        )
+        tools = trainer.timer, trainer.events, tally, context.runtime, self.pace
+        strategy_context = StrategyContext(transport, *tools, self._skips, trainer.start_sums)
         parameter_sets = trainer.section.parameter_sets
         self.strategy = create_strategy(trainer.model, optimizers, recipe, strategy_context, self, parameter_sets)
         self._outside = OutsideOptimizers(

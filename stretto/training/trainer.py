@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from stretto.checkpoint.state_transfer import pack_own, unpack_own
@@ -55,11 +55,14 @@ class Trainer:
         """True if the section begins with the state of a checkpoint."""
         if self._continues or not arguments.layout.builds_parts:
             arguments.build()
+        self.start_sums: Mapping[str, int] = {}
+        """Checksums of the tensors that the script makes alike at each worker, by name."""
         if not transport.arrives:
             is_compared = transport.workers > 1 and section.number == 1 and is_leasable(loader)
             data = rows_digest(loader) if is_compared else ""
             agree_on_start(transport, model, recipe.spelled() if recipe else "", data)
-            same_start(transport, model)
+            sums = same_start(transport, model)
+            self.start_sums = sums if section.number == 1 else {}
             part_random_states(transport, section.number)
         self.rank_parts = self._begin_parts(arguments, context.ranks_timeout_s)
         self.progress = LoopProgress(len(optimizers), section.step_requests)

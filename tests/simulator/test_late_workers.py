@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
+from stretto.checkpoint.state_transfer import unpack_own
+from stretto.errors import LaunchError
+from stretto.parameter_server.client import ParameterServerClient
 
 FAULT = "kill worker 1 at 70ms, back after 20ms"
 Change = Callable[[nn.Sequential, torch.optim.Optimizer], None]
@@ -29,11 +33,11 @@ def replace_head(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"] = [*net.parameters()]
 
 
-def training(change: Change | None) -> Callable[[int], dict[str, Tensor]]:
-    """Return a training of a network that differs at each process, changed after the first epoch."""
+def training(change: Change | None, seeds: Callable[[], object] = torch.seed) -> Callable[[int], dict[str, Tensor]]:
+    """Return a training of a network that `seeds` makes differ at each process, changed after the first epoch."""
 
     def work(worker: int) -> dict[str, Tensor]:
-        torch.seed()
+        seeds()
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
         net[2].requires_grad_(False)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -60,3 +64,38 @@ def test_a_late_worker_has_the_parameters_of_the_others(change: Change | None, r
     assert all(torch.equal(one[name], late[name]) and torch.equal(one[name], other[name]) for name in one)
     assert {event["sample_counts"]["once"] for event in ended.of("epoch")} == {120}
     assert any(event["event"] == "membership" for event in ended.events)
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Return the names of the tensors that the dispatcher stores for workers that join, each time."""
+    names: list[set[str]] = []
+    store = ParameterServerClient.store_facts
+
+    def noted(client: ParameterServerClient, facts: bytes) -> None:
+        names.append(set(unpack_own(facts)[1]))
+        store(client, facts)
+
+    monkeypatch.setattr(ParameterServerClient, "store_facts", noted)
+    return names
+
+
+@pytest.mark.parametrize("change", [None, freeze, thaw])
+def test_frozen_parameters_that_the_script_makes_alike_are_not_stored(
+    change: Change | None, stored: list[set[str]]
+) -> None:
+    work = training(change, lambda: torch.manual_seed(5))
+    one, late, other = simulated(3, work, "async_sgd", net="100Mbit/s 1ms", fault=FAULT).found
+    assert all(torch.equal(one[name], late[name]) and torch.equal(one[name], other[name]) for name in one)
+    assert stored[0] == set()
+    frozen = {"0.weight", "0.bias"} if change is freeze else set()
+    assert all(
+        {name for name in names if "running" not in name and "num" not in name} == frozen for names in stored[1:]
+    )
+
+
+def test_late_worker_whose_script_makes_other_frozen_parameters_ends_with_an_error() -> None:
+    seeds = itertools.chain([5, 5, 5], itertools.count(6))
+    work = training(None, lambda: torch.manual_seed(next(seeds)))
+    with pytest.raises(LaunchError, match=r"2\.weight(.|\n)*manual_seed"):
+        simulated(3, work, "async_sgd", net="100Mbit/s 1ms", fault=FAULT)
