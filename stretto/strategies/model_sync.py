@@ -175,14 +175,15 @@ def same_start(transport: Transport, model: nn.Module) -> dict[str, int]:
     Return the checksums, by name, of those that the scripts of several workers have made alike.
     """
     state = state_of(model)
-    told = transport.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in state.values()]))
-    sums = [set(values) for values in zip(*(msgspec.msgpack.decode(one, type=list[int]) for one in told), strict=True)]
+    alike = {name: crc(one) for name, one in state.items()}
+    told = transport.all_gather_bytes(msgspec.msgpack.encode([*alike.values()]))
     is_same = len(set(told)) == 1
+    if not is_same:
+        by_name = zip(*(msgspec.msgpack.decode(one, type=list[int]) for one in told), strict=True)
+        alike = {name: values[0] for name, values in zip(state, by_name, strict=True) if len(set(values)) == 1}
     if not (transport.server.agreed(is_same) if transport.server is not None else is_same):
-        follow(transport, [one for one, values in zip(state.values(), sums, strict=True) if len(values) > 1])
-    if transport.workers == 1:
-        return {}
-    return {name: values.pop() for name, values in zip(state, sums, strict=True) if len(values) == 1}
+        follow(transport, [one for name, one in state.items() if name not in alike])
+    return alike if transport.workers > 1 else {}
 
 
 def refuse_other_start(model: nn.Module, sums: Mapping[str, int]) -> None:
