@@ -36,7 +36,7 @@ for epoch in range(epochs):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
-        for _ in range(1 if epoch < epochs - 1 else 40):  # a busy machine needs longer than all epochs take
+        for _ in range(1 if epoch < epochs - 1 else 100):  # a busy machine needs longer than all epochs take
             if not pathlib.Path(ENOUGH).exists():
                 time.sleep(0.12)
 """.replace("EPOCHS", str(EPOCHS))

@@ -35,7 +35,7 @@ for epoch in range({EPOCHS}):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
-        for _ in range(1 if epoch < {EPOCHS} - 1 else 20):  # a busy machine needs longer than all epochs take
+        for _ in range(1 if epoch < {EPOCHS} - 1 else 100):  # a busy machine needs longer than all epochs take
             if not enough.exists():
                 time.sleep(0.2)
 """

@@ -46,7 +46,7 @@ for epoch in range(60):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
-        for _ in range(1 if epoch < 59 else 40):  # a busy machine needs longer than all epochs take
+        for _ in range(1 if epoch < 59 else 100):  # a busy machine needs longer than all epochs take
             if not pathlib.Path("enough").exists():
                 time.sleep(0.12)
 """

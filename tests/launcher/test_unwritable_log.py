@@ -38,7 +38,7 @@ for epoch in range(60):
         pathlib.Path(f"training-{stretto.rank()}").write_text(str(os.getpid()))
         if pathlib.Path("fail").exists() and stretto.rank() == 1:
             raise ValueError("boom")
-        for _ in range(1 if epoch < 59 else 40):  # a busy machine needs longer than all epochs take
+        for _ in range(1 if epoch < 59 else 100):  # a busy machine needs longer than all epochs take
             if not pathlib.Path("enough").exists():
                 time.sleep(0.075)
 """

@@ -55,16 +55,17 @@ def train(net: nn.Module) -> None:
 
 RECIPES = [
     "allreduce",
-    "allreduce(how=error_feedback(sign()))",
-    "local_sgd(every=2)",
     'local_sgd(every=2, optimizer_state="average")',
-    "diloco(every=2)",
     "gossip",
     "stale_synchronous(bound=0)",
 ]
+FURTHER = [
+    pytest.param(recipe, 2, marks=pytest.mark.long)
+    for recipe in ("allreduce(how=error_feedback(sign()))", "local_sgd(every=2)", "diloco(every=2)")
+]
 
 
-@pytest.mark.parametrize(("recipe", "workers"), [("allreduce", 1), *((recipe, 2) for recipe in RECIPES)])
+@pytest.mark.parametrize(("recipe", "workers"), [("allreduce", 1), *((recipe, 2) for recipe in RECIPES), *FURTHER])
 def test_stages_without_a_trained_parameter_take_part_in_each_exchange(recipe: str, workers: int) -> None:
     nets, _ = in_stages(workers, 2, recipe, LAYOUT, train)
     wholes = [make_net().double() for _ in range(workers)]

@@ -13,6 +13,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 def test_a_process_of_a_sharded_worker_has_its_part_of_the_memory(tmp_path: Path) -> None:
     layout = ("-n", "2", "--layout", "sharded(2)")
     (alone,) = memory(tmp_path, "-n", "1")

@@ -35,8 +35,10 @@ def test_a_run_in_stages_equals_a_single_process_and_is_resumed_under_other_layo
 KILLS = [
     ("pipeline(stages=2)", "allreduce", ("1", "1", "7", "before")),
     ("sharded(over=2)", "allreduce", ("0", "0", "8", "after")),
-    ("pipeline(stages=2)", "local_sgd(every=3)", ("0", "1", "7", "within")),
-    pytest.param("sharded(over=2)", "local_sgd(every=3)", ("0", "1", "7", "within"), marks=pytest.mark.long),
+    *(
+        pytest.param(layout, "local_sgd(every=3)", ("0", "1", "7", "within"), marks=pytest.mark.long)
+        for layout in ("pipeline(stages=2)", "sharded(over=2)")
+    ),
 ]
 """Layout; recipe; worker and rank that is killed, the step, and the phase of the step."""
 ALL_KILLS = [
@@ -98,6 +100,7 @@ def test_the_only_replica_continues_from_its_last_checkpoint(tmp_path: Path) -> 
     assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-6
 
 
+@pytest.mark.long
 def test_a_sharded_run_equals_a_single_process_and_is_resumed_under_other_layouts(tmp_path: Path) -> None:
     saves = ("--checkpoint-every", "5 rounds")
     whole = run(tmp_path, "whole", "-n", "1", *saves)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import each_value
 from replica_threads import DATA, in_stages, with_momentum
 from stage_threads import joined, largest_difference
 from staged_net import loss_of, make_net
@@ -36,8 +37,10 @@ def trained_twice(net: nn.Module, keeps_optimizer: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("keeps_optimizer", [True, False])
-@pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)", "stale_synchronous(bound=0)"])
+@pytest.mark.parametrize(
+    ("recipe", "keeps_optimizer"),
+    each_value(["allreduce", "diloco(every=2)", "stale_synchronous(bound=0)"], [True, False]),
+)
 def test_a_model_in_stages_is_trained_again_as_a_whole_one(recipe: str, keeps_optimizer: bool) -> None:
     layout = 'pipeline(2, split="blocks.1")'
     nets, states = in_stages(2, 2, recipe, layout, lambda net: trained_twice(net, keeps_optimizer))
@@ -117,21 +120,21 @@ def trained_after(net: nn.Module, change: Callable[[nn.Module], nn.Module], keep
     return found
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "stale_synchronous(bound=0)"])
-@pytest.mark.parametrize(
-    ("change", "keeps_optimizer"),
-    [
-        (replace_head, False),
-        (append_layer, False),
-        (append_layer, True),
-        (replace_parameter, False),
-        (Classifier, False),
-        (follow, False),
-    ],
-)
+CHANGES = [
+    (replace_head, False),
+    (append_layer, False),
+    (append_layer, True),
+    (replace_parameter, False),
+    (Classifier, False),
+    (follow, False),
+]
+
+
+@pytest.mark.parametrize(("changed", "recipe"), each_value(CHANGES, ["allreduce", "stale_synchronous(bound=0)"]))
 def test_a_model_that_changed_between_two_sections_is_split_again(
-    change: Callable[[nn.Module], nn.Module], keeps_optimizer: bool, recipe: str
+    changed: tuple[Callable[[nn.Module], nn.Module], bool], recipe: str
 ) -> None:
+    change, keeps_optimizer = changed
     work = functools.partial(trained_after, change=change, keeps_optimizer=keeps_optimizer)
     _, states = in_stages(2, 2, recipe, "pipeline(2)", work)
     expected = run_workers(2, lambda _: work(make_net().double()), recipe)[0]

@@ -246,7 +246,7 @@ def test_a_reply_that_begins_again_replaces_its_first_part() -> None:
 
 KILLS = [
     ("pipeline(2)", "async_sgd(shards=2)", ("1", "1", "7", "before")),
-    ("sharded(2)", "async_sgd", ("0", "0", "8", "after")),
+    pytest.param("sharded(2)", "async_sgd", ("0", "0", "8", "after"), marks=pytest.mark.long),
     pytest.param("pipeline(2)", "downpour(every=2)", ("0", "1", "7", "within"), marks=pytest.mark.long),
 ]
 """Layout; recipe; worker and rank that is killed, the step, and the phase of the step."""

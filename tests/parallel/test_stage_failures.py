@@ -59,7 +59,6 @@ class Case(NamedTuple):
 
 
 SOME = [
-    Case(3, "", 1, "backward"),
     Case(3, "local_sgd(every=3)", 2, "round"),
     Case(2, "", 1, "backward", "SIGSTOP"),
 ]

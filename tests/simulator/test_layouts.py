@@ -171,7 +171,7 @@ def received(events: list[dict[str, Any]]) -> tuple[int, int, int]:
     return sum(one["bytes_received"] for one in ends), carried, max(one["rounds"] for one in ends)
 
 
-@pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)"])
+@pytest.mark.parametrize("recipe", ["allreduce", pytest.param("diloco(every=2)", marks=pytest.mark.long)])
 def test_an_epoch_sends_as_many_bytes_as_a_live_one(tmp_path: Path, recipe: str) -> None:
     layout = 'pipeline(stages=2, micro_batches=3, split="blocks.2")'
     text = layout_runs.SCRIPT.replace("make_net()", "make_net(width=64)")

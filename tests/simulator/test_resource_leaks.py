@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from combinations import mostly_long
 from simulator.failures import FREE, THROUGH, TOGETHER, lived
 from simulator.harness import simulated
 
@@ -31,7 +32,7 @@ torch.counted.append(len(os.listdir("/dev/fd")))
 """
 
 
-@pytest.mark.parametrize("recipe", [*TOGETHER, *FREE, THROUGH])
+@pytest.mark.parametrize("recipe", mostly_long([*TOGETHER, *FREE, THROUGH], short=(0, 3, 8)))
 def test_failed_incarnations_are_freed(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     born: dict[tuple[int, int], weakref.ref[Trainer]] = {}
     real = Trainer.__init__

@@ -68,7 +68,7 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- in threads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", [pytest.param(False, marks=pytest.mark.long), True])
 def test_shared_memory_passes_the_conformance_test(elastic: bool) -> None:
     def make(workers: int) -> list[Any]:
         ends = connected(workers, elastic=elastic)
@@ -80,7 +80,13 @@ def test_shared_memory_passes_the_conformance_test(elastic: bool) -> None:
     assert traces() == before
 
 
-@pytest.mark.parametrize(("hosts", "elastic"), each_value([[0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1, 1, 1]], [False, True]))
+@pytest.mark.parametrize(
+    ("hosts", "elastic"),
+    [
+        *each_value([[0, 0, 1], [0, 0, 1, 1]], [False, True]),
+        *(pytest.param([0, 0, 0, 1, 1, 1], elastic, marks=pytest.mark.long) for elastic in (False, True)),
+    ],
+)
 def test_several_hosts_pass_the_conformance_test(
     hosts: list[int], elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
