@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from stretto.membership.messages import (
     LauncherReply,
     MembersView,
     ProcessExited,
+    RunEnded,
     WatchFailures,
     WatchMembers,
 )
@@ -45,6 +47,7 @@ class ExitNotifier:
         self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._reports: dict[int, bytes] = {}
         self._failures, self._members = Failures(), MembersView()
+        self._run_ended: RunEnded | None = None
         self._again, self._no_wait = zmq.Again, zmq.NOBLOCK
         self.watch()
 
@@ -80,6 +83,18 @@ class ExitNotifier:
         """Ask that all workers leave; repeated, since the coordinator may have been restarted."""
         self._send(msgspec.msgpack.encode(EndRun()))
 
+    def report_end(self, why: str, limit_ms: int) -> None:
+        """Let the coordinator notify the launchers that joined; wait until it has, within the limit."""
+        self._send(msgspec.msgpack.encode(RunEnded(why)))
+        limit = time.monotonic() + limit_ms / 1000
+        while self.run_ended() is None and (left_s := limit - time.monotonic()) > 0:
+            self._socket.poll(int(left_s * 1000) + 1)
+
+    def run_ended(self) -> str | None:
+        """Return the reason why the run has ended early; None if it has not."""
+        self._receive()
+        return self._run_ended.why if self._run_ended is not None else None
+
     def end_joined(self) -> None:
         """Report that this launcher, which joined the run, has ended."""
         self._send(msgspec.msgpack.encode(LauncherEnded()))
@@ -93,6 +108,8 @@ class ExitNotifier:
                         self._failures = reply
                     case MembersView():
                         self._members = reply
+                    case RunEnded():
+                        self._run_ended = reply
 
     def _send(self, report: bytes) -> None:
         """Send without waiting. A coordinator that receives nothing detects the failure by its timeout."""

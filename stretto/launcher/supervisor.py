@@ -31,7 +31,7 @@ from stretto.membership.messages import Failures, MembersView
 from stretto.membership.worker_status import ReportedError
 
 LAST_REPORT_MS = 500
-"""Time in ms in which a launcher that joined a run reports the end of its workers."""
+"""Time in ms in which a launcher that joined a run reports the end of its workers, and that of the run an early end."""
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
 POLL_S = 0.5
@@ -87,14 +87,28 @@ class Supervisor:
     def wait(self) -> Cause | None:
         """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped.
 
-        After SIGTERM the workers leave, if the configuration gives them time for that.
+        After SIGTERM the workers leave, if the configuration gives them time for that. Launchers that joined end, too,
+        if the run ends early.
         """
+        try:
+            self._cause = self._wait()
+        except (Stopped, LaunchError) as end:
+            self._report_end(str(end))
+            raise
+        if self._cause is not None:
+            self._report_end(for_others(self._cause))
+        return self._cause
+
+    def _report_end(self, why: str) -> None:
+        if self._exit_notifier is not None and self._config.host is not None and not self._plan.joining:
+            self._exit_notifier.report_end(why, LAST_REPORT_MS)
+
+    def _wait(self) -> Cause | None:
         while not self._is_over():
             news = self._next()
             match news:
                 case Exited():
                     if (cause := self._handle(news)) is not None:
-                        self._cause = cause
                         return cause
                 case AgentExited():
                     self._remote.handle(news, self._view(), self._report_lost)
@@ -287,6 +301,8 @@ class Supervisor:
         self._later(time.perf_counter() + POLL_S, self._poll)
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
+            if self._plan.joining and (why := self._exit_notifier.run_ended()) is not None:
+                raise LaunchError(f"the run has ended: {why}")
             self._remote.watch(self._exit_notifier.watch_members)
             self._remote.grow(self._view())
             if self._stop is not None and not self._plan.joining:

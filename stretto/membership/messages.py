@@ -168,6 +168,12 @@ class EndRun(_Message, frozen=True):
     """Request of the run's launcher that all workers write a checkpoint, if the run keeps any, and leave."""
 
 
+class RunEnded(_Message, frozen=True):
+    """Notice of the run's launcher that the run ends early; the reply, and the notice to those that joined, too."""
+
+    why: str
+
+
 class WatchFailures(_Message, frozen=True):
     """Request for Failures now and after each change; repeated, since a restarted coordinator does not know it."""
 
@@ -338,8 +344,8 @@ class MembersView(_Message, frozen=True):
         return self.finished > 0 and not self.running and not self.launchers
 
 
-LauncherMessage: TypeAlias = ProcessExited | Save | EndRun | WatchFailures | WatchMembers | LauncherEnded
-LauncherReply: TypeAlias = Failures | MembersView
+LauncherMessage: TypeAlias = ProcessExited | Save | EndRun | RunEnded | WatchFailures | WatchMembers | LauncherEnded
+LauncherReply: TypeAlias = Failures | MembersView | RunEnded
 WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | RankReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (
     Registered | AbortGeneration | PauseRequest | Continue | GenerationView | ViewOfRanks | Evicted | Shutdown

@@ -28,6 +28,7 @@ from stretto.membership.messages import (
     LauncherReply,
     MembersView,
     ProcessExited,
+    RunEnded,
     Save,
     WatchMembers,
     WorkerMessage,
@@ -174,6 +175,8 @@ class MembershipServer:
         raise ValueError("unknown sender")
 
     def _reply_to_launcher(self, message: LauncherMessage) -> LauncherReply:
+        if isinstance(message, RunEnded):
+            return message
         return self._coordinator.failures if message != WatchMembers() else self._view()
 
     def _view(self) -> MembersView:
@@ -192,10 +195,13 @@ class MembershipServer:
                 self._has_watcher = True
             case Save():
                 return self._coordinator.save(now)
+            case EndRun() | RunEnded() if first is not None:
+                raise ValueError("only the launcher of the run may end it")
             case EndRun():
-                if first is not None:
-                    raise ValueError("only the launcher of the run may end it")
                 return self._coordinator.end_run(now)
+            case RunEnded():
+                for joined in self._launchers.keys() - {HEAD}:
+                    self._send(joined, _ENCODER.encode(message))
             case ProcessExited(worker, incarnation, why, will_restart, rank):
                 if not self._coordinator.workers.may_report(first, worker):
                     raise ValueError(f"worker {worker} is not its own")

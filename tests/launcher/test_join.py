@@ -194,6 +194,29 @@ def test_script_error_of_a_guest_is_reported_immediately(place: Place) -> None:
     assert all((seen["once"], seen["twice"], seen["never"]) == (160, 0, 0) for seen in audits)
 
 
+@pytest.mark.parametrize("ending", ["signal", "error"])
+def test_joined_workers_end_with_the_run_and_say_why(place: Place, ending: str) -> None:
+    """The timeout of the run is longer than the limit of the test."""
+    fails = "    if stretto.world_size() > 1 and stretto.is_main():\n        raise ValueError('no good')\n" * (
+        ending == "error"
+    )
+    (place.folder / "train.py").write_text(SCRIPT.replace("    for a, b in loader:", f"{fails}    for a, b in loader:"))
+    run = place.folder / "run"
+    here = local(
+        "run", "-n", "1", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1", "--out", "run", "train.py"
+    )
+    until(lambda: (run / JOIN_KEY).exists(), here)
+    guest = local("join", "run")
+    if ending == "signal":
+        until(lambda: {0, 1} <= starts(run).keys(), here, guest)
+        here.terminate()
+    why = {"signal": "stopped by SIGTERM", "error": "ValueError: no good"}[ending]
+    said, _ = guest.communicate(timeout=90)
+    assert guest.returncode == 1 and f"the run has ended: {why}" in said, said
+    told, _ = here.communicate(timeout=90)
+    assert here.returncode == {"signal": 128 + signal.SIGTERM, "error": 1}[ending] and why in told, told
+
+
 def key_without_coordinator(place: Place) -> Path:
     """Return a run folder with a key to a coordinator that does not run."""
     folder = place.folder / "run"
