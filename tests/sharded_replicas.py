@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from staged_net import loss_of, make_net, replace_forward, words
 from thread_workers import run_workers
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
@@ -117,10 +119,7 @@ def evaluated(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[f
         optimizer.zero_grad()
         loss_of(net(x), y).backward()
         optimizer.step()
-        net.eval()
-        with torch.no_grad():
-            losses.append(float(loss_of(net(words(7, 4)[0]), words(7, 4)[1])))
-        net.train()
+        losses.append(loss_after(net))
         assert {id(one) for one in net.parameters()} == {id(one) for one in optimizer.param_groups[0]["params"]}
     return losses
 
@@ -178,6 +177,34 @@ def saved(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float
     return losses
 
 
+def again(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Train in two sections: the second has another optimizer, batch size and number of epochs, and a loaded state."""
+    plain(net, optimizer, loader)
+    losses = [loss_after(net)]
+    if isinstance(net, FSDPModule):
+        with pytest.raises(StrettoError, match="would lack parts"):
+            torch.save(net, io.BytesIO())
+    net.load_state_dict({name: 0.9 * one for name, one in net.state_dict().items()}, assign=True)
+    optimizer = OPTIMIZERS["adamw"](net)
+    loader = stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=BATCH + 3))
+    for _epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_of(net(x), y).backward()
+            optimizer.step()
+        losses.append(loss_after(net))
+    return losses
+
+
+def loss_after(net: Any) -> float:
+    """Return the loss of samples that all ranks evaluate."""
+    net.eval()
+    with torch.no_grad():
+        loss = float(loss_of(net(words(7, 4)[0]), words(7, 4)[1]))
+    net.train()
+    return loss
+
+
 def as_in_a_file(states: list[Any]) -> list[Any]:
     """Return a copy of saved states, as a file has them."""
     file = io.BytesIO()
@@ -196,6 +223,7 @@ LOOPS: dict[str, Loop] = {
     "evaluated": evaluated,
     "scaled": scaled,
     "saved": saved,
+    "again": again,
     "streamed": plain,
     "unseeded": plain,
     "normalised": plain,
@@ -204,7 +232,7 @@ LOOPS: dict[str, Loop] = {
 }
 REFUSED = ("normalised", "replaced", "parted")
 """Loops that end in an error."""
-OF_ALL = ("evaluated",)
+OF_ALL = ("evaluated", "again")
 """Loops whose losses are of all ranks, and not of their parts of a batch."""
 
 

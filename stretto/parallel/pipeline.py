@@ -38,6 +38,7 @@ from stretto.parallel.link import BACKWARD, FORWARD, OUTPUT, Incoming, Link
 from stretto.parallel.micro_batches import pieces
 from stretto.parallel.pass_record import PassRecord
 from stretto.parallel.rank_parts import uncompiled
+from stretto.parallel.read_guard import allow_objects
 from stretto.parallel.remote import RemoteTensor, kind_of, leaves, mapped, received, remote, repeated, seen
 from stretto.parallel.remote_gradient import GradientNorm
 from stretto.parallel.remote_parameter import let_go, take, within_pass
@@ -187,6 +188,7 @@ class Pipeline:
             del vars(optimizer)["state_dict"]
             optimizer.load_state_dict(state)
         del vars(self._model)["state_dict"]
+        allow_objects(self._model)
         put_back(self._model, self._own_forward)
         for module, own in self._modules.values():
             put_back(module, own)

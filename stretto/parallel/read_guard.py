@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.errors import ScriptError, explain
+from stretto.errors import ModelError, ScriptError, explain
 
 _READERS = ("state_dict", "__reduce_ex__")
 """Methods by which torch and Python read a whole object: `torch.save`, `pickle`, `copy.deepcopy`."""
@@ -30,6 +30,27 @@ class ReadGuard:
         for one in self._guarded:
             for name in _READERS:
                 vars(one).pop(name, None)
+
+
+def refuse_objects(model: nn.Module) -> None:
+    """Let copies and `torch.save` of a model raise ModelError: each process has a part of it."""
+    vars(model)["__reduce_ex__"] = _refuse_object
+
+
+def allow_objects(model: nn.Module) -> None:
+    """Let the model be copied and saved again."""
+    vars(model).pop("__reduce_ex__", None)
+
+
+def _refuse_object(*_args: Any) -> NoReturn:
+    raise ModelError(
+        explain(
+            "the processes of a worker hold a part of the model each, so a file or copy of the object would lack parts",
+            got="torch.save(model, path), pickle, or copy.deepcopy(model)",
+            expected="the whole state from model.state_dict(), which all processes of a worker call together",
+            to_type='stretto.save(model.state_dict(), "model.pt"), or --layout "whole()"',
+        )
+    )
 
 
 def _refuse(*_args: Any, **_options: Any) -> NoReturn:

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from stretto.parallel.link import Link
+from stretto.parallel.read_guard import refuse_objects
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import is_held
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 
 def give_whole_states(model: nn.Module, link: Link) -> None:
-    """Let `state_dict()` of the model return the whole state at every rank.
+    """Let `state_dict()` of the model return the whole state at every rank; refuse files and copies of the object.
 
     The class's own method (`type(model).state_dict(model)`) returns this rank's part.
     """
     names = [*type(model).state_dict(model)]
     model.state_dict = functools.partial(_of_model, model, link, names)  # type: ignore[method-assign,assignment]
+    refuse_objects(model)
     model.register_state_dict_post_hook(_without_others)  # type: ignore[no-untyped-call]
 
 

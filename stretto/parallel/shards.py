@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.parallel import refusals
 from stretto.parallel.link import Link
+from stretto.parallel.read_guard import refuse_objects
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import like_parameter, local
@@ -90,10 +91,14 @@ class Shards:
     # --- what the script saves and loads ------------------------------------------------------------------------
 
     def give_whole_states(self) -> None:
-        """Let the script save and load whole states of the model and of its optimizers, at all ranks together."""
+        """Let the script save and load whole states of the model and of its optimizers, at all ranks together.
+
+        Files and copies of the model's object are refused.
+        """
         model: Any = self._model
         model.state_dict = functools.partial(self._state_dict, model)
         model.load_state_dict = functools.partial(self._load_model, model)
+        refuse_objects(model)
         for each in self._optimizers:
             optimizer: Any = each
             optimizer.state_dict = functools.partial(self._state_dict, optimizer)
@@ -107,6 +112,7 @@ class Shards:
         return _all_whole(state)
 
     def _load_model(self, model: nn.Module, state: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        options.pop("assign", None)  # the parameters are of another class than those of the state, and stay
         named = self._named
         parts = {name: self._entry(one, named[name]) if name in named else one for name, one in state.items()}
         return type(model).load_state_dict(model, parts, *args, **options)

@@ -6,6 +6,7 @@ import hashlib
 import random
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -47,14 +48,25 @@ def given(model: nn.Module) -> Any:
 
 def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
     """Call `act` before each forward pass that is not compiled, and return the hooks."""
-    found = weakref.WeakMethod(act)  # a weak reference: the module may outlive the object
-
-    def call(_module: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and (there := found()) is not None:
-            there()
-
     models = model if isinstance(model, SeveralModels) else [model]
-    return [one.register_forward_pre_hook(call) for one in models]
+    return [one.register_forward_pre_hook(_BeforeForward(act)) for one in models]
+
+
+class OwnHook:
+    """Hook of a module that the library adds. In a copy of the module and in a file of it the hook does nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a call that makes a function of any arguments, which a program without this library has, too."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _BeforeForward(OwnHook):
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = weakref.WeakMethod(act)  # a weak reference: the module may outlive the object
+
+    def __call__(self, _module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling() and (act := self._act()) is not None:
+            act()
 
 
 def trained(parameter: Parameter) -> bool:

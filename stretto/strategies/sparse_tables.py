@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from stretto.recipe.recipe import Recipe
-from stretto.strategies.model_sync import Named
+from stretto.strategies.model_sync import Named, OwnHook
 from stretto.strategies.optimizers import Optimizers
 
 _OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
@@ -85,15 +85,22 @@ def tables_in_files(model: nn.Module, recipe: Recipe | None) -> set[int]:
 
 def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequence[RemovableHandle]:
     """Call `look_up` with the numbers of rows before each forward pass of the modules; return the hooks."""
-    found = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
+    hook = _BeforeLookUp(look_up)
+    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in table.modules]
 
-    def call(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if (there := found()) is not None:
-            there(given[0] if given else named["input"])
 
-    # The model may be compiled, and the request to a server is no part of its graph.
-    call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-    return [module.register_forward_pre_hook(call, with_kwargs=True) for module in table.modules]
+class _BeforeLookUp(OwnHook):
+    def __init__(self, look_up: Callable[[Tensor], None]) -> None:
+        self._look_up = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
+        # The model may be compiled, and the request to a server is no part of its graph.
+        self._call = torch.compiler.disable(self._request)  # type: ignore[no-untyped-call]
+
+    def __call__(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._call(given[0] if given else named["input"])
+
+    def _request(self, rows: Tensor) -> None:
+        if (look_up := self._look_up()) is not None:
+            look_up(rows)
 
 
 def notice_of(tables: Sequence[SparseTable]) -> list[str]:

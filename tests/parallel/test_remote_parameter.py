@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +43,7 @@ def limited(model: nn.Module) -> None:
         one.data.clamp_(-1, 1)
 
 
-@pytest.mark.parametrize("read", [averaged, by_hand, penalty, limited, copy.deepcopy])
+@pytest.mark.parametrize("read", [averaged, by_hand, penalty, limited])
 def test_reads_of_values_that_another_stage_holds_end_in_an_error(read: Callable[[nn.Module], Any]) -> None:
     def work(link: Link) -> str:
         net = make_net()
@@ -50,6 +52,17 @@ def test_reads_of_values_that_another_stage_holds_end_in_an_error(read: Callable
         with pytest.raises(ModelError, match=r"at another stage(.*\n)*  got: \w+ of a parameter of shape") as error:
             read(net)
         return str(error.value)
+
+    in_threads(2, work)
+
+
+@pytest.mark.parametrize("read", [copy.deepcopy, pickle.dumps, lambda net: torch.save(net, io.BytesIO())])
+def test_copies_and_files_of_a_model_in_stages_end_in_an_error(read: Callable[[nn.Module], Any]) -> None:
+    def work(link: Link) -> None:
+        net = make_net()
+        split(link, net, torch.optim.SGD(net.parameters(), lr=0.1), pipeline(2), words(0, 8)[0])
+        with pytest.raises(ModelError, match=r"would lack parts(.*\n)*  try: stretto.save\(model.state_dict\(\)"):
+            read(net)
 
     in_threads(2, work)
 

@@ -18,6 +18,7 @@ UNEVEN = [f"{job}/momentum/float64/allreduce" for job in ("plain", "accumulated"
 """Jobs in which one of four ranks has no sample of the last batch."""
 SEVERAL = [f"clipped/momentum/float64/{recipe}" for recipe in RECIPES] + [
     "accumulated/momentum/float64/allreduce",
+    "again/momentum/float64/diloco(every=2)",
     "plain/adamw/float32/local_sgd(every=2)",
 ]
 

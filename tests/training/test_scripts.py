@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -487,6 +489,26 @@ def test_a_change_of_the_model_between_epochs_is_kept() -> None:
 
     for recipe in ("local_sgd(every=100)", "diloco(every=100)", "local_sgd(every=2)", "diloco(every=2)", "allreduce"):
         assert torch.equal(run_workers(2, work, recipe)[1], torch.full_like(flat(small_net()), 0.25))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
+def test_the_object_of_a_model_is_copied_and_saved_without_the_library(recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = nn.Sequential(nn.Embedding(9, 2, sparse=recipe != "allreduce"), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        numbers = torch.arange(16) % 9
+        for (number,) in stretto.distribute(net, optimizer, DataLoader(TensorDataset(numbers), batch_size=4)):
+            optimizer.zero_grad()
+            net(number).mean().backward()
+            optimizer.step()
+        saved = io.BytesIO()
+        torch.save(net, saved)
+        assert b"stretto" not in saved.getvalue()
+        saved.seek(0)
+        for one in (torch.load(saved, weights_only=False), copy.deepcopy(net)):
+            assert torch.equal(one(numbers), net(numbers))
+
+    run_workers(2, work, recipe)
 
 
 def test_leaving_an_epoch_early_equals_one_process() -> None:
