@@ -28,6 +28,7 @@ from stretto.loader.epoch_order import (
     draw,
     in_parts,
     interleaved,
+    is_endless,
     joined,
     rebuilt,
     samples_in,
@@ -428,9 +429,9 @@ def _refuse_assignment(got: str, expected: str) -> None:
 
 
 def is_leasable(loader: Any) -> bool:
-    """Return True if the loader picks samples by index, so that ranges of them can be assigned."""
+    """Return True if the loader picks samples by index in epochs that end, so that ranges of them can be assigned."""
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return plain and not isinstance(loader.dataset, IterableDataset)
+    return plain and not isinstance(loader.dataset, IterableDataset) and not is_endless(loader)
 
 
 def _refuse_sharded(loader: DataLoader[Any]) -> None:

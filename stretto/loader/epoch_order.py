@@ -22,7 +22,7 @@ from stretto.transport import Transport
 from stretto.transport.device_memory import accelerator
 
 ENDLESS = 50_000_000
-"""Number of batches above which a sampler is refused as endless."""
+"""Number of samples above which an epoch is not drawn before it begins: the loader is read as a stream."""
 
 
 @dataclass(frozen=True)
@@ -141,23 +141,38 @@ def interleaved(batches: Sequence[Batch], stretches: int) -> list[Batch]:
 
 
 def _drawn(loader: DataLoader[Any], global_batch_of: int, arranged: Callable[[list[Batch]], list[Batch]]) -> EpochOrder:
-    batches: list[Batch] = [_as_list(batch) for batch in islice(_sampler(loader), ENDLESS + 1)]
-    if len(batches) > ENDLESS:
-        problem = "the sampler is endless, so an epoch of it can't be assigned to workers"
-        raise LoaderError(
-            explain(
-                problem,
-                got=f"more than {ENDLESS:,}",
-                expected="a sampler that ends",
-                to_type="a sampler with num_samples",
-            )
-        )
+    batches, samples = list[Batch](), 0
+    for batch in map(_as_list, _sampler(loader)):
+        batches.append(batch)
+        samples += len(batch)
+        if samples > ENDLESS:
+            raise _endless()
     batches = arranged(batches)
     if global_batch_of > 1:
         batches = [list(chain(*batches[at : at + global_batch_of])) for at in range(0, len(batches), global_batch_of)]
     drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
     handed = sum(len(batch) for batch in batches)
     return EpochOrder(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
+
+
+def _endless() -> LoaderError:
+    return LoaderError(
+        explain(
+            "the sampler is endless and has no length, so it can't be known whether an epoch of it can be assigned",
+            got=f"more than {ENDLESS:,} samples, and no __len__",
+            expected="a sampler that ends, or one whose __len__ tells that it does not",
+            to_type="torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=10**10)",
+        )
+    )
+
+
+def is_endless(loader: DataLoader[Any]) -> bool:
+    """Return True if the length of the loader's sampler tells that its epochs are too long to be drawn."""
+    sampler: Any = loader.sampler if loader.batch_size is not None else _sampler(loader)
+    try:
+        return len(sampler) > ENDLESS
+    except (TypeError, NotImplementedError):
+        return False
 
 
 def _sampler(loader: DataLoader[Any]) -> Iterable[Any]:

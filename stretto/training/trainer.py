@@ -47,7 +47,7 @@ class Trainer:
         """True once the section has ended."""
         is_late = transport.arrives or (transport.server is not None and context.incarnation > 0)
         if is_late and not is_leasable(loader):
-            raise StaysOutError("a restarted worker cannot rejoin in the middle of an iterable dataset")
+            raise StaysOutError("a restarted worker cannot rejoin in the middle of a stream")
         log = context.event_log(transport.number)
         self.events = EventWriter(log, transport, context.runtime, transport.number, transport.arrives)
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,10 +13,11 @@ import pytest
 import torch
 from thread_workers import run_workers
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import stretto
 from stretto.errors import LoaderError
+from stretto.loader import epoch_order
 from stretto.loader.epoch_order import cut_stream
 from stretto.loader.streams import CommonRandom, digests, sharded_by
 
@@ -180,3 +182,40 @@ def test_a_part_of_a_batch_has_the_rows_of_its_samples_and_all_of_other_tensors(
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"]]
     assert all(len(part["weights"]) == 3 and part["scale"] == 2 for part in parts)
+
+
+def endless(num_samples: int) -> DataLoader[Any]:
+    """Return a loader that draws this number of samples, from a generator of its own."""
+    data, source = torch.arange(50.0).view(-1, 1), torch.Generator().manual_seed(3)
+    sampler = RandomSampler(data, replacement=True, num_samples=num_samples, generator=source)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("workers", "recipe"), [(1, "allreduce"), *((3, recipe) for recipe in RECIPES)])
+def test_loader_that_draws_samples_without_an_end_is_read_as_a_stream(workers: int, recipe: str) -> None:
+    def work(worker: int) -> list[list[float]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        found = []
+        for x in stretto.distribute(net, optimizer, endless(10**10)):
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            found.append(x.view(-1).tolist())
+            if len(found) == 5:
+                break
+        return found
+
+    drawn = [x.view(-1).tolist() for x in endless(4 * 5 * workers)]
+    assert run_workers(workers, work, recipe) == [drawn[worker::workers] for worker in range(workers)]
+
+
+def test_sampler_without_an_end_and_without_a_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.count()
+
+    monkeypatch.setattr(epoch_order, "ENDLESS", 1000)
+    work = reading(lambda worker: DataLoader(torch.ones(9, 1), sampler=Endless(), batch_size=4))  # type: ignore[arg-type]
+    with pytest.raises(LoaderError, match="more than 1,000 samples, and no __len__"):
+        run_workers(2, work, "allreduce")
