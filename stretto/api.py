@@ -27,7 +27,7 @@ from stretto.strategies.parameter_view import refuse_foreign_shards
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
 from stretto.training.arguments import Arguments
-from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, given_recipe
+from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, given_recipe, overruled
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
@@ -118,8 +118,8 @@ def distribute(
     schedules.intercept(_schedules)
     if context.runtime.own_process and trainer.agent.can_leave:
         heed_termination(sections.ask_to_leave)
-    if context.recipe and scripted is not None and trainer.recipe != scripted and not context.single_process:
-        trainer.events.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
+    for line in overruled(context, (scripted, trainer.recipe), (scripted_layout, workers)):
+        trainer.events.notice(line)
     return SharedLoader(trainer, loader)
 
 

@@ -96,7 +96,7 @@ class Trial:
             question.config,
             workers=self.workers,
             recipe=self.recipe,
-            layout=self.layout or None,
+            layout=self.layout or ("whole()" if self.recipe is not None and any(question.layouts) else None),
             seed=self.seed,
             single_process=self.recipe is None,
             global_batch_of=self.global_batch_of,

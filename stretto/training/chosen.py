@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from stretto.errors import RecipeError, explain
@@ -59,3 +59,16 @@ def chosen_layout(context: WorkerContext, scripted: Layout | None) -> Layout:
             to_type=f"stretto run -n {scripted.ranks_in(1) * context.workers} {as_option(scripted)}",
         )
     )
+
+
+def overruled(
+    context: WorkerContext, recipes: tuple[Recipe | None, Recipe | None], layouts: tuple[Layout | None, Layout]
+) -> Iterator[str]:
+    """Yield a line for the script's recipe, and for its layout, if the command line asked for another one."""
+    (scripted, recipe), (scripted_layout, layout) = recipes, layouts
+    if context.single_process:
+        return
+    if context.recipe and scripted is not None and recipe != scripted:
+        yield f"the recipe asked for, {recipe}, goes before the script's, {scripted}"
+    if scripted_layout is not None and layout not in (scripted_layout, whole()):
+        yield f"the layout asked for, {layout}, goes before the script's, {scripted_layout}"

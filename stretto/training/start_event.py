@@ -18,7 +18,7 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
         **context.runtime.process_info(),
         device=str(next(trainer.model.parameters(), torch.empty(0, device="cpu")).device),
         threads=torch.get_num_threads(),
-        recipe=str(recipe) if recipe else context.layout or "single process",
+        recipe=str(recipe or "single process" if context.single_process else recipe or context.layout),
         servers=recipe.shards if recipe else 0,
         at=round(context.runtime.clock(), 6),
     )

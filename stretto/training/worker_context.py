@@ -64,7 +64,7 @@ class WorkerContext:
     transport: Callable[[torch.device], Transport] = _single_worker
     recipe: str | None = None
     layout: str | None = None
-    """Layout that the run was started with; None if its workers are whole."""
+    """Layout that the run was started with; None if it was started without one."""
     run: Path | None = None
     opens_folder: bool = False
     """True if worker 0 creates the run folder, since no launcher of Stretto's has created one."""
@@ -178,7 +178,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
     return {
         "workers": options.initial_workers,
         "recipe": options.recipe,
-        "layout": options.layout if options.ranks > 1 else None,
+        "layout": options.layout,
         "single_process": options.single_process,
         "global_batch_of": options.global_batch_of,
         "split": options.global_batch == "split",

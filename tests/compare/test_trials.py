@@ -129,7 +129,7 @@ def test_layouts_are_run_once_each_with_allreduce_unless_a_recipe_is_given(tmp_p
     layouts = ["pipeline(stages=2)", "whole()", "pipeline(2)"]
     asked = typed(tmp_path, recipes=[], layouts=layouts)
     assert (asked.recipes, asked.layouts) == ((str(parse("allreduce")),), ("pipeline(2)", ""))
-    assert [trial.config(asked, tmp_path).layout for trial in trials(asked)[-2:]] == ["pipeline(2)", None]
+    assert [trial.config(asked, tmp_path).layout for trial in trials(asked)[-2:]] == ["pipeline(2)", "whole()"]
     assert asked.describe()["layouts"] == ["pipeline(2)"]
     assert typed(tmp_path).layouts == ("",)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layout_runs import RECIPES
-from replica_threads import DATA, in_stages, train
+from replica_threads import DATA, in_stages, train, with_momentum
 from stage_threads import joined, largest_difference
 from staged_net import loss_of, make_net
 from thread_workers import run_workers
@@ -56,6 +56,34 @@ def test_a_layout_of_the_script_that_the_workers_do_not_have_is_refused() -> Non
 
     with pytest.raises(stretto.errors.RecipeError, match=r'try: stretto run -n 4 --layout "pipeline\(2\)"'):
         run_workers(2, work)
+
+
+@pytest.mark.parametrize(
+    ("asked", "scripted", "expected"),
+    [
+        (
+            "pipeline(2)",
+            "pipeline(2, micro_batches=7)",
+            ["the layout asked for, pipeline(2), goes before the script's"],
+        ),
+        ("whole()", "pipeline(2)", []),
+    ],
+)
+def test_the_layout_asked_for_goes_before_that_of_the_script(
+    asked: str, scripted: str, expected: list[str], tmp_path: Path
+) -> None:
+    def work(net: Any) -> None:
+        loader: Any = stretto.distribute(net, with_momentum(net), DataLoader(DATA, batch_size=6), layout=scripted)
+        for x, y in loader:
+            loss_of(net(x), y).backward()
+        stretto.finish()
+
+    if asked == "whole()":
+        run_workers(2, lambda _: work(make_net()), "allreduce", layout=asked, run=tmp_path)
+    else:
+        in_stages(2, 2, "allreduce", asked, work, run=tmp_path)
+    texts = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
+    assert [text[: len(one)] for text in texts for one in expected if "goes before" in text] == expected
 
 
 def test_the_log_has_the_split_and_what_hooks_and_codecs_see(tmp_path: Path) -> None:
