@@ -63,7 +63,8 @@ def distribute(
     Args:
         model: any nn.Module whose parameters the optimizer holds; or a list of several, such as [encoder, head].
         optimizer: any torch optimizer; or a list of several, each with steps (and rounds) of its own.
-        loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches.
+        loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches; or the loader that an
+            earlier call has returned.
         recipe: how the workers synchronise; a recipe on the command line or in STRETTO_RECIPE takes precedence.
             Default: allreduce().
         layout: what one worker is; whole() by default. A single process runs whole. A layout of several processes is
@@ -92,6 +93,7 @@ def distribute(
         ...     torch.nn.functional.mse_loss(model(x), y).backward()
         ...     _ = optimizer.step()
     """
+    loader = _DistributedLoader.scripts(loader)
     _check_arguments(model, optimizer, loader, evaluate, evaluate_every)
     other_libraries.refuse_wrapped(_each(model), _each(optimizer), loader)
     whole = model if isinstance(model, nn.Module) else SeveralModels(model)
@@ -227,11 +229,27 @@ def abandon() -> float:
     return 0.0
 
 
-class SharedLoader:
+class _DistributedLoader:
+    """A loader that `distribute` has returned. It has all attributes of the script's loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    @staticmethod
+    def scripts(loader: Any) -> Any:
+        """Return the script's loader of a distributed one; any other loader unchanged."""
+        return loader._loader if isinstance(loader, _DistributedLoader) else loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class SharedLoader(_DistributedLoader):
     """The script's loader, shared among workers: iterating it gives this worker's batches of an epoch."""
 
     def __init__(self, trainer: Trainer, loader: Any) -> None:
-        self._trainer, self._loader = trainer, loader
+        super().__init__(loader)
+        self._trainer = trainer
 
     def __iter__(self) -> Iterator[Any]:
         schedules.intercept(_schedules)  # classes of the script may have been made since
@@ -242,15 +260,13 @@ class SharedLoader:
         self._trainer.schedules.asked_length()
         return self._trainer.batch_source.length()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
-
-class OverLoader:
+class OverLoader(_DistributedLoader):
     """Loader of a section that ended before this worker joined: it has a length, and no batches."""
 
     def __init__(self, loader: Any, share: int) -> None:
-        self._loader, self._share = loader, share
+        super().__init__(loader)
+        self._share = share
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -258,15 +274,13 @@ class OverLoader:
     def __len__(self) -> int:
         return -(-len(self._loader) // self._share)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
-
-class PlainLoader:
+class PlainLoader(_DistributedLoader):
     """Loader of the script, unchanged, for a single worker; calls `evaluate` after each epoch or number of batches."""
 
     def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
-        self._model, self._loader, self._evaluate, self._every = model, loader, evaluate, every
+        super().__init__(loader)
+        self._model, self._evaluate, self._every = model, evaluate, every
         self._epochs = self._batches = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -293,9 +307,6 @@ class PlainLoader:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:

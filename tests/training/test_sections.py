@@ -83,6 +83,28 @@ def test_a_section_computes_the_same_as_a_separate_run(recipe: str) -> None:
         assert all(torch.equal(one[index], other) for one, other in zip(both, single, strict=True))
 
 
+def test_the_loader_that_an_earlier_call_returned_is_distributed_again() -> None:
+    def two_sections(again: bool) -> tuple[Tensor, int]:
+        net, evaluated, loader = small_net(), [], DataLoader(regression(40), batch_size=4)
+        given, optimizer = loader, sgd(net.parameters())
+        for _ in range(2):
+            shared = stretto.distribute(
+                net, optimizer, given, evaluate=lambda net: evaluated.append(net) or {"one": 1.0}
+            )
+            for x, y in shared:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            given = shared if again else loader
+        return flat(net), len(evaluated)
+
+    for run in (lambda work: [work(0)], lambda work: run_workers(2, work)):  # a single process, and two workers
+        for (trained, count), (wanted, number) in zip(
+            run(lambda _worker: two_sections(True)), run(lambda _worker: two_sections(False)), strict=True
+        ):
+            assert torch.equal(trained, wanted) and count == number
+
+
 def test_several_sections_compute_what_the_plain_script_computes() -> None:
     def work(*_: Any) -> list[Tensor]:
         return [flat(fold(index)) for index in range(3)]
