@@ -109,6 +109,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load these tensors into the model. Raises ModelError if they belong to another model."""
+    _resize_observers(model, {name.partition("/")[2]: one for name, one in tensors.items()})
     for name, held in model_tensors(model).items():
         _load(name.partition("/")[2], held, tensors.get(name))
 
@@ -116,9 +117,18 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def load_some(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load some parameters and buffers of the model, by name. Raises ModelError if they belong to another model."""
+    _resize_observers(model, tensors)
     held = state_of(model)
     for name, stored in tensors.items():
         _load(name, held.get(name), stored)
+
+
+def _resize_observers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give buffers of one number or none, as observers have before the first forward pass, the loaded lengths."""
+    for name, buffer in model.named_buffers():
+        stored = tensors.get(plain_name(name))
+        if stored is not None and stored.dim() == 1 and buffer.numel() <= 1:
+            buffer.resize_(stored.shape)
 
 
 def _load(name: str, held: Tensor | None, stored: Tensor | None) -> None:

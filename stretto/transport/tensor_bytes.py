@@ -13,10 +13,16 @@ from stretto.errors import TransportError
 
 Packed: TypeAlias = tuple[str, list[int], bytes]
 
+SMALL_BYTES = 1 << 12
+
 
 def octets(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a tensor's elements in contiguous order, without a copy if it is contiguous on the CPU."""
+    """Return the bytes of a tensor's elements in contiguous order, without a copy if it is large and so on the CPU.
+
+    A tensor whose memory an array has cannot be resized any more, as buffers of observers are; those are small.
+    """
     flat = tensor.detach().contiguous().cpu().reshape(-1)
+    flat = flat.clone() if flat.nbytes <= SMALL_BYTES else flat
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
