@@ -75,6 +75,7 @@ def test_an_optimizer_without_the_models_parameters_is_refused() -> None:
     [
         {"net": "no model"},
         {"optimizer": "no optimizer"},
+        {"optimizer": object.__new__(torch.optim.SGD)},
         {"net": nn.DataParallel(nn.Linear(6, 1))},
         {"loader": regression(40)},
         {"loader": 5},
