@@ -196,6 +196,25 @@ def again(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float
     return losses
 
 
+def initialised(net: Any, optimizer: torch.optim.Optimizer, loader: Any) -> list[float]:
+    """Change values in place after an epoch: first values again, rows, noise, a table of the script's own."""
+    losses = plain(net, optimizer, loader)
+    torch.manual_seed(5)
+    net.head.reset_parameters()
+    net.embed.padding_idx = 3
+    net.embed.reset_parameters()
+    nn.init.orthogonal_(net.blocks[0].mix.weight)
+    nn.init.trunc_normal_(net.blocks[1].mix.weight, std=0.1)
+    with torch.no_grad():
+        net.blocks[2].mix.weight[7].fill_(0.1)
+        net.blocks[2].mix.weight[:, 1].mul_(2.0)
+        net.blocks[3].mix.weight.add_(0.1 * torch.randn_like(net.blocks[3].mix.weight))
+        net.place.copy_(torch.arange(8.0) / 8)
+        net.norm.bias.add_(float(torch.rand(())))
+    assert not net.embed.weight[3].sum().item()
+    return losses + plain(net, optimizer, loader)
+
+
 def loss_after(net: Any) -> float:
     """Return the loss of samples that all ranks evaluate."""
     net.eval()
@@ -224,6 +243,7 @@ LOOPS: dict[str, Loop] = {
     "scaled": scaled,
     "saved": saved,
     "again": again,
+    "initialised": initialised,
     "streamed": plain,
     "unseeded": plain,
     "normalised": plain,

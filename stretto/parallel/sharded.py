@@ -33,10 +33,11 @@ from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
 from stretto.loader.epoch_order import cut_stream, portion, samples_in
 from stretto.parallel import refusals
+from stretto.parallel.part_operations import act_as_whole
 from stretto.parallel.pass_record import memory_figures
 from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
-from stretto.parallel.shards import Shards, read_whole
+from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.parameter_view import note_own_shard
@@ -86,7 +87,7 @@ class ShardedModel(RankParts):
         forward.given = given  # type: ignore[attr-defined]
         self._model.forward = forward
         self._shards.give_whole_states()
-        read_whole()
+        act_as_whole()
 
     def figures(self) -> dict[str, Any]:
         """Return the memory of this rank."""

@@ -7,14 +7,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.parallel import refusals
 from stretto.parallel.link import Link
+from stretto.parallel.part_operations import whole_tensor
 from stretto.parallel.read_guard import refuse_objects
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers
@@ -53,7 +52,7 @@ class Shards:
         """Return whole tensors at rank 0, given the parts of all ranks; one after another, so that few are whole."""
         found = {}
         for name, tensor in tensors.items():
-            one = _whole(self._placed(name, tensor))
+            one = whole_tensor(self._placed(name, tensor))
             if self._rank == 0:
                 found[name] = one
         return found
@@ -128,26 +127,10 @@ class Shards:
         type(optimizer).load_state_dict(optimizer, {**state, "state": states})
 
 
-def read_whole() -> None:
-    """Let a number that a script reads, as by `parameter.norm().item()`, be that of all parts, not of this rank's."""
-
-    def read(op_call: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        return op_call(_whole(args[0]), **kwargs)
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers  # as torch.distributed.tensor.parallel.loss_parallel does
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
-
-
-@torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
-
-
 def _all_whole(state: Any) -> Any:
     """Return a state with whole tensors in place of parts, gathered in the same order at all ranks."""
     if isinstance(state, Tensor):
-        return _whole(state)
+        return whole_tensor(state)
     if not isinstance(state, dict):
         return state
     made = copy.copy(state)  # a model's has the versions of the modules, too
