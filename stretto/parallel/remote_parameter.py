@@ -1,5 +1,6 @@
 """Parameters of other stages: they have a shape and no values, and a script that reads them gets an error.
 
+A script that changes values in place (`layer.reset_parameters()`, `weight.clamp_(-1, 1)`) changes them at their stage.
 The model's own forward pass may use them (`within_pass`): what it computes of them goes to a module of their stage.
 """
 
@@ -43,10 +44,23 @@ SHAPES = {
     "_has_compatible_shallow_copy_type",
     "grad",
     "backward",
+    *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")),
+    *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "tensor")),
 }
 """Functions that read no values."""
-ALIASES = {"detach", "to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
-"""Functions that return the values in another type or place."""
+ALIASES = {
+    *("detach", "to", "cpu", "cuda", "half", "bfloat16", "float", "double"),
+    *("__getitem__", "select", "narrow", "t", "transpose", "permute", "view", "view_as", "squeeze", "unsqueeze"),
+}
+"""Functions that return the values, or some, in another type, place or shape."""
+RANDOM = {
+    *("uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
+    *("geometric_", "random_"),
+}
+"""Functions that set random values."""
+OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+"""Operators that change values in place."""
+_GRAD = vars(torch._C.TensorBase)["grad"]
 
 
 class RemoteValues(Tensor):
@@ -63,14 +77,19 @@ class RemoteValues(Tensor):
         is_property = type(function).__name__ == "method-wrapper"
         if name == "copy_" and isinstance(args[0], _KINDS):
             return args[0]  # of a whole state, each stage loads its own part
+        kwargs = dict(kwargs or {})
+        target = args[0] if args and "out" not in kwargs else kwargs.get("out", kwargs.get("tensor"))
+        if isinstance(target, _KINDS) and ("out" in kwargs or _is_in_place(name)) and not _is_within.get():
+            return _drawn(function, target, args, kwargs) if name in RANDOM else target
         if name == "__repr__":
             return f"{tuple(args[0].shape)}, values of another stage"
         reads = not (is_property or name in SHAPES or name in ALIASES or _is_within.get())
         if reads:
             raise ModelError(_read(function, next(one for one in _all(args, kwargs) if isinstance(one, _KINDS))))
         with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **(kwargs or {}))
-        is_alias = name in ALIASES or (is_property and function == Tensor.data.__get__)  # type: ignore[attr-defined]
+            found = function(*args, **kwargs)
+        is_view = is_property and isinstance(found, Tensor) and function.__self__ is not _GRAD
+        is_alias = name in ALIASES or is_view
         return found.as_subclass(RemoteValues) if is_alias and not _is_within.get() else found
 
 
@@ -108,6 +127,18 @@ def within_pass() -> Iterator[None]:
         _is_within.reset(token)
 
 
+def _is_in_place(name: str) -> bool:
+    """Return True for functions that change the values of their first argument."""
+    return name in OPERATORS or (name[-1] == "_" != name[-2] and name not in SHAPES)
+
+
+def _drawn(function: Any, target: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the random numbers that the stage of a tensor sets: all stages draw them from the script's generator."""
+    drawn = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(drawn, *args[1:], **kwargs) if args else function(**{**kwargs, "tensor": drawn})
+
+
 def _all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Any]:
     """Yield all tensors among arguments, and those in their lists."""
     for one in (*args, *(kwargs or {}).values()):
@@ -116,7 +147,7 @@ def _all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Any]
 
 def _read(function: Any, tensor: Tensor) -> str:
     return explain(
-        "the values of a parameter are at another stage of the pipeline, and the script reads or changes them here",
+        "the values of a parameter are at another stage of the pipeline, and the script reads them here",
         got=f"{function.__name__} of a parameter of shape {tuple(tensor.shape)}, as in an average of the model, a copy "
         "of it, or a penalty in the loss",
         expected="whole values from model.state_dict(), at all processes of a worker; weight_decay= for penalties",

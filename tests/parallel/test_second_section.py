@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
+
+generator = threading.Lock()
+"""Lock of torch's random generator, which threads share."""
 
 
 def trained_twice(net: nn.Module, keeps_optimizer: bool) -> list[str]:
@@ -75,6 +79,24 @@ def replace_parameter(net: nn.Module) -> nn.Module:
     return net
 
 
+def initialise(net: Any) -> nn.Module:
+    """Change values in place: first values again, rows, noise, a limit."""
+    with generator:
+        torch.manual_seed(5)
+        net.embed.padding_idx = 3
+        for one in (net.embed, net.blocks[0].mix, net.head):
+            one.reset_parameters()
+        nn.init.trunc_normal_(net.blocks[1].mix.weight, std=0.1, a=-0.1, b=0.1)
+        nn.init.orthogonal_(net.blocks[3].mix.weight)
+        with torch.no_grad():
+            net.place.data.clamp_(-0.5, 0.5)
+            net.blocks[1].mlp[0].weight[2] = 0.1
+            net.blocks[2].mix.weight.add_(0.1 * torch.randn_like(net.blocks[2].mix.weight))
+            net.blocks[2].mix.weight[3:5].mul_(2.0)
+            net.norm.bias += float(torch.rand(()))
+    return net  # type: ignore[no-any-return]
+
+
 class Classifier(nn.Module):
     """Model with the embedding and the blocks of another one, and a new last layer."""
 
@@ -121,6 +143,7 @@ def trained_after(net: nn.Module, change: Callable[[nn.Module], nn.Module], keep
 
 
 CHANGES = [
+    (initialise, False),
     (replace_head, False),
     (append_layer, False),
     (append_layer, True),
