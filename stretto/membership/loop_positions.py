@@ -17,7 +17,10 @@ Kind: TypeAlias = Literal["tensors", "all_gather", "broadcast"]
 """Kind of a collective operation: a mean or codec messages; bytes of every worker; bytes of one worker."""
 COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
 """Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""
-EVEN = "for batch in loader: ..., and break or exit by what is the same on every worker"
+EVEN = (
+    "for i, batch in enumerate(loader): ..., and break or exit by what is the same on every worker: steps are "
+    "epoch * len(loader) + i, since in the last one of an epoch a worker may have no batch"
+)
 """Correction that the error text suggests."""
 KEPT = 4
 """Number of recent operations whose first worker's position is stored."""
