@@ -522,9 +522,10 @@ def _sparse(gradient_slot: GradientSlot) -> str:
 def _not_exchanged(gradient_slot: GradientSlot) -> str:
     return explain(
         f"the optimizer is about to step with a gradient of {gradient_slot.slot.name} that was not exchanged",
-        got="a gradient that was computed without loss.backward(), or a step inside stretto.no_sync()",
+        got="a gradient that was computed without loss.backward(), or a step in a hook or inside stretto.no_sync()",
         expected="gradients of a backward pass outside stretto.no_sync() before each step",
-        to_type="loss.backward() in place of torch.autograd.grad, or a recipe that exchanges parameters: local_sgd()",
+        to_type="loss.backward(), not torch.autograd.grad, and optimizer.step() after it, or a recipe that exchanges "
+        "parameters: local_sgd()",
     )
 
 
