@@ -23,7 +23,7 @@ from stretto.strategies.optimizers import parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.parameter_view import is_held
 from stretto.strategies.strategy import Strategy
-from stretto.strategies.tensor_sync import FlatTensors
+from stretto.strategies.tensor_sync import FlatTensors, unheld
 
 
 class RecipeStrategy(Strategy):
@@ -233,6 +233,8 @@ class RecipeStrategy(Strategy):
         agreed = [each for each in self.sets if self._averaged is not None or not each.has_stepped]
         parts = [part for each in agreed for part in each.parts]
         excluded = {id(one) for each in self.sets if each not in agreed for one in each.trained_parameters()}
+        if self.averages_teachers and self._averaged is None:
+            excluded |= {id(one) for _, one in unheld(self._model, self._optimizers)}
         held = ((plain_name(name), one) for name, one in self._model.named_parameters() if is_held(one))
         by_name = {name: one for name, one in held if id(one) not in excluded}
         compared = {id(slot.parameter) for part in parts for slot in part.slots}

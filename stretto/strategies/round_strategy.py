@@ -20,6 +20,7 @@ class RoundStrategy(RecipeStrategy):
     """
 
     in_rounds = True
+    averages_teachers = True
     _exchanging: ParameterSet | None = None
     """The set of the last round."""
 

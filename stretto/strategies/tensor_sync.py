@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stretto.codecs import exact
 from stretto.strategies.collective_runner import CollectiveRunner
 from stretto.strategies.optimizers import device_of_state
-from stretto.strategies.parameter_view import local
+from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
 from stretto.transport.tensor_bytes import octets
@@ -144,13 +144,14 @@ def _digest(message: bytes) -> bytes:
 class MovingBuffers:
     """The floating-point buffers that training changes, such as the statistics of batch-norm.
 
-    The workers agree on this set: a buffer that no worker's training has changed is not sent, and does not drift by
-    rounding. Integer and bool buffers are never averaged.
+    So are, beside `optimizers`, the parameters that none of them holds, such as those of a teacher. The workers agree
+    on this set: a buffer that no worker's training has changed is not sent, and does not drift by rounding. Integer and
+    bool buffers are never averaged.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport) -> None:
-        self._model, self._transport = model, transport
-        self._first = {name: crc(buffer) for name, buffer in model.named_buffers()}
+    def __init__(self, model: nn.Module, transport: Transport, optimizers: Iterable[Optimizer] | None = None) -> None:
+        self._model, self._transport, self._optimizers = model, transport, optimizers
+        self._first = {name: crc(buffer) for name, buffer in self._named()}
         self._moving: set[str] = set()
         self._asked = False
 
@@ -167,27 +168,34 @@ class MovingBuffers:
         if not self._first or (self._asked and not again):
             return
         self._asked = True
-        still = [(name, buffer) for name, buffer in self._model.named_buffers() if name not in self._moving]
+        still = [(name, buffer) for name, buffer in self._named() if name not in self._moving]
         changed = [name for name, buffer in still if crc(buffer) != self._first.get(name)]
         for names in self._transport.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
     def floating(self) -> list[Tensor]:
         """Return the buffers that are averaged, in a fixed order."""
-        return [
-            buffer
-            for name, buffer in self._model.named_buffers()
-            if name in self._moving and buffer.is_floating_point()
-        ]
+        return [buffer for buffer in self.all() if buffer.is_floating_point()]
 
     def all(self) -> list[Tensor]:
         """Return all buffers that change, integers too."""
-        return [buffer for name, buffer in self._model.named_buffers() if name in self._moving]
+        return [buffer for name, buffer in self._named() if name in self._moving]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers, and the parameters that no optimizer holds, by name."""
+        others = unheld(self._model, self._optimizers) if self._optimizers is not None else []
+        return [*self._model.named_buffers(), *((name, one.detach()) for name, one in others)]
 
     def follow_lead(self) -> None:
         """Copy all changing buffers from worker 0."""
         if moving := self.all():
             follow(self._transport, moving)
+
+
+def unheld(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Parameter]]:
+    """Return the parameters that none of these optimizers holds, by name."""
+    held = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
+    return [(name, one) for name, one in model.named_parameters() if id(one) not in held and is_held(one)]
 
 
 def crc(tensor: Tensor) -> int:
