@@ -317,17 +317,6 @@ def _check_arguments(model: object, optimizer: object, loader: object, evaluate:
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         problem, expected = "stretto.distribute needs the optimizer second", "a torch optimizer, or a list of several"
         raise ModelError(explain(problem, got=_kinds(optimizer), expected=expected, to_type=_CALL))
-    bare = next((one for one in optimizers if not hasattr(one, "_optimizer_step_pre_hooks")), None)
-    if bare is not None:
-        raise ModelError(
-            explain(
-                "the optimizer has no hooks, by which stretto sees its steps",
-                got=f"{type(bare).__name__}, whose class does not call Optimizer.__init__, as those around another do",
-                expected="an optimizer of torch's class, or of one that calls it",
-                to_type="super().__init__(params, defaults) in the class, or the optimizer within it as the second "
-                "argument",
-            )
-        )
     wrapped = [one for one in models if isinstance(one, DistributedDataParallel | DataParallel)]
     if wrapped:
         problem, wrapper = "the model is wrapped to be distributed already", type(wrapped[0]).__name__

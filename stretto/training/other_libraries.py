@@ -28,9 +28,23 @@ _OF_FABRIC = ("_FabricModule", "_FabricOptimizer", "_FabricDataLoader")
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped, whose steps are those of the wrapper; else the optimizer."""
+    """Return the optimizer that Accelerate has wrapped, whose steps are those of the wrapper; else the optimizer.
+
+    Raise ModelError for an optimizer around another one whose steps cannot be seen.
+    """
     is_wrapped = _is_of(optimizer, "accelerate.", "AcceleratedOptimizer")
-    return optimizer.optimizer if is_wrapped else optimizer
+    own = optimizer.optimizer if is_wrapped else optimizer
+    if not hasattr(own, "_optimizer_step_pre_hooks"):
+        raise ModelError(
+            explain(
+                "the optimizer has no hooks, by which stretto sees its steps",
+                got=f"{type(own).__name__}, whose class does not call Optimizer.__init__, as those around another do",
+                expected="an optimizer of torch's class, or of one that calls it",
+                to_type="super().__init__(params, defaults) in the class, or the optimizer within it as the second "
+                "argument",
+            )
+        )
+    return own
 
 
 def refuse_wrapped(models: Sequence[object], optimizers: Sequence[object], loader: object) -> None:

@@ -214,7 +214,7 @@ def test_loop_with_its_own_step_count_gives_an_error(simulate: Simulate) -> None
     code, _, wrong = simulate("-n", "4", "--recipe", "allreduce", EPOCHS="0", AFTER=COUNTS)
     assert code == FAILED
     assert "workers 0 and 1 have ended their scripts in epoch 30 at step 0, workers 2 and 3 wait" in wrong
-    assert "try: for batch in loader: ..." in wrong
+    assert "try: for i, batch in enumerate(loader): ..." in wrong
     assert not living()
 
 
