@@ -242,6 +242,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of workers for the factor on the learning rate; None for the number that is started."""
     retyped: tuple[str, ...] = ()
     """Words after `stretto run --resume FOLDER` that continue the run."""
+    subcommand: str = "run"
+    """Command of `stretto` that started the run."""
 
     @property
     def lr_factor(self) -> float:
@@ -290,7 +292,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-NOT_RECORDED = ("out", "retyped", "server_hosts", "scaled_workers", "announced")
+NOT_RECORDED = ("out", "retyped", "subcommand", "server_hosts", "scaled_workers", "announced")
 
 
 @functools.cache

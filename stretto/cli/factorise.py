@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from stretto.cli.options import JsonTo
 from stretto.errors import LaunchError, LogError, explain
@@ -85,6 +86,15 @@ def command(
         int,
         typer.Option(metavar="EPOCHS", help="Epochs between two checkpoints.", rich_help_panel=CHECKPOINTS),
     ] = 10,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default="a new run",
+            help="Continue from the newest checkpoint of this run, with the same ratings, processes, rank and seed.",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="File for the factors, for numpy.load.", rich_help_panel=OUTPUT)
     ] = Path("factors.npz"),
@@ -113,6 +123,7 @@ def command(
     with tempfile.TemporaryDirectory(prefix="stretto-factorise-") as folder:
         tiles.write(Path(folder), rank, epochs, evaluate_every, lr, l2)
         config = _configuration(Path(folder), processes, evaluate_every, checkpoint_every, run, quiet)
+        config = replace(config, resume=resume)
         done = run_locally(config, ProgressDisplay(quiet=True, out=2 if to_standard_output else 1))
     factors = factors_of(done / "final.safetensors", tiles, known, rank)
     try:
@@ -152,6 +163,7 @@ def _configuration(
         Path("stretto.factorise.train"),
         (str(folder),),
         module=True,
+        subcommand="factorise",
         workers=processes,
         layout=layout(evaluate_every) if processes > 1 else None,
         threads=1,

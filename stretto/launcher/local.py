@@ -97,7 +97,7 @@ def _run(
                 plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
                 _supervise(plan, inbox, display, make_engine, cluster)
         except Stopped as stop:
-            stop.add(left_in(folder, config.retyped))
+            stop.add(left_in(folder, config.retyped, config.subcommand))
             raise
         return folder
 

@@ -155,19 +155,28 @@ def test_checkpoints_are_as_many_epochs_apart_however_often_the_processes_hold_a
 
 
 @needs_speed
-@pytest.mark.usefixtures("table")
-def test_ctrl_c_ends_all_processes_and_leaves_no_file(tmp_path: Path) -> None:
-    process = started(tmp_path, "-n", "2", "--epochs", "1000000")
+def test_ctrl_c_ends_all_processes_and_the_run_is_continued(tmp_path: Path, table: Path) -> None:
+    process = started(tmp_path, "-n", "2", "--rank", "8", "--epochs", "1000000", "--checkpoint-every", "5")
+    while not list((tmp_path / "run").glob("checkpoints/round-*/manifest*")):  # it is written in the background
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
     events = until(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in errors
+    assert "continue from the last checkpoint: stretto factorise --resume run ..." in errors
     assert not (tmp_path / "factors.npz").exists()
     limit = time.monotonic() + 60
     while any(Path("/proc", str(pid)).exists() for pid in processes_of(events)):
         assert time.monotonic() < limit
         time.sleep(0.01)
+    rounds = max(int(one.parent.name[6:]) for one in (tmp_path / "run").glob("checkpoints/round-*/manifest*"))
+    epochs = str(rounds + 3)  # an epoch of two sub-epochs has one round
+    run(tmp_path, "-n", "2", "--rank", "8", "--epochs", epochs, "--resume", "run", "--run", "again")
+    expected = sequential(table, tmp_path / "files", 2, rounds + 3, 8, 0.01)
+    trained = load_file(tmp_path / "again" / "final.safetensors")
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)
 
 
 @needs_speed
