@@ -33,7 +33,6 @@ class AsyncStrategy(RecipeStrategy):
     """
 
     asynchronous = True
-    averages_teachers = True
     _server: AsyncServer | None = None
     """The exchange; None if no parameter was ever trained."""
     _steps = 0

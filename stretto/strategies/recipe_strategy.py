@@ -233,7 +233,7 @@ class RecipeStrategy(Strategy):
         agreed = [each for each in self.sets if self._averaged is not None or not each.has_stepped]
         parts = [part for each in agreed for part in each.parts]
         excluded = {id(one) for each in self.sets if each not in agreed for one in each.trained_parameters()}
-        if self.averages_teachers and self._averaged is None:
+        if self._averaged is None and not self.exchanges_gradients:
             excluded |= {id(one) for _, one in unheld(self._model, self._optimizers)}
         held = ((plain_name(name), one) for name, one in self._model.named_parameters() if is_held(one))
         by_name = {name: one for name, one in held if id(one) not in excluded}

@@ -20,7 +20,6 @@ class RoundStrategy(RecipeStrategy):
     """
 
     in_rounds = True
-    averages_teachers = True
     _exchanging: ParameterSet | None = None
     """The set of the last round."""
 
@@ -69,13 +68,18 @@ class RoundStrategy(RecipeStrategy):
         """Keep no state between rounds."""
 
     def sync_for_evaluation(self, called: bool = False) -> None:
-        """Put the mean of the workers' parameters in place, if an optimizer has stepped since the last round."""
+        """Put the mean of the workers' parameters in place, if an optimizer has stepped since the last round.
+
+        After a round a script may have moved parameters that no optimizer holds, and a worker without a batch has not.
+        """
         if self._averaged is not None:
             return
         self._agree_on_changes(at_start=False)
-        if self.has_stepped:
-            with self._context.timer.on("exchanging"):
+        with self._context.timer.on("exchanging"):
+            if self.has_stepped:
                 self._average(self._share_in_evaluation)
+            else:
+                self.buffers.follow_teachers()
 
     def _share_in_evaluation(self, parameter_set: ParameterSet) -> Callable[[], float]:
         """Return the function that returns the share of this worker's parameters in the evaluated mean."""

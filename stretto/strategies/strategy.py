@@ -33,8 +33,6 @@ class Strategy:
     """True if a server applies updates on arrival, so that workers do not wait for each other."""
     in_rounds = False
     """True if workers that wait for each other exchange parameters, each optimizer's as a set of its own."""
-    averages_teachers = False
-    """True if parameters that no optimizer holds are averaged as buffers are, since what they follow differs."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class Strategy:
         self.recipe = recipe
         self._model, self._optimizers, self._context, self._observer = model, optimizers, context, observer
         self._transport = context.transport
-        self.buffers = MovingBuffers(model, self._transport, optimizers if self.averages_teachers else None)
+        self.buffers = MovingBuffers(model, self._transport, optimizers)
         each = [[optimizer] for optimizer in optimizers] if self.in_rounds else [list(optimizers)]
         self.sets = [ParameterSet(model, own, self._transport) for own in each]
         self.parameter_sets = parameter_sets

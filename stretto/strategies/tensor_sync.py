@@ -144,12 +144,12 @@ def _digest(message: bytes) -> bytes:
 class MovingBuffers:
     """The floating-point buffers that training changes, such as the statistics of batch-norm.
 
-    So are, beside `optimizers`, the parameters that none of them holds, such as those of a teacher. The workers agree
-    on this set: a buffer that no worker's training has changed is not sent, and does not drift by rounding. Integer and
-    bool buffers are never averaged.
+    So are parameters that no optimizer holds, such as those of a teacher. The workers agree on this set: a buffer that
+    no worker's training has changed is not sent, and does not drift by rounding. Integer and bool buffers are never
+    averaged.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, optimizers: Iterable[Optimizer] | None = None) -> None:
+    def __init__(self, model: nn.Module, transport: Transport, optimizers: Iterable[Optimizer]) -> None:
         self._model, self._transport, self._optimizers = model, transport, optimizers
         self._first = {name: crc(buffer) for name, buffer in self._named()}
         self._moving: set[str] = set()
@@ -181,10 +181,17 @@ class MovingBuffers:
         """Return all buffers that change, integers too."""
         return [buffer for name, buffer in self._named() if name in self._moving]
 
+    def follow_teachers(self) -> None:
+        """Copy parameters that no optimizer holds, and that change, from worker 0."""
+        if others := unheld(self._model, self._optimizers):
+            self.agree()
+            if moving := [one for name, one in others if name in self._moving]:
+                follow(self._transport, moving)
+
     def _named(self) -> list[tuple[str, Tensor]]:
         """Return the buffers, and the parameters that no optimizer holds, by name."""
-        others = unheld(self._model, self._optimizers) if self._optimizers is not None else []
-        return [*self._model.named_buffers(), *((name, one.detach()) for name, one in others)]
+        others = ((name, one.detach()) for name, one in unheld(self._model, self._optimizers))
+        return [*self._model.named_buffers(), *others]
 
     def follow_lead(self) -> None:
         """Copy all changing buffers from worker 0."""
