@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -88,8 +89,12 @@ class AsyncStrategy(RecipeStrategy):
             self.train_like([facts["trained"]])
             return
         is_same = self._client.agreed(not parameter_set.has_changed() and parameter_set.is_laid())
+        is_shown = self._client.agreed(not self._has_changed_shown())
         if together:  # a worker without a step has no gradients, and a frozen parameter is trained while it has one
-            is_same = not any(self._transport.all_gather_bytes(b"" if is_same else b"changed"))
+            replies = self._transport.all_gather_bytes(struct.pack("??", is_same, is_shown))
+            is_same, is_shown = map(all, zip(*(struct.unpack("??", reply) for reply in replies), strict=True))
+            if not is_shown:
+                self._continue_changed()
         if not is_same:
             by_name = parameter_set.agree(at_start=True).by_name if together else parameter_set.trainable()
             self._rebuild(parameter_set, by_name)
@@ -140,6 +145,11 @@ class AsyncStrategy(RecipeStrategy):
             return
         with self._context.timer.on("exchanging"):
             self._average(lambda _: lambda: 1 / self._transport.workers, self.server.read_for_evaluation)
+
+    def resume(self, own: bool = True) -> None:
+        """Continue from the server's version, or the own parameters; before the first epoch `begin_epoch` does."""
+        if self._averaged is not None:
+            super().resume(own)
 
     def _put_back(self, averaged: AveragedModel, own: bool) -> bool:
         """Put the own parameters back, or continue from the server's version.

@@ -23,7 +23,7 @@ from stretto.strategies.optimizers import parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.parameter_view import is_held
 from stretto.strategies.strategy import Strategy
-from stretto.strategies.tensor_sync import FlatTensors, unheld
+from stretto.strategies.tensor_sync import FlatTensors, crc, unheld
 
 
 class RecipeStrategy(Strategy):
@@ -33,6 +33,8 @@ class RecipeStrategy(Strategy):
     _frozen: FrozenVariance | None = None
     _is_changed = False
     """True if the script has changed the model at this worker, and the workers have not been compared since."""
+    _shown: Sequence[int] | None = None
+    """Checksums of the parameters where all workers held the same ones without an averaged model in place."""
 
     def attach(self) -> None:
         """Refuse optimizers that the recipe can't train, then create an exchange of each set of parameters."""
@@ -192,13 +194,30 @@ class RecipeStrategy(Strategy):
         """Continue training after an evaluation sync; values that the script has changed since stay."""
         averaged, self._averaged = self._averaged, None
         if averaged is None:
-            return
+            is_changed = self._has_changed_shown()
+        else:
+            with in_buffers(self._parts):
+                is_changed = self._put_back(averaged, own)
+        if is_changed:
+            self._continue_changed()
+
+    def note_shown(self) -> None:
+        """Note the checksums of the parameters."""
+        self._shown = self._checksums()
+
+    def _checksums(self) -> Sequence[int]:
         with in_buffers(self._parts):
-            is_changed = self._put_back(averaged, own)
-        if not is_changed:
-            return
+            return [crc(part.theta) for part in self._parts if not part.width]
+
+    def _has_changed_shown(self) -> bool:
+        """Return True, once, if the script has changed the parameters since `note_shown`."""
+        shown, self._shown = self._shown, None
+        return shown is not None and shown != self._checksums()
+
+    def _continue_changed(self) -> None:
+        """Continue from parameters that the script has changed, which are no update of this worker."""
         self._is_changed = True
-        self._context.events.notice("the script changed the model after an epoch; training continues from its values")
+        self._context.events.notice("the script changed the model before an epoch; training continues from its values")
         for parameter_set in self.sets:
             if parameter_set.flat_parameters is not None:
                 self._count_and_create(parameter_set)
@@ -247,7 +266,7 @@ class RecipeStrategy(Strategy):
 
 def _changed_alone(workers: Sequence[int]) -> str:
     return explain(
-        f"replicas differ: the script changed the model of worker {', '.join(map(str, workers))} alone after an epoch",
+        f"replicas differ: the script changed the model of worker {', '.join(map(str, workers))} alone before an epoch",
         got=f"a change on {len(workers)} of the workers",
         expected="the same change on every worker",
         to_type="load the same file on all workers: model.load_state_dict(torch.load(path)) without a condition",

@@ -80,6 +80,7 @@ class RoundStrategy(RecipeStrategy):
                 self._average(self._share_in_evaluation)
             else:
                 self.buffers.follow_teachers()
+                self.note_shown()
 
     def _share_in_evaluation(self, parameter_set: ParameterSet) -> Callable[[], float]:
         """Return the function that returns the share of this worker's parameters in the evaluated mean."""

@@ -117,6 +117,9 @@ class Strategy:
         due.
         """
 
+    def note_shown(self) -> None:
+        """Note the parameters, which all workers hold and the script may change before it continues to train."""
+
     def resume(self, own: bool = True) -> None:
         """Continue training after an evaluation sync, with the worker's own parameters or a server's version."""
 

@@ -62,6 +62,8 @@ class ElasticAgent:
         transport, state = self._trainer.transport, self._trainer.section.take_state()
         if state is not None:
             self._take(state)
+        if self._taken is None and not transport.arrives:
+            self._trainer.strategy.note_shown()
         if transport.arrives:
             if transport.join_position is not None:
                 self._join(transport.join_position)
