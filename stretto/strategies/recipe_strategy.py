@@ -134,6 +134,8 @@ class RecipeStrategy(Strategy):
         self._count_and_create(parameter_set)
         carry_over(ranges, self._ranges_of(parameter_set))
         add_residuals(self.recipe.how, before, self._pieces(parameter_set))
+        if self._shown is not None:  # a pipeline that is divided before its first epoch
+            self.note_shown()
 
     def _is_unused(self, parameter_set: ParameterSet, by_name: Named) -> bool:
         """Return True if no rank of this worker has parameters to exchange."""
