@@ -408,8 +408,9 @@ def test_a_launcher_that_has_joined_reports_exits_of_its_own_workers_only(scene)
         there.dealer(name).send(msgspec.msgpack.encode(ProcessExited(worker, 0, "killed", False)))
     until(lambda: there.call.refused == before + 3)
     assert all("is not its own" in notice for notice in there.notices[-3:])
+    launcher = there.dealer(b"launcher 2")
     for end in (EndRun(), RunEnded("now")):
-        there.dealer(b"launcher 2").send(msgspec.msgpack.encode(end))
+        launcher.send(msgspec.msgpack.encode(end))
     until(lambda: there.call.refused == before + 5)
     assert all("only the launcher of the run may end it" in notice for notice in there.notices[-2:])
     assert not [one for one in there.events if one["what"] == "failed"]
