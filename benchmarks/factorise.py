@@ -1,9 +1,9 @@
 """Factorisation of a matrix with 3.6 million known values: the speed of the kernel, and of two processes against one.
 
-The values are synthetic: 60,000 rows, 15,000 columns drawn from a Zipf law, products of 8 factors and noise. They are
-trained for as many epochs as by default. The kernel is measured on one core, on the half that each of two processes
-trains, in the order in which they train it; beside it LIBMF, with one thread, on the same values. The errors on real
-ratings are those of MovieLens (ml-latest-small), if $STRETTO_DATA has them, a tenth of which is held out.
+The values are synthetic: 60,000 rows, 15,000 columns drawn from a Zipf law, products of 8 factors and noise. The kernel
+is measured on one core, on the half that each of two processes trains, in the order in which they train it; beside it
+LIBMF, with one thread, on the same values. The errors on real ratings are those of MovieLens (ml-latest-small), if
+$STRETTO_DATA has them, a tenth of which is held out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.factorise.tiles import START, Tiles, tiles_of
 from stretto.factorise.train import Factors
 from stretto.kernels import native
 
-ROWS, COLUMNS, VALUES, RANK, EPOCHS, STARTS, ROUNDS = 60_000, 15_000, 3_600_000, 32, 20, 5, 15
+ROWS, COLUMNS, VALUES, RANK, EPOCHS, STARTS, ROUNDS = 60_000, 15_000, 3_600_000, 32, 12, 5, 15
 WANTED, WANTED_RATE, WANTED_ERROR = 1.5, 35e6, 0.89
 REAL_RATINGS, SEEDS = Path(os.environ.get("STRETTO_DATA", "")) / "ml-latest-small" / "ratings.csv", 3
 OURS, THEIRS, LIBMF_EPOCHS = "kernel", "LIBMF", 4
