@@ -169,7 +169,7 @@ class EndRun(_Message, frozen=True):
 
 
 class RunEnded(_Message, frozen=True):
-    """Notice of the run's launcher that the run ends early; the reply, and the notice to those that joined, too."""
+    """Notice of the run's launcher that the run ends early; the reply, and the notice to launchers that joined, too."""
 
     why: str
 

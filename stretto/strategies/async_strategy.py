@@ -233,8 +233,8 @@ class AsyncStrategy(RecipeStrategy):
             return
         trained = parameter_set.names()
         others = {name: one for name, one in state_of(self._model).items() if name not in trained}
-        sums = {name: crc(one) for name, one in others.items() if name in self._start_sums}
-        sums = {name: value for name, value in sums.items() if self._start_sums[name] == value}
+        start = self._start_sums.items()
+        sums = {name: value for name, value in start if name in others and crc(others[name]) == value}
         missing = {name: one for name, one in others.items() if name not in sums}
         self._client.store_facts(pack_own(({"trained": trained, "sums": sums}, missing)))
 

@@ -46,4 +46,4 @@ class StrategyContext:
     skips_non_finite: bool = False
     """True if an asynchronous worker leaves out an update with NaN or infinity; False if it raises an error."""
     start_sums: Mapping[str, int] = field(default_factory=dict)
-    """Checksums of the tensors that the script makes alike at each worker, by name: one that joins has them, too."""
+    """Checksums, by name, of tensors that the script makes alike at each worker, also at late ones."""

@@ -184,7 +184,7 @@ def _shape(found: tuple[list[int], str] | None) -> str:
 def same_start(transport: Transport, model: nn.Module) -> dict[str, int]:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel.
 
-    Return the checksums, by name, of those that the scripts of several workers have made alike.
+    Return the checksums, by name, of tensors that the scripts of several workers have made alike.
     """
     state = state_of(model)
     alike = {name: crc(one) for name, one in state.items()}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.codecs import exact
 from stretto.strategies.collective_runner import CollectiveRunner
-from stretto.strategies.optimizers import device_of_state
+from stretto.strategies.optimizers import device_of_state, parameters_of
 from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.traffic_counters import Account
 from stretto.transport import Transport
@@ -201,7 +201,7 @@ class MovingBuffers:
 
 def unheld(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Parameter]]:
     """Return the parameters that none of these optimizers holds, by name."""
-    held = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
+    held = {id(one) for each in optimizers for one in parameters_of(each)}
     return [(name, one) for name, one in model.named_parameters() if id(one) not in held and is_held(one)]
 
 

@@ -14,6 +14,7 @@ from stretto.errors import TransportError
 Packed: TypeAlias = tuple[str, list[int], bytes]
 
 SMALL_BYTES = 1 << 12
+"""Bytes up to which a tensor is copied before an array has its memory."""
 
 
 def octets(tensor: Tensor) -> NDArray[np.uint8]:
