@@ -19,7 +19,7 @@ __all__ = ["hosts", "ssh_elsewhere", "ssh_hosts"]
 
 SAMPLES, EPOCHS = 96, 6
 SCRIPT = f"""
-import pathlib, sys, time, torch, stretto
+import os, pathlib, sys, time, torch, stretto
 torch.manual_seed(0)
 x = torch.randn({SAMPLES}, 4); y = x.sum(1, keepdim=True)
 net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
@@ -29,6 +29,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 loader = stretto.distribute(net, optimizer, loader)
 print("worker", stretto.rank(), "trains", flush=True)
 enough = pathlib.Path(sys.argv[1])
+(enough.parent / f"trains-{{os.getpid()}}").touch()
 for epoch in range({EPOCHS}):
     for a, b in loader:
         assert not (enough.parent / f"fail{{stretto.rank()}}").exists(), "it was told to fail"
@@ -64,8 +65,12 @@ class Run:
         assert self.process.poll() is None, self.process.communicate()[0].decode()
 
     def until_started(self, *workers: int) -> None:
-        """Wait until these workers train."""
-        self.until(lambda: set(workers) <= self.pids().keys())
+        """Wait until these workers have printed that they train."""
+        self.until(lambda: set(workers) <= self.pids().keys() and all(self.trains(worker) for worker in workers))
+
+    def trains(self, worker: int) -> bool:
+        """Return whether the newest process of a worker has printed that it trains."""
+        return (self.enough.parent / f"trains-{self.pids()[worker]}").exists()
 
     def pids(self) -> dict[int, int]:
         """Return the newest process of each worker."""
@@ -103,7 +108,7 @@ def test_run_begins_with_the_workers_of_all_hosts_and_a_killed_one_is_restarted(
     assert run.pids()[1] in children["1"] and {run.pids()[2], run.pids()[3]} <= children["2"]
     killed = run.pids()[3]
     os.kill(killed, signal.SIGKILL)
-    run.until(lambda: run.pids()[3] != killed)
+    run.until(lambda: run.pids()[3] != killed and run.trains(3))
     said = run.end()
     assert run.process.returncode == 0, said
     assert generations(run.folder)[0] == [0, 1, 2, 3]
