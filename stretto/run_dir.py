@@ -77,7 +77,7 @@ def _check_new_or_empty(out: Path) -> None:
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
 
 
-def check_owner(folder: Path, option: str) -> None:
+def check_owner(folder: Path, option: str, instead: str = "a copy of it") -> None:
     """Raise LaunchError if another user owns the folder that an option names, or may write into it."""
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
@@ -86,7 +86,7 @@ def check_owner(folder: Path, option: str) -> None:
             "a folder of your own, without that mode",
         )
         got = f"{option} {folder}, owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod o-w {folder}, or a copy of it"))
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod o-w {folder}, or {instead}"))
 
 
 def _next(out: Path) -> Path:

@@ -6,6 +6,7 @@ asks the coordinator for numbers, keys, options and, on a machine that does not 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -31,13 +32,14 @@ from stretto.membership.invitations import Invitation
 from stretto.notices import say
 from stretto.process_config import KeyTexts
 from stretto.run_config import Output, RunConfig, decode_path
-from stretto.run_dir import cores, make_folder, versions
+from stretto.run_dir import check_owner, cores, make_folder, versions
 from stretto.whole_files import written_whole
 
 if TYPE_CHECKING:
     from stretto.launcher.join_client import JoinClient
 
 JOIN_KEY = "join.key"
+BY_KEY = "stretto join HOST:PORT --key FILE"
 CODE = "code"
 """Directory with the received code in the run directory of a joining launcher."""
 OF_THE_LAUNCHER = ("hosts", "server_hosts", "on", "resources", "out", "faults", "copy_to", "secret_file")
@@ -212,14 +214,20 @@ def check_versions(there: Mapping[str, str]) -> None:
 def _read(request: JoinRequest) -> JoinKey:
     path = Path(request.run) / JOIN_KEY if request.key is None else request.key
     try:
-        key = msgspec.json.decode(_content(path), type=JoinKey)
+        if request.key is None:
+            check_owner(Path(request.run), "stretto join", BY_KEY)
+        flags = os.O_NOFOLLOW if request.key is None else 0
+        key = msgspec.json.decode(_content(path, flags), type=JoinKey)
     except FileNotFoundError:
         raise _missing(request, path) from None
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            problem, expected = f"the key {path} is a link", "the file that stretto run --listen has written"
+            raise LaunchError(explain(problem, got="a link", expected=expected, to_type=BY_KEY)) from error
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         problem, expected = f"{path} is not a key of a run: {error}", f"the {JOIN_KEY} of `stretto run --listen`"
-        to_type = "stretto join RUN, or stretto join HOST:PORT --key FILE"
+        to_type = f"stretto join RUN, or {BY_KEY}"
         raise LaunchError(explain(problem, got="another file", expected=expected, to_type=to_type)) from error
     return key if request.key is None else replace(key, address=_address(request.run))
 
@@ -237,14 +245,14 @@ def given_secret(path: Path) -> str:
     return text
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, flags: int = 0) -> bytes:
     """Return the content of a key file, or of standard input for `-`. Raises LaunchError for a file that others see.
 
     A line of standard input suffices, since a launcher that has started this one keeps its end open.
     """
     if str(path) == "-":
         return sys.stdin.buffer.readline()
-    with path.open("rb") as file:
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
         status = os.fstat(file.fileno())
         if status.st_mode & OTHERS or status.st_uid not in (os.geteuid(), 0):
             problem, expected = (

@@ -21,7 +21,7 @@ from typing import IO
 from stretto.events import COORDINATOR, process_name
 from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
-from stretto.membership.output_lines import log_of
+from stretto.membership.output_lines import log_of, open_log
 from stretto.run_config import Output
 
 CHUNK_BYTES = 1 << 16
@@ -167,7 +167,7 @@ class LogRelay(threading.Thread):
 
     def append(self, worker: int, rank: int, text: str) -> None:
         """Add lines of Stretto's own to the log file of a process, once it has exited."""
-        with contextlib.suppress(OSError), log_of(self._folder, worker, rank).open("a") as file:
+        with contextlib.suppress(OSError), open(open_log(log_of(self._folder, worker, rank)), "a") as file:
             file.write(text)
         if self._forward is not None:
             self._forward(worker, rank, text.encode())
@@ -222,7 +222,7 @@ class LogRelay(threading.Thread):
 def _output_of(worker: int, rank: int, pipe: IO[bytes], folder: Path) -> _Output:
     output = _Output(worker, rank, pipe, log_of(folder, worker, rank), None)
     with contextlib.suppress(OSError):
-        output.file = os.open(output.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        output.file = open_log(output.log)
     return output
 
 

@@ -63,6 +63,11 @@ def log_of(folder: Path, worker: int, rank: int = 0) -> Path:
     return folder / f"{process_name(worker, rank).replace(' ', '-')}.log"
 
 
+def open_log(path: Path) -> int:
+    """Return the descriptor of a log file to append to. A link in its place is an OSError."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
 def connection_of(worker: int, rank: int) -> bytes:
     """Return the name of the connection for the output of a process.
 
@@ -130,7 +135,7 @@ class OutputAppender:
             raise ValueError(f"got output of worker {worker}, expected that of a worker on another machine")
         path = log_of(self._run, worker, rank)
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            file = open_log(path)
         except OSError as error:
             return OutputAppended(UNKNOWN, str(error.strerror))
         try:

@@ -51,6 +51,8 @@ for epoch in range(60):
                 time.sleep(0.12)
 """
 PATIENCE_S = 3.0
+OTHER_USER = 12345
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
 
 
 def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place: Place, hosts: None) -> None:
@@ -220,7 +222,7 @@ def test_joined_workers_end_with_the_run_and_say_why(place: Place, ending: str) 
 def key_without_coordinator(place: Place) -> Path:
     """Return a run folder with a key to a coordinator that does not run."""
     folder = place.folder / "run"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     with servers_for(0, plain=False, coordinated=True) as servers:
         write_join_key(folder, servers)
     return folder
@@ -245,6 +247,11 @@ def test_key_that_the_disk_does_not_take_leaves_no_file(place: Place, monkeypatc
     assert not (place.folder / JOIN_KEY).exists()
 
 
+def replace_by_link(path: Path) -> None:
+    """Move a file elsewhere, and put a link to it in its place."""
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -252,6 +259,9 @@ def test_key_that_the_disk_does_not_take_leaves_no_file(place: Place, monkeypatc
         (lambda run: (run / JOIN_KEY).unlink(), "cannot be joined"),
         (lambda run: (run / JOIN_KEY).write_bytes(b'{"address": 3}'), "is not a key of a run"),
         (lambda run: (run / JOIN_KEY).chmod(0o640), "may be known to others"),
+        (lambda run: run.chmod(0o777), r"got: stretto join .*run, owner \d+, mode 777"),
+        pytest.param(lambda run: os.chown(run, OTHER_USER, -1), f"owner {OTHER_USER}, mode 700", marks=AS_ROOT),
+        (lambda run: replace_by_link(run / JOIN_KEY), "is a link"),
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
     ],
 )

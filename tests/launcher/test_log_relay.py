@@ -13,6 +13,7 @@ import pytest
 from stretto.launcher import log_relay
 from stretto.launcher.log_relay import CHUNK_BYTES, LARGEST_PIPE, LogRelay
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.membership.output_lines import log_of
 
 
 def full_pipe(data: bytes) -> tuple[IO[bytes], int]:
@@ -39,6 +40,20 @@ def test_output_that_waits_in_a_pipe_is_read_after_the_time_limit(
     assert (tmp_path / "worker-0.log").read_bytes() == data
     if is_held:
         os.close(writing)
+
+
+def test_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    log_of(tmp_path, 0).symlink_to(victim)
+    relay = LogRelay(tmp_path, "none", ProgressDisplay(quiet=True))
+    reading, writing = full_pipe(b"output\n")
+    os.close(writing)
+    relay.add(0, reading)
+    relay.start()
+    relay.close()
+    relay.append(0, 0, "an error\n")
+    assert victim.read_bytes() == b""
 
 
 def test_the_end_waits_for_a_terminal_that_is_slow_and_shows_all(

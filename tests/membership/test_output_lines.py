@@ -75,6 +75,12 @@ def test_output_of_the_launchers_own_workers_and_from_a_wrong_place_is_refused(t
     assert not log_of(tmp_path, 1).exists() and log_of(tmp_path, 2).read_bytes() == b""
 
 
+def test_link_in_the_place_of_a_log_is_refused(tmp_path: Path) -> None:
+    log_of(tmp_path, 0).symlink_to(tmp_path / "victim")
+    assert OutputAppender(tmp_path, 0).receive(0, 0, AppendOutput(0, b"x")).size == UNKNOWN
+    assert not (tmp_path / "victim").exists()
+
+
 def test_log_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.membership.output_lines.LARGEST_LOG", 10)
     appender = OutputAppender(tmp_path, 0)
