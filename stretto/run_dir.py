@@ -29,6 +29,9 @@ GIB = 1 << 30
 PRIVATE = 0o700
 """Mode of a run directory: it has keys, arguments and logs, and no other user may put links into it."""
 
+OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+"""Modes with which other users may write into a folder."""
+
 
 def version(package: str = "stretto") -> str:
     """Return the version of this package, or of an installed one without importing it."""
@@ -64,7 +67,7 @@ def _chosen(out: Path) -> Path:
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=to_type))
     _check_new_or_empty(out)
     out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    check_owner(out, "--out")
+    check_owner(out, "--out", modes=stat.S_IWOTH)
     out.chmod(PRIVATE)
     _check_new_or_empty(out)  # until now its group could put links into it
     return out
@@ -77,16 +80,16 @@ def _check_new_or_empty(out: Path) -> None:
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
 
 
-def check_owner(folder: Path, option: str, instead: str = "a copy of it") -> None:
+def check_owner(folder: Path, option: str, instead: str = "a copy of it", modes: int = OF_OTHERS) -> None:
     """Raise LaunchError if another user owns the folder that an option names, or may write into it."""
     status = folder.stat()
-    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & stat.S_IWOTH:
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & modes:
         problem, expected = (
             f"the folder {folder} may be written by other users",
             "a folder of your own, without that mode",
         )
         got = f"{option} {folder}, owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod o-w {folder}, or {instead}"))
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=f"chmod go-w {folder}, or {instead}"))
 
 
 def _next(out: Path) -> Path:

@@ -6,6 +6,7 @@ import os
 import stat
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,8 +64,8 @@ def test_a_link_that_the_group_of_a_folder_places_before_the_run_owns_it_is_not_
     out.chmod(0o770)
     victim.write_text("untouched")
 
-    def place(folder: Path, option: str) -> None:
-        check(folder, option)
+    def place(folder: Path, option: str, **more: Any) -> None:
+        check(folder, option, **more)
         (folder / "run.json").symlink_to(victim)
 
     monkeypatch.setattr(run_dir, "check_owner", place)
@@ -77,9 +78,11 @@ def test_folders_that_other_users_may_write_are_refused(tmp_path: Path) -> None:
     """Before a run uses one: a link in it would lead its files elsewhere, and a checkpoint in it may be forged."""
     open_to_all = tmp_path / "all"
     (open_to_all / CHECKPOINTS).mkdir(parents=True)
-    open_to_all.chmod(0o777)
-    with pytest.raises(LaunchError, match=r"--resume .*all, owner \d+, mode 777"):
-        check(RunConfig(script=Path(__file__), resume=open_to_all))
+    for mode in (0o770, 0o777):
+        open_to_all.chmod(mode)
+        with pytest.raises(LaunchError, match=rf"--resume .*all, owner \d+, mode {mode:o}") as caught:
+            check(RunConfig(script=Path(__file__), resume=open_to_all))
+        assert f"try: chmod go-w {open_to_all}, or a copy" in str(caught.value)
     (open_to_all / CHECKPOINTS).rmdir()
     with pytest.raises(LaunchError, match=r"--out .*all, owner \d+, mode 777"):
         make_folder("a", open_to_all, NOW)

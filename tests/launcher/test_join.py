@@ -260,6 +260,7 @@ def replace_by_link(path: Path) -> None:
         (lambda run: (run / JOIN_KEY).write_bytes(b'{"address": 3}'), "is not a key of a run"),
         (lambda run: (run / JOIN_KEY).chmod(0o640), "may be known to others"),
         (lambda run: run.chmod(0o777), r"got: stretto join .*run, owner \d+, mode 777"),
+        (lambda run: run.chmod(0o770), r"owner \d+, mode 770"),
         pytest.param(lambda run: os.chown(run, OTHER_USER, -1), f"owner {OTHER_USER}, mode 700", marks=AS_ROOT),
         (lambda run: replace_by_link(run / JOIN_KEY), "is a link"),
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
