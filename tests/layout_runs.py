@@ -19,8 +19,19 @@ RECIPES = (
     'local_sgd(every=2, optimizer_state="average")',
     "diloco(every=2)",
     "gossip",
+    "allreduce(how=error_feedback(threshold(0.005)))",
+    "gd_sec",
+    "allreduce(how=cast('fp16'))",
+    "ef21(cast('bf16'))",
 )
 """Recipes under which replicas of several ranks train as whole workers do."""
+
+
+def tolerance(recipe: str) -> float:
+    """Return how far a parameter in float64 may be from that of whole workers: casts may round a last bit otherwise."""
+    return 1e-3 if "cast" in recipe else 1e-12
+
+
 SCRIPT = """
 import os, pathlib, sys, time, torch, stretto
 from staged_net import loss_of, make_net, words

@@ -61,6 +61,11 @@ class Codec(Answer):
         return False
 
     @property
+    def encodes_parts_alike(self) -> bool:
+        """True if parts of a tensor that are encoded apart decode to the same numbers as the whole tensor."""
+        return self.elementwise
+
+    @property
     def fixed_size(self) -> bool:
         """True if exactly `bytes_of` bytes are sent; False if that is a maximum."""
         return True

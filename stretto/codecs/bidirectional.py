@@ -61,3 +61,7 @@ class both_ways(WrappingCodec):
     @property
     def elementwise(self) -> bool:
         return self.up.elementwise
+
+    @property
+    def encodes_parts_alike(self) -> bool:
+        return self.up.encodes_parts_alike and self.down.encodes_parts_alike

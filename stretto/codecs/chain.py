@@ -66,6 +66,10 @@ class chain(Sparsifier):
         return self.selector.linear and self.encoding.linear
 
     @property
+    def encodes_parts_alike(self) -> bool:
+        return self.selector.encodes_parts_alike and self.encoding.encodes_parts_alike
+
+    @property
     def needs_theta(self) -> bool:
         return self.selector.needs_theta
 

@@ -68,6 +68,7 @@ class difference_threshold(Sparsifier):
 
     papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)",)
     needs_theta = True
+    encodes_parts_alike = True
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ParameterMoves:
         return parameter_moves(self, context)

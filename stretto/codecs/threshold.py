@@ -66,6 +66,10 @@ class threshold(Sparsifier):
             )
 
     @property
+    def encodes_parts_alike(self) -> bool:
+        return not self.adaptive
+
+    @property
     def conserves(self) -> bool:
         """True if decoded numbers and residual sum to the input."""
         return self.clip is None

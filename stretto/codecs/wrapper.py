@@ -28,6 +28,10 @@ class WrappingCodec(Codec):
         return self.inner.linear
 
     @property
+    def encodes_parts_alike(self) -> bool:
+        return self.inner.encodes_parts_alike
+
+    @property
     def fixed_size(self) -> bool:
         return self.inner.fixed_size
 

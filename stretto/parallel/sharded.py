@@ -71,7 +71,7 @@ class ShardedModel(RankParts):
     def begin(self, facts: Any) -> None:
         """Divide the model and the state of its optimizers."""
         codec = self._context.recipe.how if self._context.recipe is not None else None
-        if codec is not None and not codec.elementwise and self._context.workers > 1:
+        if codec is not None and not codec.encodes_parts_alike and self._context.workers > 1:
             self._context.notice(f"{codec} encodes the part of each rank apart, not the whole parameters")
         if self._model not in _divided:
             refusals.refuse_divided_parts(self._model, FSDPModule)

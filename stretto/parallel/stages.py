@@ -78,7 +78,7 @@ class PipelineStages(RankParts):
     def begin(self, facts: Any) -> None:
         """Split the model as other workers have (`facts`), or else at its first forward pass."""
         codec = self._context.recipe.how if self._context.recipe is not None else None
-        if codec is not None and not codec.elementwise and self._context.workers > 1:
+        if codec is not None and not codec.encodes_parts_alike and self._context.workers > 1:
             self._notice(f"{codec} encodes the parameters of each stage apart, not those of the whole model")
         if self._continues_pipeline():
             return

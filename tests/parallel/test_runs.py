@@ -214,4 +214,5 @@ def test_a_checkpoint_of_whole_workers_says_what_another_layout_begins_again(
     resumed = run(tmp_path, "on", "-n", "4", "--layout", layout, "--recipe", recipe, "--resume", "whole")
     warnings = [event["text"] for event in read_events(resumed / "events.jsonl") if event["event"] == "warning"]
     assert sum(f"the checkpoint's {left_out} belong to whole models" in text for text in warnings) == 1, warnings
+    assert sum("encodes the part of each rank apart" in text for text in warnings) == ("top_k" in recipe), warnings
     assert counts(resumed)[-1] == {"once": 60, "twice": 0, "never": 0, "dropped": 0}

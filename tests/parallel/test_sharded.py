@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layout_runs import RECIPES
+from layout_runs import RECIPES, tolerance
 from sharded_replicas import LOOPS, OPTIMIZERS, REFUSED, results
 
 SINGLE = [
@@ -33,7 +33,7 @@ def test_a_sharded_model_trains_as_in_one_process(ranks: int, jobs: list[str], t
 
 def test_sharded_replicas_equal_whole_workers(tmp_path: Path) -> None:
     found = results(tmp_path, 2, 2, SEVERAL)
-    tolerances = {job: 1e-3 if "bf16" in job else 1e-5 if "float32" in job else 1e-12 for job in SEVERAL}
+    tolerances = {job: 1e-5 if "float32" in job else tolerance(job) for job in SEVERAL}
     wrong = {job: one for job, one in found.items() if one["parameters"] > tolerances[job]}
     assert not wrong
     assert found.keys() == set(SEVERAL)

@@ -65,7 +65,7 @@ class StagedReplica(RankedReplica):
             return
         self._followed.add(model)
         self._calls = None
-        if recipe is not None and not recipe.how.elementwise and worker.number == 0:
+        if recipe is not None and not recipe.how.encodes_parts_alike and worker.number == 0:
             self.notice(f"{recipe.how} encodes the whole model in a simulation, and each stage apart in a live run")
 
         # functions of their own, not methods: a copy of the model must not copy the simulation
