@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report.synthetic_runs import write_run
 
+from stretto import run_dir
+from stretto.cli.main import command
+from stretto.cli.script_arguments import hint, split
+from stretto.compare.trials import Question
 from stretto.launcher.config import described
+from stretto.launcher.resume_hint import left_in
+from stretto.launcher.run_copy import _unusable
 from stretto.masking import MASK, masked
+from stretto.report.html_report import write as write_page
 from stretto.run_config import RunConfig
-from stretto.run_dir import describe
+from stretto.run_dir import CHECKPOINTS, describe
+from stretto.simulator.sweep.grid import SweepConfig
 
 SECRET = "Tr0ub4dor"
 LINES = [
@@ -70,6 +79,55 @@ def test_run_json_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = describe({"script": "train.py", "args": ("--api-key", SECRET)}, datetime.now())
     assert SECRET not in str(found)
     assert found["args"] == ("--api-key", MASK)
+
+
+def test_the_page_of_a_run_is_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["stretto", "run", "train.py", "--api-key", SECRET])
+    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=2)
+    run_dir.write_run(folder, RunConfig(Path("train.py"), ("--api-key", SECRET)).record(), datetime.now())
+    page = write_page(folder).read_text()
+    assert MASK in page and SECRET not in page
+
+
+def test_records_of_comparisons_and_sweeps_are_masked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    config = RunConfig(script, ("--api-key", SECRET))
+    for record in (
+        Question(config, (2,), ("allreduce",)).describe(),
+        SweepConfig(config, ("workers=1,2",), {}).asked(),
+    ):
+        assert record["args"] == ["--api-key", MASK]
+        assert SECRET not in str(record)
+
+
+def test_the_line_that_announces_a_simulation_is_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert command(["simulate", "--recipe", "allreduce", "--network", "none", "train.py", "--api-key", SECRET]) > 0
+    shown = capsys.readouterr().err
+    assert "of train.py --api-key '(masked)', recipe allreduce" in shown and SECRET not in shown
+
+
+def test_the_error_of_a_store_is_masked() -> None:
+    """Packages of stores put addresses into their errors."""
+    assert SECRET not in str(_unusable("store", OSError(f"s3://me:{SECRET}@host/run")))
+
+
+def test_the_command_that_continues_a_run_is_masked(tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINTS / "round-1").mkdir(parents=True)
+    shown = left_in(tmp_path, ["train.py", "--epochs", "3", "--api-key", SECRET])
+    assert f"--resume {tmp_path} train.py --epochs 3 --api-key '(masked)'" in shown
+
+
+def test_the_hint_about_options_after_the_script_is_masked() -> None:
+    options = {"-n": True, "--copy-to": True}
+    line = ["train.py", "--api-key", SECRET, "-n", "4", "--copy-to", f"s3://me:{SECRET}@host/run"]
+    shown = hint("stretto run", split(line, options), options)
+    assert shown is not None and SECRET not in shown
+    assert "-n 4 --copy-to 's3://me:(masked)@host/run' train.py --api-key '(masked)'" in shown
 
 
 def test_the_line_that_announces_a_run_is_masked() -> None:

@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from stretto.errors import explain
+from stretto.masking import masked
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -128,8 +129,8 @@ def hint(command: str, parts: Split, options: Mapping[str, bool]) -> str | None:
             ours += _taken(remaining, options)
     if not ours:
         return None
-    to_type = shlex.join([*command.split(), *ours, script, *script_options, *remaining])
-    notice = f"arguments after {script} belong to it: {shlex.join(ours)} is given to the script"
+    to_type = shlex.join(masked([*command.split(), *ours, script, *script_options, *remaining]))
+    notice = f"arguments after {script} belong to it: {shlex.join(masked(ours))} is given to the script"
     return f"{notice}; options stand before the script: {to_type}"
 
 

@@ -37,7 +37,7 @@ class Question:
     layouts: tuple[str, ...] = ("",)
 
     def command(self) -> list[str]:
-        """Return the command line that repeats the comparison."""
+        """Return the command line that repeats the comparison; arguments that look like secrets are masked."""
         counts = ",".join(map(str, self.workers))
         words = ["stretto", "compare", "-n", counts]
         words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
@@ -46,7 +46,7 @@ class Question:
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
         words += typed_options(self.config, ("threads", "stragglers", "global_batch", "lr_scale"))
-        return [*words, *typed(self.config.script, self.config.module, self.config.args)]
+        return [*words, *masked(typed(self.config.script, self.config.module, self.config.args))]
 
     def describe(self) -> dict[str, Any]:
         """Return the question as saved in compare.json."""

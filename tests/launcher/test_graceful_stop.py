@@ -11,7 +11,7 @@ from run_place import Place, config_of, coordinators, until
 
 from stretto.events import read_events
 
-SAMPLES, EPOCHS = 64, 30
+SAMPLES, EPOCHS, SECRET = 64, 30, "Tr0ub4dor"
 SCRIPT = f"""
 import pathlib, time, torch, stretto
 torch.manual_seed(0)
@@ -42,7 +42,7 @@ def test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it(place: 
     place.recovers = True
     (place.folder / "train.py").write_text(SCRIPT)
     options = ["-n", "2", "--threads", "1", "--recipe", "local_sgd(every=2)", "--checkpoint-every", "1h"]
-    run = place.stretto("run", *options, "--stop-within", "60s", "--out", "first", "train.py")
+    run = place.stretto("run", *options, "--stop-within", "60s", "--out", "first", "train.py", "--api-key", SECRET)
     until(lambda: Path("waits-0").exists() and Path("waits-1").exists(), limit_s=90)
     run.send_signal(signal.SIGTERM)
     if kills:
@@ -53,6 +53,7 @@ def test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it(place: 
     out, err = run.communicate(timeout=90)
     assert run.returncode == 128 + signal.SIGTERM, err.decode()
     assert "continue from the last checkpoint: stretto run --resume first" in err.decode()
+    assert SECRET not in (out + err).decode()
     assert len(list(Path("first/checkpoints").glob("round-*"))) == 1, out.decode()
     ended = place.stretto("run", "--resume", "first", *options, "--out", "second", "train.py")
     assert ended.wait(90) == 0, ended.communicate()
