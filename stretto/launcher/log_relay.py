@@ -21,7 +21,7 @@ from typing import IO
 from stretto.events import COORDINATOR, process_name
 from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
-from stretto.membership.output_lines import log_of, open_log
+from stretto.membership.output_lines import log_of, open_log, plain
 from stretto.run_config import Output
 
 CHUNK_BYTES = 1 << 16
@@ -101,8 +101,9 @@ class LogRelay(threading.Thread):
         self._due.put(lambda display: display.note(text))
 
     def show(self, data: bytes) -> None:
-        """Show output of workers of other hosts, soon."""
-        self._due.put(lambda display: display.say(data))
+        """Show output of workers of other hosts, soon, without characters that control a terminal."""
+        shown = b"\r".join(plain(part) for part in data.split(b"\r"))  # a progress bar stays on its line
+        self._due.put(lambda display: display.say(shown))
 
     def run(self) -> None:
         """Relay output and update the display until closed."""

@@ -27,7 +27,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(x, y)
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 loader = stretto.distribute(net, optimizer, loader)
-print("worker", stretto.rank(), "trains", flush=True)
+print("worker", stretto.rank(), "trains\\x1b[2J", flush=True)
 enough = pathlib.Path(sys.argv[1])
 (enough.parent / f"trains-{{os.getpid()}}").touch()
 for epoch in range({EPOCHS}):
@@ -128,7 +128,7 @@ def test_launcher_without_workers_shows_worker_0_of_a_host(
     assert run.process.returncode == 0, said
     assert [0, 1] in generations(run.folder)
     assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
-    assert (said.count("worker 0 trains"), said.count("worker 1 trains")) == (1, 0)
+    assert (said.count("worker 0 trains?[2J"), said.count("worker 1 trains"), said.count("\x1b")) == (1, 0, 0)
     assert "stretto: 2 workers" in said and "; learning rate 2 x the script's" in said
 
 

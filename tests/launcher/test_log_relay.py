@@ -42,6 +42,17 @@ def test_output_that_waits_in_a_pipe_is_read_after_the_time_limit(
         os.close(writing)
 
 
+def test_output_of_other_hosts_controls_no_terminal_and_keeps_progress_bars(tmp_path: Path) -> None:
+    shown: list[bytes] = []
+    display = ProgressDisplay(quiet=True)
+    display.say = lambda data, to=None: shown.append(data)  # type: ignore[method-assign]
+    relay = LogRelay(tmp_path, "rank0", display)
+    relay.show(b"\x1b[2J 10%\r 20% \xc2\x9b\r\n")
+    relay.start()
+    relay.close()
+    assert b"".join(shown) == b"?[2J 10%\r 20% ??\r\n"
+
+
 def test_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.touch()
