@@ -9,6 +9,7 @@ import pytest
 from documents import PAGES, PRESENT, ROOT, headings, links, spans
 
 PATH = re.compile(r"(?:stretto|tests|docs|examples|benchmarks|experiments)/[\w./-]+")
+TEST = re.compile(r"\b(tests/[\w/-]+\.py)(?:::(\w+))?")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -27,6 +28,14 @@ def test_paths_in_code_spans_exist(page: Path) -> None:
     for span in spans(page):
         if PATH.fullmatch(span):
             assert (ROOT / span).exists(), f"{page.name}: {span}"
+
+
+def test_tests_that_the_page_on_security_names_exist() -> None:
+    named = TEST.findall((ROOT / "docs" / "security.md").read_text())
+    assert named
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
