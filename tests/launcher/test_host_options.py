@@ -118,8 +118,14 @@ def test_end_of_an_agent_is_explained(code: int, printed: str, cause: str, to_ty
     assert text.partition("try: ")[2].startswith(to_type)
 
 
-def test_ssh_asks_no_question_and_forwards_nothing() -> None:
+def test_ssh_asks_no_question_forwards_nothing_and_leaves_no_connection_open() -> None:
     command = ssh_command(AgentSpec(Host("b", 2), range(2), ("join", "10.0.0.1:7878"), b"secret"), "stretto", 9.0)
     options = {word for before, word in itertools.pairwise(command) if before == "-o"}
-    assert options >= {"BatchMode=yes", "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"}
+    assert options >= {
+        "BatchMode=yes",
+        "ForwardAgent=no",
+        "ForwardX11=no",
+        "ClearAllForwardings=yes",
+        "ControlMaster=no",
+    }
     assert not any("secret" in word for word in command)

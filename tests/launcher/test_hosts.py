@@ -242,10 +242,12 @@ def test_agent_that_is_asked_to_end_leaves_and_the_others_continue(
     said = run.end()
     assert run.process.returncode == 0, said
     assert "stretto: host a: stopped by SIGTERM; continuing without its 2 workers" in said
+    assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS
 
 
 def test_broken_connection_ends_the_host_and_the_others_continue(place: Place, ssh_hosts: SshHosts, both: Path) -> None:
-    run = Run(place, both, "-n", "1", "--hosts", "a:2")
+    (both / "hosts").write_text("a slots=2\n")
+    run = Run(place, both, "-n", "1", "--hostfile", str(both / "hosts"))
     run.until_started(0, 1, 2)
     ssh_hosts.break_connections()
     run.until(lambda: generations(run.folder)[-1] == [0])
@@ -300,3 +302,4 @@ def test_host_whose_workers_are_lost_for_good_is_named_and_the_others_continue(
     said = run.end()
     assert run.process.returncode == 0, said
     assert "stretto: host a: worker 1 was killed by SIGKILL; continuing without its worker" in said
+    assert run.sample_counts() == [(SAMPLES, 0, 0)] * EPOCHS

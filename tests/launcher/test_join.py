@@ -27,7 +27,7 @@ from run_place import Place, config_of
 from stretto.errors import LaunchError, LogError
 from stretto.launcher.config import check
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.join import JOIN_KEY, JoinRequest, plan_of_join, write_join_key
+from stretto.launcher.join import JOIN_KEY, JoinRequest, invited, plan_of_join, write_join_key
 from stretto.run_config import RunConfig
 
 __all__ = ["hosts"]
@@ -235,6 +235,13 @@ def test_key_is_private_and_complete(place: Place) -> None:
     assert msgspec.json.decode(path.read_bytes())["keys"] == list(servers.keys_of(b"joining") or ())
 
 
+def test_lines_about_joining_say_that_nothing_is_encrypted(place: Place) -> None:
+    with servers_for(0, plain=True, coordinated=True) as servers:
+        command, note = invited(write_join_key(place.folder, servers), servers)
+        assert f"stretto join {servers.coordinator_at} --key join.key" in command
+    assert note == "no traffic is encrypted, and a host that reaches the ports can change or end the run"
+
+
 def test_key_that_the_disk_does_not_take_leaves_no_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: Path, text: bytes) -> int:
         with path.open("wb") as file:
@@ -259,6 +266,10 @@ def replace_by_link(path: Path) -> None:
         (lambda run: (run / JOIN_KEY).unlink(), "cannot be joined"),
         (lambda run: (run / JOIN_KEY).write_bytes(b'{"address": 3}'), "is not a key of a run"),
         (lambda run: (run / JOIN_KEY).chmod(0o640), "may be known to others"),
+        (lambda run: (run / JOIN_KEY).chmod(0o604), r"owner \d+, mode 604"),
+        pytest.param(
+            lambda run: os.chown(run / JOIN_KEY, OTHER_USER, -1), f"owner {OTHER_USER}, mode 600", marks=AS_ROOT
+        ),
         (lambda run: run.chmod(0o777), r"got: stretto join .*run, owner \d+, mode 777"),
         (lambda run: run.chmod(0o770), r"owner \d+, mode 770"),
         pytest.param(lambda run: os.chown(run, OTHER_USER, -1), f"owner {OTHER_USER}, mode 700", marks=AS_ROOT),

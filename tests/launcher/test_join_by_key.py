@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import threading
@@ -161,11 +162,13 @@ def test_code_that_is_too_large_is_refused_at_the_joiner(
 def test_another_version_of_stretto_is_refused_and_others_are_named(
     place: Place, options: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = {"stretto": "0.0.1", "torch": "1.0"}
+    others = {"stretto": "0.0.1", "torch": "1.0", "python": "2.7.18"}
     refusal = pytest.raises(LaunchError, match="another version of Stretto")
     with coordinated(place.folder, options, **others) as (address, key), refusal:
         plan_of_join(JoinRequest(address, 1, key))
-    assert "the run has torch 1.0 and this machine" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "the run has torch 1.0 and this machine" in shown
+    assert f"the run has python 2.7.18 and this machine {platform.python_version()}" in shown
 
 
 @pytest.mark.parametrize("wrong", [0, 1], ids=["of another run", "of no worker"])
@@ -260,4 +263,8 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     said = [one.communicate(timeout=90)[0].decode() for one in resumed]
     assert [one.returncode for one in resumed] == [0, 0], said
     assert "continues from the checkpoint of round" in warnings(again)
+    counts = {event["epoch"]: event["sample_counts"] for event in events(run) if event["event"] == "epoch"}
+    assert len(counts) == 40
+    for seen in [*counts.values(), *(event["sample_counts"] for event in events(again) if event["event"] == "epoch")]:
+        assert (seen["once"], seen["twice"], seen["never"]) == (160, 0, 0)
     assert (again / "final.safetensors").read_bytes() == (run / "final.safetensors").read_bytes()
