@@ -127,6 +127,11 @@ def section_folders(run: Path) -> list[Path]:
     return [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
 
 
+def section_number(folder: Path) -> int:
+    """Return the number of a section after the first, given its folder."""
+    return int(folder.name.removeprefix(SECTION))
+
+
 def write_section(run: Path, folder: Path, fields: Mapping[str, Any]) -> None:
     """Create the folder of a section and its `run.json`: that of the run, updated by `fields`."""
     try:

@@ -29,10 +29,18 @@ from stretto.checkpoint.file_messages import (
     RemoveOlder,
     RemoveResidual,
 )
-from stretto.checkpoint.folder import KEPT_CHECKPOINTS, MANIFEST, DamagedError, name_of, read_manifest
+from stretto.checkpoint.folder import (
+    KEPT_CHECKPOINTS,
+    MANIFEST,
+    DamagedError,
+    checked,
+    name_of,
+    order,
+    read_manifest,
+)
 from stretto.checkpoint.storage import Checkpoints, Notice, State, read_checkpoint, state_parts, write_synced
 from stretto.errors import LogError
-from stretto.run_dir import CHECKPOINTS, read_run, section_folder, section_folders, write_section
+from stretto.run_dir import CHECKPOINTS, read_run, section_folder, section_folders, section_number, write_section
 from stretto.whole_files import written_whole
 
 HIGHEST_S = 5.0
@@ -41,10 +49,18 @@ Chunks = Callable[[], Iterable[memoryview]]
 """Returns the content of a file; called once more where it has to be written again."""
 
 
-class Newest(NamedTuple):
-    """A checkpoint that was read: its round, its state, and where it is, for a notice."""
+class CheckpointPlace(NamedTuple):
+    """A checkpoint of a run: its section, its round, and its number among those of the same round."""
 
+    section: int
     round: int
+    occurrence: int
+
+
+class Newest(NamedTuple):
+    """A checkpoint that was read: which one, its state, and the folder that it is in, for a notice."""
+
+    which: CheckpointPlace
     state: State
     place: str
 
@@ -114,6 +130,10 @@ class RunFiles(Protocol):
         """Return the newest whole checkpoint of all sections of this run; `scratch` is an empty folder for copies."""
         ...
 
+    def read(self, which: CheckpointPlace, scratch: Path) -> State:
+        """Return the state of a checkpoint that another worker has found whole. Raises OSError and DamagedError."""
+        ...
+
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints, of which the newest `keep` complete ones are kept."""
         ...
@@ -165,9 +185,16 @@ class LocalFiles:
     def newest(self, scratch: Path, notice: Notice) -> Newest | None:
         """Return the newest whole checkpoint of all sections."""
         for folder in (*reversed(section_folders(self.folder)), self.folder):
-            if (found := Checkpoints(folder / CHECKPOINTS).newest(notice)) is not None:
-                return Newest(*found, str(folder / CHECKPOINTS))
+            if (found := Checkpoints(folder / CHECKPOINTS).find(notice)) is not None:
+                path, state = found
+                section = section_number(folder) if folder != self.folder else 1
+                return Newest(CheckpointPlace(section, *order(path)), state, str(path.parent))
         return None
+
+    def read(self, which: CheckpointPlace, scratch: Path) -> State:
+        """Read a checkpoint."""
+        path = section_folder(self.folder, which.section) / CHECKPOINTS / name_of(which.round, which.occurrence)
+        return read_checkpoint(path, read_manifest(path / MANIFEST))
 
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints in this folder."""
@@ -234,25 +261,28 @@ class RemoteFiles:
     def newest(self, scratch: Path, notice: Notice) -> Newest | None:
         """Copy the newest whole checkpoint of all sections, and read it."""
         found = msgspec.msgpack.decode(self.client.request(ListCheckpoints(self.resumed)), type=CHECKPOINTS_FOUND)
-        for section, number, occurrence in found:
-            copy = scratch / f"{section}-{name_of(number, occurrence)}"
+        for which in map(CheckpointPlace._make, found):
             try:
-                self._copy_checkpoint(section, number, occurrence, copy)
-                return Newest(*read_checkpoint(copy), self.place)
+                return Newest(which, self.read(which, scratch), self.place)
             except (OSError, DamagedError) as problem:
-                notice(f"{problem}; the checkpoint {name_of(number, occurrence)} is skipped")
-            shutil.rmtree(copy, ignore_errors=True)
+                notice(f"{problem}; the checkpoint {name_of(which.round, which.occurrence)} is skipped")
         return None
 
-    def _copy_checkpoint(self, section: int, number: int, occurrence: int, copy: Path) -> None:
+    def read(self, which: CheckpointPlace, scratch: Path) -> State:
+        """Copy a checkpoint to the folder `scratch`, and read it."""
+        copy = scratch / f"{which.section}-{name_of(which.round, which.occurrence)}"
         copy.mkdir()
 
         def fetch(name: str) -> None:
-            self.client.download(self.resumed, CheckpointFile(section, number, occurrence, name), copy / name)
+            self.client.download(self.resumed, CheckpointFile(*which, name), copy / name)
 
-        fetch(MANIFEST)
-        for name in read_manifest(copy / MANIFEST).files:
-            fetch(name)
+        try:
+            fetch(MANIFEST)
+            for name in read_manifest(copy / MANIFEST).files:
+                fetch(name)
+            return read_checkpoint(copy, checked(copy))
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
 
     def checkpoints(self, keep: int = KEPT_CHECKPOINTS) -> CheckpointStore:
         """Return the checkpoints at the launcher; its coordinator knows how many are kept."""

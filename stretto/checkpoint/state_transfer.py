@@ -47,6 +47,25 @@ def unpack(data: bytes) -> State:
     return State(encoded.facts, _unpacked(encoded.tensors), own)
 
 
+def in_parts(state: State) -> tuple[bytes, list[Tensor]]:
+    """Return a state as a message and the tensors that the message names, in order."""
+    own = {worker: (facts, list(tensors)) for worker, (facts, tensors) in state.own.items()}
+    tensors = [*state.tensors.values(), *(one for _, each in state.own.values() for one in each.values())]
+    return msgspec.msgpack.encode((state.facts, list(state.tensors), own)), [local(one) for one in tensors]
+
+
+def of_parts(message: bytes, tensors: list[Tensor]) -> State:
+    """Return the state of a message and its tensors."""
+    kind = tuple[dict[str, Any], list[str], dict[int, tuple[dict[str, Any], list[str]]]]
+    facts, names, own = msgspec.msgpack.decode(message, type=kind)
+    rest = iter(tensors)
+
+    def named(names: list[str]) -> dict[str, Tensor]:
+        return {name: next(rest) for name in names}
+
+    return State(facts, named(names), {worker: (facts, named(names)) for worker, (facts, names) in own.items()})
+
+
 def pack_own(own: Own) -> bytes:
     """Encode the state of one worker as bytes."""
     return msgspec.msgpack.encode((own[0], _packed(own[1])))

@@ -31,6 +31,7 @@ from stretto.checkpoint.folder import (
     Seal,
     checked,
     new_digest,
+    order,
     sealed,
     worker_file,
 )
@@ -95,11 +96,16 @@ class Checkpoints(CheckpointFolder):
 
     def newest(self, notice: Notice = _ignore) -> tuple[int, State] | None:
         """Return round and state of the newest complete checkpoint. Damaged ones are skipped with a notice."""
+        found = self.find(notice)
+        return (order(found[0])[0], found[1]) if found is not None else None
+
+    def find(self, notice: Notice = _ignore) -> tuple[Path, State] | None:
+        """Return path and state of the newest complete checkpoint. Damaged ones are skipped with a notice."""
         skipped: set[Path] = set()
         while remaining := [path for path in self.paths() if path not in skipped]:
             skipped.add(remaining[0])
             try:
-                return read_checkpoint(remaining[0])
+                return remaining[0], read_checkpoint(remaining[0], checked(remaining[0]))
             except DamagedError as damage:
                 if remaining[0].exists():  # not removed by the run that writes here
                     notice(f"{damage}; the checkpoint {remaining[0].name} is skipped")
@@ -196,11 +202,10 @@ def _check_plain(fact: object, path: str) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: Path) -> tuple[int, State]:
-    """Return round and state of a checkpoint. Raises DamagedError if it is damaged."""
-    manifest = checked(path)
+def read_checkpoint(path: Path, manifest: Manifest) -> State:
+    """Return the state of a checkpoint, whose tensors are in memory-mapped files. Raises DamagedError."""
     try:
         own = {worker: (facts, load_file(path / worker_file(worker))) for worker, facts in manifest.own.items()}
-        return manifest.number, State(manifest.facts, load_file(path / COMMON), own)
+        return State(manifest.facts, load_file(path / COMMON), own)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a removed file
         raise DamagedError(f"the tensors in {path} cannot be read: {error}") from error

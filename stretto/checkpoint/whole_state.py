@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,7 @@ def joined(states: Sequence[State]) -> State:
     """
     first = states[0]
     strategies = [state.facts["strategy"] for state in states]
-    facts = first.facts | {"stages": None, "strategy": _strategy(strategies)}
+    facts = first.facts | {"strategy": _strategy(strategies)}
     own = {worker: _own(worker, states) for worker in first.own}
     return State(facts, _named(state.tensors for state in states), own)
 
@@ -38,6 +38,15 @@ def without_exchanges(state: State) -> tuple[State, list[str]]:
     """Return a checkpoint's state without those of exchanges, for ranks of another layout, and what it had of them."""
     tensors = [state.tensors, *(tensors for _, tensors in state.own.values())]
     return joined([state]), in_words(name for each in tensors for name in each if not name.startswith(NAMED))
+
+
+def only_of(names: Container[str], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a state of which a rank holds the parameters and buffers of these names."""
+    strategy = facts["strategy"]
+    moving, is_asked = strategy["moving"]
+    trained = [[name for name in group if name in names] for group in strategy["trained"]]
+    parts = {"trained": trained, "moving": [[name for name in moving if name in names], is_asked]}
+    return {**facts, "strategy": {**strategy, **parts}}
 
 
 def in_words(names: Iterable[str]) -> list[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Exchange
+from stretto.parallel.mapped_tables import moved_to_file
 from stretto.transport.device_memory import device_copy, host_copy
 from stretto.transport.interface import Collectives, Handle, Message, as_bytes
+from stretto.transport.tensor_bytes import dtype_name, dtype_of
 
 FORWARD, BACKWARD, OUTPUT = range(3)
 """Channels of activations, of their gradients, and of what the model returns."""
@@ -91,19 +94,30 @@ class Link:
         with self.waiting():
             return self._siblings.all_gather_bytes(message)
 
-    def collect(self, message: Callable[[], bytes]) -> list[bytes]:
-        """Return, at rank 0, the messages of the other ranks, in their order."""
+    def collect(self, message: bytes, tensors: Sequence[Tensor]) -> list[tuple[bytes, list[Tensor]]]:
+        """Return, at rank 0, the messages and tensors of the other ranks, in their order. Large tensors are in files.
+
+        Tensors travel one after another, so that no rank has the memory of all of them.
+        """
         if self.rank:
-            self.send(as_bytes(message()), 0, OUTPUT)
-            self.flush()
+            kinds = [(dtype_name(one), list(one.shape)) for one in tensors]
+            head = msgspec.msgpack.encode((message, kinds))
+            for tensor in (as_bytes(head), *tensors):
+                self.send(tensor, 0, OUTPUT)
+                self.flush()
             return []
+        return [self._collected(rank) for rank in range(1, self.ranks)]
+
+    def _collected(self, rank: int) -> tuple[bytes, list[Tensor]]:
+        with self.waiting():
+            head: Any = self.receive(rank, OUTPUT).handle.wait()
+        message, kinds = msgspec.msgpack.decode(head.numpy().data, type=tuple[bytes, list[tuple[str, list[int]]]])
         found = []
-        for rank in range(1, self.ranks):
-            incoming = self.receive(rank, OUTPUT)
+        for name, shape in kinds:
             with self.waiting():
-                received: Any = incoming.handle.wait()
-            found.append(received.numpy().tobytes())
-        return found
+                received: Any = self.receive(rank, OUTPUT).handle.wait()
+            found.append(moved_to_file(received.view(dtype_of(name)).view(shape)))
+        return message, found
 
 
 def _octets(tensor: Tensor) -> Tensor:

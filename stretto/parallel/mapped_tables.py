@@ -1,4 +1,4 @@
-"""Tables in memory-mapped files, of which memory holds the pages in use."""
+"""Tensors in memory-mapped files, of which memory holds the pages in use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ import tempfile
 
 import torch
 from torch import Tensor
+
+from stretto.transport.tensor_bytes import octets
+
+SMALL_BYTES = 1 << 20
+"""Bytes up to which a tensor is not moved to a file."""
+
+
+def moved_to_file(tensor: Tensor) -> Tensor:
+    """Return a tensor with these values, in a file without a name in the folder of temporary files.
+
+    Returns the tensor itself if it is small, or the disk is full. The file ends with the returned tensor's memory.
+    """
+    if tensor.nbytes <= SMALL_BYTES:
+        return tensor
+    try:
+        with tempfile.TemporaryFile(prefix="stretto-", buffering=0) as file:
+            content = octets(tensor).data
+            while content:
+                content = content[file.write(content) :]
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError:
+        return tensor
+    return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
 
 class MappedTables:

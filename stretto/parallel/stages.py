@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
-from stretto.checkpoint.whole_state import joined
+from stretto.checkpoint.whole_state import joined, only_of
 from stretto.errors import ModelError, explain
-from stretto.parallel.calls import Calls, put_back, record_calls
+from stretto.parallel.calls import Calls, opened, put_back, record_calls
 from stretto.parallel.measure import measured_costs, measured_hop
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.micro_batches import micro_batch, refuse_mixing
@@ -30,7 +30,8 @@ from stretto.parallel.remote_gradient import GradientNorm
 from stretto.parallel.schedule import Batch, Boundary, Hop, pipeline_schedule
 from stretto.parallel.split import Costs, Split, measured_split, named_split, next_best
 from stretto.recipe.layout import pipeline
-from stretto.strategies.parameter_view import hold_elsewhere
+from stretto.strategies.model_sync import state_of
+from stretto.strategies.parameter_view import hold_elsewhere, is_held
 from stretto.transport.interface import Message
 
 Number = TypeVar("Number", int, float)
@@ -39,6 +40,7 @@ Number = TypeVar("Number", int, float)
 class Chosen(msgspec.Struct, frozen=True):
     """The stages of a model, equal at all ranks of all workers."""
 
+    layout: str
     calls: Calls
     begins: list[int]
     random_state: bytes
@@ -83,7 +85,7 @@ class PipelineStages(RankParts):
         if self._continues_pipeline():
             return
         if facts is not None:
-            self._apply(msgspec.convert(facts, Chosen))
+            self._apply(self._fitting(msgspec.convert(facts, Chosen, strict=False)))
             return
         for tensor in () if self._context.continues else (*self._model.parameters(), *self._model.buffers()):
             hold_elsewhere(tensor)  # nothing is exchanged before the stages are known
@@ -114,19 +116,47 @@ class PipelineStages(RankParts):
                 _split_before.pop(module, None)
         return False
 
+    def _fitting(self, chosen: Chosen) -> Chosen:
+        """Return stages that others have chosen. Raise ModelError if they are those of another model."""
+        if other := sorted(set(chosen.calls.names) - opened(self._model).keys()):
+            raise ModelError(
+                explain(
+                    f"the loaded state does not fit this model: {other[0]}",
+                    got=f"a model without {', '.join(other[:3])}",
+                    expected="the model of the other workers, or of the checkpoint",
+                    to_type="the same script as before, with the same arguments",
+                )
+            )
+        return chosen
+
     def facts(self) -> Any:
-        """Return the stages, for workers that join; None before they are chosen."""
+        """Return the stages, for workers that join and for checkpoints; None before they are chosen."""
         return msgspec.to_builtins(self._chosen) if self._chosen is not None else None
 
     def joined(self, state: State) -> State:
         """Return the state of the whole model at rank 0."""
-        others = self._link.collect(functools.partial(state_transfer.pack, state))
-        return joined([state, *map(state_transfer.unpack, others)])
+        return joined([state, *(state_transfer.of_parts(*other) for other in self._collect(state))])
+
+    def part_of(self, state: State) -> State:
+        """Return the state without that of other stages' parameters."""
+        if self._chosen is None:
+            return state
+        others = {str(place) for place, one in enumerate(self._optimizers.parameters) if not is_held(one)}
+
+        def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            parts = ((name.split("/", 2), name, one) for name, one in tensors.items())
+            return {name: one for (kind, *place), name, one in parts if kind != "optimizer" or place[0] not in others}
+
+        each = {worker: (facts, own(tensors)) for worker, (facts, tensors) in state.own.items()}
+        return State(only_of(state_of(self._model), state.facts), own(state.tensors), each)
 
     def joined_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of all stages at rank 0."""
-        others = self._link.collect(functools.partial(state_transfer.pack_own, ({}, tensors)))
-        return functools.reduce(operator.or_, (state_transfer.unpack_own(other)[1] for other in others), tensors)
+        others = (state_transfer.of_parts(*other).tensors for other in self._collect(State({}, tensors)))
+        return functools.reduce(operator.or_, others, tensors)
+
+    def _collect(self, state: State) -> list[tuple[bytes, list[Tensor]]]:
+        return self._link.collect(*state_transfer.in_parts(state))
 
     def _refuse_without_values(self) -> None:
         if self._chosen is None and is_unbuilt(self._model):
@@ -236,7 +266,8 @@ class PipelineStages(RankParts):
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
             self._write_prediction(calls, costs, split, hop)
-        return msgspec.msgpack.encode(Chosen(calls, list(split.begins), self._random_state.numpy().tobytes()))
+        random_state = self._random_state.numpy().tobytes()
+        return msgspec.msgpack.encode(Chosen(str(self._layout), calls, list(split.begins), random_state))
 
     def _write_prediction(self, calls: Calls, costs: Costs, split: Split, hop: Hop) -> None:
         """Write an event with the predicted pass of a batch, beside which the report shows the measured one."""

@@ -119,7 +119,9 @@ class CheckpointManager:
         if self._writer is None and (lacking := own_state.tensors.keys() - state.tensors.keys()):
             kinds = in_words(lacking)
             trainer.events.notice(f"checkpoints of a shared model leave out {', '.join(kinds)}, which begin again")
-        kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
+        live = {name: one for name, one in state.tensors.items() if one is own_state.tensors.get(name)}
+        tensors = state.tensors | self._snapshots.copied(live)
+        kept = State(state_transfer.as_text(state.facts), tensors, state.own)
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
             if left_out := state_transfer.unsaved(trainer.optimizers):

@@ -87,8 +87,8 @@ class ElasticAgent:
                     f"the checkpoint's {', '.join(left_out)} belong to whole models, and begin again: the processes of "
                     "a worker hold parts of the model"
                 )
-        facts = state.facts
         self._taken = state = trainer.rank_parts.part_of(state)
+        facts = state.facts
         own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.file_messages import Kind
-from stretto.checkpoint.run_files import RunFiles
+from stretto.checkpoint.folder import DamagedError
+from stretto.checkpoint.run_files import CheckpointPlace, RunFiles
 from stretto.checkpoint.storage import State
 from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
@@ -190,23 +191,41 @@ class Sections:
         begins_again = transport.begins_again
         if self._context.resume is None and not begins_again:
             return Section()
-        notices: list[str] = []
-        return continued(
-            state_transfer.unpack(transport.broadcast_bytes(lambda: self._read(begins_again, notices))), notices
-        )
+        with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
+            return self._continued(transport, begins_again, Path(scratch))
 
-    def _read(self, begins_again: bool, notices: list[str]) -> bytes:
-        """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
+    def _continued(self, transport: Transport, begins_again: bool, scratch: Path) -> Section:
+        """Return the section of a checkpoint that worker 0 finds, and that each worker reads."""
+        notices, found = list[str](), dict[bytes, State]()
+        found_by_first = transport.broadcast_bytes(lambda: self._find(begins_again, notices, scratch, found))
+        if not found_by_first:
+            return continued(State({}, {}), notices)
+        state = found.get(found_by_first)
+        if state is None:
+            of_run, *which = msgspec.msgpack.decode(found_by_first, type=tuple[bool, int, int, int])
+            files = self._context.files if of_run else self._context.resumed_files
+            assert files is not None
+            try:
+                state = files.read(CheckpointPlace(*which), scratch)
+            except (OSError, DamagedError) as error:
+                raise LogError(f"the checkpoint that worker 0 has read cannot be read here: {error}") from error
+        return continued(State(state_transfer.from_text(state.facts), state.tensors, state.own), notices)
+
+    def _find(self, begins_again: bool, notices: list[str], scratch: Path, found: dict[bytes, State]) -> bytes:
+        """Find the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed.
+
+        Returns the message that says which one it is, b"" if a run begins again that has none.
+        """
         resumed = self._context.resumed_files
-        for files in (self._context.files if begins_again else None, resumed):
-            with tempfile.TemporaryDirectory(prefix="stretto-") as scratch:
-                checkpoint = files.newest(Path(scratch), notices.append) if files is not None else None
+        for of_run, files in ((True, self._context.files if begins_again else None), (False, resumed)):
+            checkpoint = files.newest(scratch, notices.append) if files is not None else None
             if checkpoint is not None:
-                notices.append(f"continues from the checkpoint of round {checkpoint.round} in {checkpoint.place}")
-                state = checkpoint.state
-                return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
+                notices.append(f"continues from the checkpoint of round {checkpoint.which.round} in {checkpoint.place}")
+                message = msgspec.msgpack.encode((of_run, *checkpoint.which))
+                found[message] = checkpoint.state
+                return message
         if resumed is None:
-            return state_transfer.pack(State({}, {}))
+            return b""
         problem, expected = f"there is no complete checkpoint in {resumed.place}", "a run with --checkpoint-every"
         got, to_type = "no checkpoint to continue from", "stretto run without --resume, with --checkpoint-every"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))

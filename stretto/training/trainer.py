@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from stretto.checkpoint.state_transfer import pack_own, unpack_own
 from stretto.codecs import CodecContext
@@ -53,7 +54,7 @@ class Trainer:
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)
         self._continues = section.state is not None and not transport.arrives
         """True if the section begins with the state of a checkpoint."""
-        if self._continues or not arguments.layout.builds_parts:
+        if not arguments.layout.builds_parts or (self._continues and self._stages(arguments) is None):
             arguments.build()
         self.start_sums: Mapping[str, int] = {}
         """Checksums of the tensors that the script makes alike at each worker, by name."""
@@ -114,12 +115,19 @@ class Trainer:
             write=lambda kind, **fields: self.events.write(kind, None, **fields),
         )
         parts = create_parts(arguments.layout, context)
-        state, position = self.section.state if transport.arrives else None, transport.join_position
-        facts = state.facts if state is not None else {}
-        if position is not None and position.facts:
-            facts, _ = unpack_own(position.facts)
-        parts.begin(facts.get("stages"))
+        parts.begin(self._stages(arguments))
         return parts
+
+    def _stages(self, arguments: Arguments) -> Any:
+        """Return the division of the model by the workers that this one joins, or by those of the checkpoint.
+
+        None where there is none, or the checkpoint is of another layout.
+        """
+        position = self.transport.join_position
+        if position is not None and position.facts:
+            return unpack_own(position.facts)[0].get("stages")
+        stages = self.section.state.facts.get("stages") if self.section.state is not None else None
+        return stages if self.transport.arrives or (stages or {}).get("layout") == str(arguments.layout) else None
 
     def _on_split(self) -> None:
         """Exchange this rank's part of the model, which has just been split."""

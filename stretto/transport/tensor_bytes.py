@@ -29,15 +29,30 @@ def octets(tensor: Tensor) -> NDArray[np.uint8]:
 
 def packed(tensor: Tensor) -> Packed:
     """Pack a tensor of any shape, on any device."""
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), octets(tensor).tobytes()
+    return dtype_name(tensor), list(tensor.shape), octets(tensor).tobytes()
 
 
 def unpacked(one: Packed) -> Tensor:
     """Return the packed tensor, on the CPU. Raise TransportError if its dtype is unknown."""
     name, shape, content = one
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"received a tensor of unknown dtype {name:.20}")
+    dtype = dtype_of(name)
     if not content:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype.
+
+    >>> dtype_name(torch.zeros(2))
+    'float32'
+    """
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of this name. Raise TransportError if it is unknown."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TransportError(f"received a tensor of unknown dtype {name:.20}")
+    return dtype

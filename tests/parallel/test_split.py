@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import tempfile
 import time
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from stretto.errors import ModelError
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU, Link
+from stretto.parallel.mapped_tables import SMALL_BYTES, moved_to_file
 from stretto.parallel.measure import PROBE_BYTES, measured_costs, measured_hop
 from stretto.parallel.schedule import Hop
 from stretto.parallel.split import Costs, best_split, measured_split, next_best
@@ -117,11 +120,32 @@ def test_the_way_between_the_first_two_ranks_is_measured() -> None:
     assert found[2] == Hop()
 
 
-def test_messages_of_all_ranks_are_collected_at_rank_0() -> None:
-    def work(link: Link) -> list[bytes]:
-        return link.collect(lambda: b"rank" + bytes([link.rank]) * 1000)
+def test_messages_and_tensors_of_all_ranks_are_collected_at_rank_0() -> None:
+    def tensors(rank: int) -> list[Tensor]:
+        large = torch.arange(SMALL_BYTES // 4 + rank, dtype=torch.float32)
+        return [large, large[:10].view(2, 5).t(), torch.tensor(rank), torch.empty(0, 3), torch.ones(3) > rank]
 
-    assert in_threads(3, work) == [[b"rank" + bytes([rank]) * 1000 for rank in (1, 2)], [], []]
+    def work(link: Link) -> list[tuple[bytes, list[Tensor]]]:
+        return link.collect(b"rank" + bytes([link.rank]), tensors(link.rank))
+
+    first, *others = in_threads(3, work)
+    assert others == [[], []]
+    assert [message for message, _ in first] == [b"rank\x01", b"rank\x02"]
+    for rank, (_, found) in enumerate(first, 1):
+        for one, expected in zip(found, tensors(rank), strict=True):
+            assert one.dtype == expected.dtype and one.equal(expected)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_large_tensor_is_moved_to_a_file_unless_the_disk_is_full(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    one = torch.randn(SMALL_BYTES // 4 + 1)
+    assert (moved_to_file(one) is one) == full
+    assert moved_to_file(one).equal(one)
 
 
 def test_a_stage_holds_no_more_than_the_memory_of_its_process() -> None:
