@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
+from stretto.cli.export import export
 from stretto.events import read_events
 
 RECIPES = (
@@ -90,6 +92,23 @@ def difference(one: Path, other: Path) -> float:
     first, second = (load_file(folder / "final.safetensors") for folder in (one, other))
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def exported(run: Path) -> dict[str, Tensor]:
+    """Return the model that `stretto export` writes of a run."""
+    return load_file(export(run, run / "exported.safetensors", force=True, notice=print).file)
+
+
+def checkpointed(run: Path) -> dict[str, Tensor]:
+    """Return the model that `stretto export` writes of the newest checkpoint of a run, whose final state is removed."""
+    (run / "final.safetensors").unlink()
+    return exported(run)
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, which must be finite."""
+    assert all(one.isfinite().all() for one in tensors.values())
+    return {name: tuple(one.shape) for name, one in tensors.items()}
 
 
 def counts(folder: Path) -> list[Any]:

@@ -49,6 +49,36 @@ def test_tables_verdict_page_and_json_are_written(
     assert Path("found/report.html").stat().st_size < 1_000_000
 
 
+STAGED = """
+import torch, stretto
+torch.manual_seed(0)
+net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+data = torch.utils.data.TensorDataset(torch.randn(64, 32))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+for (x,) in stretto.distribute(net, optimizer, loader):
+    optimizer.zero_grad()
+    loss = (net(x) - x).square().mean()
+    loss.backward()
+    optimizer.step()
+    stretto.log(loss=loss)
+"""
+
+
+@pytest.mark.long
+def test_a_pipeline_has_a_row_with_its_measured_and_predicted_pass(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(STAGED)
+    layouts = ("--layout", "whole()", "--layout", "pipeline(2)")
+    assert main.command(["compare", "-n", "2", *layouts, "--json", "found.json", "--out", "found", str(script)]) == 0
+    assert "Stages" in capsys.readouterr().out
+    assert "predicted pass" in Path("found/report.html").read_text()
+    stages = [one["stages"] for one in json.loads(Path("found.json").read_text())]
+    assert [one is not None for one in stages] == [False, False, False, True]
+    assert stages[-1]["pass_s"] > 0 and stages[-1]["predicted_s"] > 0
+
+
 def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pretend(monkeypatch, Pretend())
     assert main.command(["compare", "--workers", "1,2", "--recipe", "allreduce", "--quiet", str(script)]) == 0

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from stretto import kernels
+from stretto import api, kernels
 from stretto.cli.main import command
 from stretto.events import read_events
 from stretto.factorise.ratings import Ratings, read
 from stretto.factorise.tiles import HELD_OUT, START, Tiles, tiles_of
-from stretto.factorise.train import Factors
+from stretto.factorise.train import Factors, train
 
 ROWS, COLUMNS, RATINGS = 40, 30, 900
 reason = kernels.why_not_native()
@@ -126,6 +126,18 @@ def processes_of(events: list[Any]) -> list[int]:
     """Return the process ids in the order of the ranks."""
     starts = sorted((event.get("rank", 0), event["pid"]) for event in events if event["event"] == "start")
     return [pid for _, pid in starts]
+
+
+@needs_speed
+def test_a_process_reads_the_tiles_of_its_rows_only(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Tiles(read(table, None), 3, 0.1, 0).write(tmp_path, 8, 2, 1, 0.01, 0.05)
+    for others in (0, 2):
+        (tmp_path / tiles_of(others)).unlink()
+    monkeypatch.setattr(api, "distribute", lambda *_: [(1, 1), (1, 2), (1, 0)])
+    train(tmp_path)
+    assert "epoch 2 of 2" in capsys.readouterr().out
 
 
 @needs_speed

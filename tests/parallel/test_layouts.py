@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.cli.main import command
 from stretto.errors import LaunchError, RecipeError
 from stretto.launcher.config import check, described, settled
 from stretto.recipe.layout import LAYOUTS, Layout, catalogue, pipeline, sharded, whole
@@ -49,6 +51,14 @@ def test_wrong_layouts_are_refused_with_what_to_type(text: str, expected: str) -
 def test_the_catalogue_has_all_layouts() -> None:
     assert [entry["name"] for entry in catalogue()] == list(LAYOUTS)
     assert catalogue()[1]["signature"] == 'pipeline(stages, micro_batches=4, split="measured", recompute=False)'
+
+
+def test_layouts_are_listed_from_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["layouts", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(catalogue()))
+    assert command(["layouts"]) == 0
+    shown = capsys.readouterr().out
+    assert all(entry["signature"] in shown and entry["sentence"] in shown for entry in catalogue())
 
 
 def config(tmp_path: Path, **options: Any) -> RunConfig:

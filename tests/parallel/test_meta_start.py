@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from layout_runs import SCRIPT, counts, difference, run
+from staged_net import make_net
 from torch import nn
 
 import stretto
@@ -23,6 +24,12 @@ with torch.device("meta"):
     net = Whole()
 """
 META_SCRIPT = SCRIPT.replace("net = make_net()\n", ON_META)
+SAVE_OWN = """
+from stretto.strategies.parameter_view import is_held
+state = lambda one: [one.detach(), *(optimizer.state[one][name] for name in ("exp_avg", "exp_avg_sq", "step"))]
+held = {name: state(one) for name, one in net.named_parameters() if is_held(one)}
+torch.save(held, f"{config.worker}-{config.rank}.pt")
+"""
 CPU = torch.device("cpu")
 
 
@@ -116,10 +123,15 @@ def test_a_run_that_began_on_the_meta_device_is_resumed_under_another_layout(tmp
 @pytest.mark.long
 def test_a_killed_rank_of_a_model_of_the_meta_device_takes_the_state_of_another(tmp_path: Path) -> None:
     layout = ("-n", "4", "--layout", "pipeline(stages=2)", "--failure-timeout", "60s")
-    folder = run(tmp_path, "run", *layout, script=("6", "1", "1", "7", "before"), text=META_SCRIPT)
+    folder = run(tmp_path, "run", *layout, script=("6", "1", "1", "7", "before"), text=META_SCRIPT + SAVE_OWN)
     failed = [event for event in read_events(folder / "events.jsonl") if event.get("what") == "failed"]
     assert [(event["worker"], event.get("rank", 0)) for event in failed] == [(1, 1)]
     assert all(one == {"once": 60, "twice": 0, "never": 0, "dropped": 0} for one in counts(folder))
+    saved = [[torch.load(tmp_path / f"{worker}-{rank}.pt") for worker in range(2)] for rank in range(2)]
+    assert sum(len(one) for one, _ in saved) == len([*make_net().parameters()])
+    for one, other in saved:
+        assert one.keys() == other.keys()
+        assert all(torch.equal(own, others) for name in one for own, others in zip(one[name], other[name], strict=True))
 
 
 MEMORY_SCRIPT = """

@@ -1,4 +1,4 @@
-"""Checkpoints from within an epoch, saved under one layout and resumed under another one: pipelines of four stages."""
+"""Checkpoints from within an epoch, saved under one layout and resumed under another one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return folder
 
 
-SOME = [("momentum", "sharded(2)", "pipeline(4)"), ("adamw", "pipeline(4)", "whole")]
+SOME = [("momentum", "sharded(2)", "pipeline(2)"), ("adamw", "pipeline(4)", "whole")]
 TABLE = [
     (optimizer, *pair)
     for optimizer, pair in itertools.product(OPTIMIZERS, itertools.permutations(LAYOUTS, 2))
-    if "pipeline(4)" in pair and (optimizer, *pair) not in SOME
+    if ("pipeline(4)" in pair or "whole" not in pair) and (optimizer, *pair) not in SOME
 ]
 
 

@@ -58,6 +58,8 @@ class Case(NamedTuple):
         return f"{self.stages}-stages-{recipe}-rank-{self.rank}-{self.phase}-{self.signal}"
 
 
+NO_TIMEOUT = ["--failure-timeout", "20m", "--timeout", "1200"]
+"""Options with which a rank that waits for a killed one until a time-out waits longer than `run` does."""
 SOME = [
     Case(3, "local_sgd(every=3)", 2, "round"),
     Case(2, "", 1, "backward", "SIGSTOP"),
@@ -86,9 +88,7 @@ def test_a_failed_rank_costs_its_replica_only_and_no_sample(tmp_path: Path, case
     replicas = 2 if case.recipe else 1
     options = ["-n", str(replicas * case.stages), "--layout", f"pipeline({case.stages})"]
     options += ["--recipe", case.recipe] if case.recipe else []
-    options += (
-        ["--failure-timeout", "10s", "--timeout", "5"] if case.signal == "SIGSTOP" else ["--failure-timeout", "60s"]
-    )
+    options += ["--failure-timeout", "10s", "--timeout", "5"] if case.signal == "SIGSTOP" else NO_TIMEOUT
     options += ["--checkpoint-every", "4 rounds"] if case.phase == "checkpoint" or not case.recipe else []
     epochs = "4" if case.recipe else "2"
     folder = run(tmp_path, "run", *options, script=(epochs, f"0.{case.rank}", case.phase, case.signal), text=DYING)
