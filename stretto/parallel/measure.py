@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -20,6 +21,7 @@ from stretto.parallel.remote import mapped, remote, repeated
 from stretto.parallel.schedule import Hop
 from stretto.parallel.split import Costs
 from stretto.runtime.device_random import kept_random_states
+from stretto.runtime.event_writer import boot_id
 from stretto.runtime.kept_modules import kept_modules
 from stretto.strategies.model_sync import plain_name
 from stretto.transport.device_memory import free_memory, wait_for
@@ -82,7 +84,7 @@ def measured_costs(
         with timed:
             model.forward(*args, **kwargs)
         between_s = _between(model, args, kwargs)
-    return Costs(seconds, sending_s, held_bytes(model, calls), free_memory(device), kept, between_s)
+    return Costs(seconds, sending_s, held_bytes(model, calls), kept=kept, between_s=between_s)
 
 
 def _between(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
@@ -180,6 +182,17 @@ def held_bytes(model: nn.Module, calls: Calls) -> list[int]:
         if one.requires_grad:
             held[calls.used.get(plain_name(name), [0])[0]] += COPIES * one.numel() * one.element_size()
     return held
+
+
+def stage_memory(link: Link) -> list[int]:
+    """Return the free bytes of each rank, of whose memory those of one host or GPU have equal parts; all ranks call it.
+
+    Other workers of the same host are not known here.
+    """
+    own = msgspec.msgpack.encode((boot_id(), str(link.device), free_memory(link.device)))
+    found = [msgspec.msgpack.decode(one, type=tuple[bytes, str, int]) for one in link.gather(own)]
+    places = [one[:2] for one in found]
+    return [free // places.count(place) for place, (*_, free) in zip(places, found, strict=True)]
 
 
 def measured_hop(link: Link) -> Hop:

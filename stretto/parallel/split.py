@@ -23,20 +23,29 @@ class Costs:
     """Time to send the tensor of each cut, and its gradient back."""
     held: Sequence[int]
     """Bytes of the trained parameters that each call is the first to use."""
-    memory: int | None = None
-    """Bytes of parameters that a stage can hold; None without a limit."""
+    memory: Sequence[int] | None = None
+    """Bytes that each stage can hold; None without a limit."""
     kept: Sequence[int] = ()
-    """Bytes that the forward pass of each call keeps for its backward pass."""
+    """Bytes that the forward pass of each call keeps for its backward pass, by micro-batch."""
+    together: int = 1
+    """Number of micro-batches whose activations are in memory at the same time."""
     between_s: float = 0.0
     """Time of the code between modules, which every rank runs for each micro-batch."""
 
-    def of(self, stage: Stage) -> float | None:
-        """Return the time of a stage: of computing, or of receiving its input. None if it cannot be one."""
+    def of(self, number: int, stage: Stage) -> float | None:
+        """Return the time of a stage, given its number: of computing, or of receiving its input.
+
+        Returns None if it cannot be one.
+        """
         first, end = stage
         held = sum(self.held[first:end])
-        if not held or (self.memory is not None and held > self.memory):
+        if not held or (self.memory is not None and held + self.activations(stage) > self.memory[number]):
             return None
         return max(sum(self.seconds[first:end]), self.sending_s.get(first, 0.0))
+
+    def activations(self, stage: Stage) -> int:
+        """Return the bytes of a stage's activations."""
+        return self.together * sum(self.kept[slice(*stage)])
 
 
 @dataclass(frozen=True)
@@ -54,10 +63,10 @@ def best_split(costs: Costs, cuts: Sequence[int], stages: int, without: int | No
     """
     ends = [0, *(cut for cut in cuts if cut != without), len(costs.seconds)]
     best: dict[int, Split] = {0: Split((), 0.0)}
-    for _ in range(stages):
+    for stage in range(stages):
         longer: dict[int, Split] = {}
         for first, end in itertools.combinations(ends, 2):
-            before, time_s = best.get(first), costs.of((first, end)) if first in best else None
+            before, time_s = best.get(first), costs.of(stage, (first, end)) if first in best else None
             if before is None or time_s is None:
                 continue
             found = Split((*before.begins, first), max(before.slowest_s, time_s))
@@ -79,7 +88,7 @@ def measured_split(calls: Calls, costs: Costs, stages: int) -> Split:
     if split is not None:
         return split
     most = next((few for few in range(stages - 1, 1, -1) if best_split(costs, sorted(calls.cuts), few)), 1)
-    memory = f", of at most {costs.memory >> 20} MB each" if costs.memory is not None else ""
+    memory = f", of at most {min(costs.memory) >> 20} MB each" if costs.memory is not None else ""
     raise ModelError(
         explain(
             f"the model cannot be cut into {stages} stages with trained parameters{memory}",

@@ -6,6 +6,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -19,7 +20,7 @@ from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import joined, only_of
 from stretto.errors import ModelError, explain
 from stretto.parallel.calls import Calls, opened, put_back, record_calls
-from stretto.parallel.measure import measured_costs, measured_hop
+from stretto.parallel.measure import measured_costs, measured_hop, stage_memory
 from stretto.parallel.meta_start import build, is_unbuilt
 from stretto.parallel.micro_batches import micro_batch, refuse_mixing
 from stretto.parallel.pass_record import PassRecord, memory_figures
@@ -192,7 +193,7 @@ class PipelineStages(RankParts):
 
     def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
         put_back(self._model, self._own_forward)
-        make = functools.partial(self._choose, args, kwargs, measured_hop(self._link))
+        make = functools.partial(self._choose, args, kwargs, measured_hop(self._link), stage_memory(self._link))
         if self._chooses_alone:
             chosen = self._link.broadcast(make if self._link.rank == 0 else b"")
             self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
@@ -245,7 +246,7 @@ class PipelineStages(RankParts):
             self._is_settled = True
             self._on_split()
 
-    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], hop: Hop) -> bytes:
+    def _choose(self, args: Sequence[Any], kwargs: dict[str, Any], hop: Hop, memory: Sequence[int]) -> bytes:
         """Return the stages, at rank 0 of the first worker."""
         if not is_unbuilt(self._model):
             refuse_mixing(self._model, self._layout, args, kwargs, self._link.device)
@@ -260,8 +261,9 @@ class PipelineStages(RankParts):
             split = named_split(calls, names)
             self._notice(f"pipeline: {described(calls, split)}")
         else:
-            device, micro_batches = self._link.device, self._layout.micro_batches
-            costs = measured_costs(self._model, calls, part_args, part_kwargs, hop.byte_s, device, micro_batches)
+            device, m = self._link.device, self._layout.micro_batches
+            costs = measured_costs(self._model, calls, part_args, part_kwargs, hop.byte_s, device, m)
+            costs = replace(costs, memory=memory, together=1 if self._layout.recompute else m)
             split = measured_split(calls, costs, self._layout.stages)
             other = next_best(costs, sorted(calls.cuts), split)
             self._notice(f"pipeline: {described(calls, split, costs)}{_of_next(calls, other, costs)}")
@@ -282,7 +284,7 @@ class PipelineStages(RankParts):
             micro_batches=m,
             predicted_s=round(schedule.seconds, 6),
             computing=[round(one, 6) for one in schedule.computing],
-            activations=[m * one for one in by_stage(split.begins, costs.kept)],
+            activations=[costs.activations(stage) for stage in bounds(split.begins, len(costs.kept))],
             balance=round(balance(costs, split), 4),
         )
 
@@ -323,9 +325,8 @@ class _FirstCall:
 
 def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
     """Return the stages in words, with their measured times and their balance."""
-    ends = [*split.begins[1:], len(calls.names)]
     shown = []
-    for stage, (first, end) in enumerate(zip(split.begins, ends, strict=True)):
+    for stage, (first, end) in enumerate(bounds(split.begins, len(calls.names))):
         name = calls.names[first] or calls.names[min(1, len(calls.names) - 1)]
         time_text = f" ({sum(costs.seconds[first:end]) * 1e3:.3g} ms)" if costs is not None else ""
         shown.append(f"stage {stage} from {name}{time_text}")
@@ -335,8 +336,12 @@ def described(calls: Calls, split: Split, costs: Costs | None = None) -> str:
 
 def by_stage(begins: Sequence[int], values: Sequence[Number]) -> list[Number]:
     """Return the sum of the values of each stage's calls."""
-    ends = [*begins[1:], len(values)]
-    return [sum(values[first:end]) for first, end in zip(begins, ends, strict=True)]
+    return [sum(values[first:end]) for first, end in bounds(begins, len(values))]
+
+
+def bounds(begins: Sequence[int], calls: int) -> list[tuple[int, int]]:
+    """Return the first call of each stage, and the first one after it."""
+    return list(zip(begins, [*begins[1:], calls], strict=True))
 
 
 def balance(costs: Costs, split: Split) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import tempfile
+import threading
 import time
 
 import pytest
@@ -16,10 +17,11 @@ from staged_net import make_net, words
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
+from stretto.parallel import measure
 from stretto.parallel.calls import Calls, record_calls
 from stretto.parallel.link import CPU, Link
 from stretto.parallel.mapped_tables import SMALL_BYTES, moved_to_file
-from stretto.parallel.measure import PROBE_BYTES, measured_costs, measured_hop
+from stretto.parallel.measure import PROBE_BYTES, measured_costs, measured_hop, stage_memory
 from stretto.parallel.schedule import Hop
 from stretto.parallel.split import Costs, best_split, measured_split, next_best
 
@@ -32,14 +34,17 @@ def costs(draw: st.DrawFn) -> tuple[Costs, list[int]]:
     held = draw(st.lists(st.integers(0, 3), min_size=calls, max_size=calls))
     cuts = draw(st.lists(st.integers(1, calls - 1), unique=True).map(sorted))
     sending_s = {cut: float(draw(st.integers(0, 12))) for cut in cuts}
-    return Costs(seconds, sending_s, held, draw(st.none() | st.integers(2, 20))), cuts
+    kept = draw(st.lists(st.integers(0, 3), min_size=calls, max_size=calls))
+    memory = draw(st.none() | st.lists(st.integers(2, 30), min_size=12, max_size=12))
+    return Costs(seconds, sending_s, held, memory, kept, draw(st.integers(1, 3))), cuts
 
 
 def brute_force(found: Costs, cuts: list[int], stages: int) -> list[tuple[float, tuple[int, ...]]]:
     """Return all possible splits with the times of their slowest stages, the fastest first."""
     splits = []
     for inner in itertools.combinations(cuts, stages - 1):
-        times = [found.of(stage) for stage in itertools.pairwise((0, *inner, len(found.seconds)))]
+        ends = (0, *inner, len(found.seconds))
+        times = [found.of(number, stage) for number, stage in enumerate(itertools.pairwise(ends))]
         if None not in times:
             splits.append((max(one for one in times if one is not None), (0, *inner)))
     return sorted(splits)
@@ -149,11 +154,28 @@ def test_a_large_tensor_is_moved_to_a_file_unless_the_disk_is_full(full: bool, m
 
 
 def test_a_stage_holds_no_more_than_the_memory_of_its_process() -> None:
-    def costs(memory: int | None) -> Costs:
-        return Costs([1.0] * 4, {}, [10 << 20, 10 << 20, 10 << 20, 70 << 20], memory)
+    def costs(*memory: int, together: int = 1) -> Costs:
+        held, kept = [10 << 20, 10 << 20, 10 << 20, 70 << 20], [0, 0, 0, 5 << 20]
+        return Costs([1.0] * 4, {}, held, [one << 20 for one in memory] or None, kept, together)
 
     calls = Calls(["", "a", "b", "c"], {1: 0, 2: 0, 3: 0}, {}, {}, 0)
-    assert measured_split(calls, costs(None), 2).begins == (0, 2)
-    assert measured_split(calls, costs(75 << 20), 2).begins == (0, 3)
-    with pytest.raises(ModelError, match=r"2 stages with trained parameters, of at most 60 MB each"):
-        measured_split(calls, costs(60 << 20), 2)
+    assert measured_split(calls, costs(), 2).begins == (0, 2)
+    assert measured_split(calls, costs(75, 75), 2).begins == (0, 3)
+    assert measured_split(calls, costs(10, 100), 2).begins == (0, 1)
+    assert measured_split(calls, costs(99, 90, together=2), 2).begins == (0, 2)
+    assert measured_split(calls, costs(99, 90, together=3), 2).begins == (0, 3)
+    with pytest.raises(ModelError, match=r"2 stages with trained parameters, of at most 74 MB each"):
+        measured_split(calls, costs(99, 74), 2)
+
+
+def test_ranks_of_one_host_have_equal_parts_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {rank: (b"one" if rank < 2 else b"other") for rank in range(3)}
+    rank_of = threading.local()
+    monkeypatch.setattr(measure, "boot_id", lambda: hosts[rank_of.number])
+    monkeypatch.setattr(measure, "free_memory", lambda _device: 100 + rank_of.number)
+
+    def work(link: Link) -> list[int]:
+        rank_of.number = link.rank
+        return stage_memory(link)
+
+    assert in_threads(3, work) == [[50, 50, 102]] * 3
