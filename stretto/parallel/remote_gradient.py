@@ -95,7 +95,7 @@ class GradientNorm:
         own = {place: one.grad for place, one in enumerate(self._trained) if is_held(one) and one.grad is not None}
         lengths = torch.zeros(len(self._trained), dtype=torch.float64, device="cpu")
         if own:
-            norms = [torch.linalg.vector_norm(one, dtype=_wide(one)).double() for one in own.values()]
+            norms = [torch.linalg.vector_norm(one, dtype=_wide(one)).double() for one in map(_numbers, own.values())]
             lengths[[*own]] = torch.stack(norms).cpu()
         total = self._link.sum(lengths)
         kinds = {(one.device, one.dtype) for one in self._trained}
@@ -134,6 +134,11 @@ class GradientNorm:
         """Put the gradients back: a parameter has its gradient until the script removes it."""
         for one, grad in self._aside:
             one.grad = grad
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient; of a sparse one those of its rows."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _is_large(argument: Any) -> bool:

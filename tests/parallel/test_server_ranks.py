@@ -151,6 +151,24 @@ def plain(net: nn.Module, loader: Any, optimizer: torch.optim.Optimizer) -> None
         optimizer.step()
 
 
+@pytest.mark.parametrize("recipe", mostly_long(("stale_synchronous(bound=0)", "local_sgd(every=2)"), short=(0,)))
+def test_a_stage_with_a_sparse_embedding_exchanges_the_whole_table(recipe: str) -> None:
+    def sparse() -> nn.Module:
+        net = make_net().double()
+        net.embed.sparse = True
+        return net
+
+    def work(net: nn.Module) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        plain(net, stretto.distribute(net, optimizer, DataLoader(DATA, batch_size=6)), optimizer)
+        stretto.finish()
+
+    nets, _ = in_stages(2, 2, recipe, STAGES, work, sparse)
+    wholes = [sparse() for _ in range(2)]
+    run_workers(2, lambda worker: work(wholes[worker]), recipe)
+    assert largest_difference(joined(nets), joined(wholes[:1])) < 1e-12
+
+
 @pytest.mark.parametrize("evaluate_every", [None, 1])
 def test_epochs_before_the_first_call_of_the_model(tmp_path: Path, evaluate_every: int | None) -> None:
     """A peek, and an epoch of statistics; barriers for evaluations come before all workers have called the model."""
