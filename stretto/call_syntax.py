@@ -172,7 +172,7 @@ class Words:
     def term(self, depth: int = 0) -> Term:
         """Consume a constant, a name, or a call."""
         at, start, word = self.at, self._spans[self.at][0], self.next
-        if (constant := self._constant()) is not None:
+        if (constant := self._constant() or self._list()) is not None:
             return constant
         if not NAME.fullmatch(word) or depth > DEEPEST:
             raise self.refused()
@@ -192,6 +192,21 @@ class Words:
                 args.append(value)
             has_more = self.take(",", ")", expected="`,` or `)`") == "," and not self.skip(")")
         return Term(self.text[start : self._spans[self.at - 1][1]], at, word, None, tuple(args), options)
+
+    def _list(self) -> Term | None:
+        """Consume constants in brackets, with commas between them, as in ("users", "items") or ["users"]."""
+        closing = {"(": ")", "[": "]"}.get(self.next)
+        if closing is None:
+            return None
+        at, start, values = self.at, self._spans[self.at][0], list[Any]()
+        self.at += 1
+        while not self.skip(closing):
+            if (constant := self._constant()) is None:
+                raise self.refused("constants, with commas between them")
+            values.append(constant.value)
+            if self.next != closing:
+                self.take(",", expected=f"`,` or `{closing}`")
+        return Term(self.text[start : self._spans[self.at - 1][1]], at, value=tuple(values))
 
     def _constant(self) -> Term | None:
         text = self.next

@@ -15,6 +15,12 @@ from stretto.spec import Answer, Range, sentence, signature
 MEASURED = "measured"
 
 
+def _in_one_text(names: Any) -> Any:
+    """Return names with commas between them, given as a list or a tuple; anything else is returned unchanged."""
+    are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return ", ".join(names) if are_names else names
+
+
 class Layout(Answer):
     """Base of the layouts."""
 
@@ -63,6 +69,7 @@ class pipeline(Layout):
     builds_parts = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "split", _in_one_text(self.split))
         super().__post_init__()
         names = self.begins
         if names is not None and (len(names) != self.stages - 1 or not all(names) or len(set(names)) < len(names)):
@@ -133,6 +140,8 @@ class blocks(Layout):
     takes_recipe = False
 
     def __post_init__(self) -> None:
+        for field in ("rows", "columns"):
+            object.__setattr__(self, field, _in_one_text(getattr(self, field)))
         super().__post_init__()
         names = [*self.row_tables, *self.column_tables]
         if not all(names) or len(set(names)) < len(names):

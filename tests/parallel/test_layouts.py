@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stretto.cli.main import command
 from stretto.errors import LaunchError, RecipeError
 from stretto.launcher.config import check, described, settled
-from stretto.recipe.layout import LAYOUTS, Layout, catalogue, pipeline, sharded, whole
+from stretto.recipe.layout import LAYOUTS, Layout, blocks, catalogue, pipeline, sharded, whole
 from stretto.recipe.parser import parse_layout
 from stretto.run_config import RunConfig
 
@@ -38,6 +38,9 @@ def test_printed_layout_can_be_parsed(layout: Layout) -> None:
         ("pipeline(3, split=4)", 'try: pipeline(3, split="name")'),
         ('pipeline(3, split="a, a")', "2 different names of modules"),
         ("pipeline(2) 3", "expected: the end"),
+        ('blocks(("users", x), "items")', "expected: constants, with commas between them"),
+        ('blocks(("users"', "expected: `,` or `)`"),
+        ('blocks(("users", 2), "items")', "rows of blocks must be a name in quotes, got ('users', 2)"),
         ("sharded(over=1)", "expected: a whole number at least 2 and at most 256"),
         ("sharded(stages=2)", "expected: the options over"),
     ],
@@ -46,6 +49,18 @@ def test_wrong_layouts_are_refused_with_what_to_type(text: str, expected: str) -
     with pytest.raises(RecipeError) as raised:
         parse_layout(text)
     assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ('blocks(rows=("users",), columns=("items",))', blocks(rows=("users",), columns=("items",))),  # type: ignore[arg-type]
+        ('blocks(["users", "bias"], "items", column_blocks=2)', blocks("users, bias", "items", column_blocks=2)),
+        ("pipeline(3, split=['a', 'b'])", pipeline(3, split=["a", "b"])),  # type: ignore[arg-type]
+    ],
+)
+def test_names_may_be_a_list(text: str, layout: Layout) -> None:
+    assert parse_layout(text) == layout == parse_layout(str(layout))
 
 
 def test_the_catalogue_has_all_layouts() -> None:
