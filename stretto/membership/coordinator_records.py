@@ -10,6 +10,9 @@ import msgspec
 from stretto.membership.messages import GenerationView, MemberRanks, RankReport, ReadyReport, ViewOfRanks
 from stretto.run_config import RunConfig
 
+RETURN_S = 60.0
+"""Seconds in which a restarted process should have imported torch, read its data and called `distribute`."""
+
 
 class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Record of the coordinator's write-ahead log."""
@@ -20,10 +23,10 @@ class Started(Record, frozen=True):
 
     `expected` workers form the first generation; if it is 0, the first `min_workers` that join. Fewer than
     `min_workers` do not continue; more than `max_workers` are not admitted. A worker without a heartbeat for
-    `failure_timeout_s` has failed; where it matters, a worker that is being restarted is awaited for `return_s`, by
-    default as long. In `asynchronous` training no worker waits for another: joining workers are admitted immediately,
-    and failures only reported. A run that `saves` writes a checkpoint before its last workers leave as they were asked
-    to.
+    `failure_timeout_s` has failed; where the run cannot continue without it, a worker that is being restarted is
+    awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for another: joining workers
+    are admitted immediately, and failures only reported. A run that `saves` writes a checkpoint before its last workers
+    leave as they were asked to.
     """
 
     expected: int
@@ -60,7 +63,7 @@ def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     saves = config.checkpoint_every is not None
     rules = config.awaited, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous
     if config.on is None:
-        return Started(*rules, saves=saves)
+        return Started(*rules, max(RETURN_S, config.failure_timeout_s), saves)
     return StartedOnCluster(*rules, config.timeout_s, saves, reserved_numbers=config.most_workers)
 
 

@@ -168,8 +168,15 @@ def test_numbers_that_a_cluster_reserves_are_given_to_its_agents_only() -> None:
     assert coordinator.give_numbers("by hand later", 1) == (6,)
 
 
-def test_run_on_a_cluster_waits_longer_for_its_last_worker_than_a_failure_lasts() -> None:
-    coordinator = MembershipCoordinator(StartedOnCluster(1, 1.0, return_s=60.0, reserved_numbers=1))
+@pytest.mark.parametrize(
+    "rules",
+    [
+        StartedOnCluster(1, 1.0, return_s=60.0, reserved_numbers=1),
+        rules_of(RunConfig(Path("train.py"), workers=1, failure_timeout_s=1.0), asynchronous=False),
+    ],
+)
+def test_a_run_waits_longer_for_its_last_worker_than_a_failure_lasts(rules: Started) -> None:
+    coordinator = MembershipCoordinator(rules)
     coordinator.receive(0, 0, Register("host", 1), 1.0)
     coordinator.receive(0, 0, ReadyReport(0), 1.0)
     assert coordinator.members == {0: 0}
