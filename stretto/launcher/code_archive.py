@@ -1,7 +1,9 @@
 """The code of a run as one archive, for machines that do not see the folder of its script.
 
-Sent are the script's folder and all folders in it, except what a `.gitignore` there names, hidden files, compiled
-files, run directories and symbolic links. So a data set in the folder belongs into `.gitignore`, or beside the folder.
+Sent are the script's folder and all folders in it, except what a `.gitignore` there or above it in its repository
+names, hidden files, compiled files, run directories and symbolic links. As in git, the last pattern that matches
+counts, those of deeper files after those of higher ones. So a data set in the folder belongs into `.gitignore`, or
+beside the folder.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from pathspec import GitIgnoreSpec
+from pathspec.pattern import Pattern
 
 from stretto.errors import LaunchError, explain
 
@@ -20,8 +24,10 @@ LARGEST_BYTES = 32 << 20
 """Largest size of all files together."""
 RUN = "run.json"
 """File that each run directory has."""
-SKIPPED = "__pycache__/\n*.py[cod]\n.*\n"
-"""Files that are never sent, in the syntax of `.gitignore`."""
+SKIPPED = GitIgnoreSpec.from_lines(["__pycache__/", "*.py[cod]", ".*"])
+"""Files that are never sent."""
+Ignored: TypeAlias = list[tuple[str, GitIgnoreSpec]]
+"""Contents of `.gitignore` files, higher ones first, with the paths of their folders in the repository."""
 
 
 def packed(folder: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
@@ -30,7 +36,7 @@ def packed(folder: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     if (size := sum(files.values())) > largest_bytes:
         largest = max(files, key=files.__getitem__)
         problem = f"the code in {folder} is too large to be sent to another machine; its largest file is {largest}"
-        expected = f"at most {_megabytes(largest_bytes)} of files that no .gitignore there names"
+        expected = f"at most {_megabytes(largest_bytes)} of files that no .gitignore names"
         to_type = "--script PATH, for a copy of the script on the joining machine; or name data in a .gitignore"
         raise LaunchError(explain(problem, got=_megabytes(size), expected=expected, to_type=to_type))
     written = io.BytesIO()
@@ -48,24 +54,63 @@ def unpack(archive: bytes, folder: Path) -> None:
 
 def _files(folder: Path) -> Iterator[str]:
     """Yield the files to send, relative to the folder."""
-    ignored = [("", GitIgnoreSpec.from_lines(SKIPPED.splitlines()))]
+    own, ignored = _above(folder.resolve())
     for here, folders, names in os.walk(folder):
         if RUN in names:
             folders.clear()
             continue
         prefix = "" if here == str(folder) else os.path.relpath(here, folder) + "/"
         if ".gitignore" in names:
-            text = (Path(here) / ".gitignore").read_text(errors="replace")
-            ignored.append((prefix, GitIgnoreSpec.from_lines(text.splitlines())))
-        folders[:] = [name for name in folders if _is_sent(folder, f"{prefix}{name}/", ignored)]
-        paths = (prefix + name for name in names)
-        yield from (path for path in paths if (folder / path).is_file() and _is_sent(folder, path, ignored))
+            ignored.append((own + prefix, _read(Path(here))))
+
+        def is_sent(path: str) -> bool:
+            is_skipped = (folder / path).is_symlink() or SKIPPED.match_file(path)
+            return not is_skipped and not _is_ignored(own + path, ignored)
+
+        folders[:] = [name for name in folders if is_sent(f"{prefix}{name}/")]
+        yield from (path for name in names if (folder / (path := prefix + name)).is_file() and is_sent(path))
 
 
-def _is_sent(folder: Path, path: str, ignored: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
-    """Return False for a link, and for a path that the `.gitignore` of a folder above it names."""
-    names_it = (spec.match_file(path.removeprefix(prefix)) for prefix, spec in ignored if path.startswith(prefix))
-    return not (folder / path).is_symlink() and not any(names_it)
+def _above(folder: Path) -> tuple[str, Ignored]:
+    """Return the path of a folder in its repository, and the `.gitignore` files above it there.
+
+    The script's folder is sent even if the repository ignores all of it: patterns that name it do not count then.
+    """
+    top = next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
+    names = folder.relative_to(top).parts
+    paths = ["".join(f"{name}/" for name in names[:depth]) for depth in range(len(names) + 1)]
+    ignored = [(path, _read(top / path)) for path in paths[:-1] if (top / path / ".gitignore").is_file()]
+    if any(_is_ignored(path, ignored) for path in paths[1:]):
+        ignored = [
+            (at, GitIgnoreSpec(one for one in spec.patterns if not _names(one, at, paths))) for at, spec in ignored
+        ]
+    return paths[-1], ignored
+
+
+def _names(pattern: Pattern, at: str, paths: Iterable[str]) -> bool:
+    return any(path.startswith(at) and pattern.match_file(path.removeprefix(at)) for path in paths)
+
+
+def _read(folder: Path) -> GitIgnoreSpec:
+    return GitIgnoreSpec.from_lines((folder / ".gitignore").read_text(errors="replace").splitlines())
+
+
+def _is_ignored(path: str, ignored: Ignored) -> bool:
+    """Return True if the last pattern that matches a path in the repository does not begin with `!`."""
+    found = (_result(spec, path.removeprefix(at)) for at, spec in reversed(ignored) if path.startswith(at))
+    return next((result for result in found if result is not None), False)
+
+
+def _result(spec: GitIgnoreSpec, path: str) -> bool | None:
+    """Return False if the last pattern that matches a path begins with `!`, None if no pattern matches.
+
+    For a folder, `GitIgnoreSpec` would rank the `*` before a `!*/` higher.
+    """
+    if not path.endswith("/"):
+        return spec.check_file(path).include
+    return next(
+        (one.include for one in reversed(list(spec.patterns)) if one.include is not None and one.match_file(path)), None
+    )
 
 
 def _megabytes(size: int) -> str:

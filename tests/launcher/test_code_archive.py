@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -48,6 +49,43 @@ def test_ignored_hidden_compiled_and_linked_files_stay(tmp_path: Path) -> None:
     (here / ".gitignore").write_text("data/\n/secret\n")
     (here / "nets/.gitignore").write_text("*\n!*.py\n!keep\n")
     assert sent(here, tmp_path / "there") == ["nets/keep", "nets/small.py", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("top", "between", "own", "expected"),
+    [
+        ("data/\nsecrets.json\n", "", "", ["small.bin", "train.py"]),
+        ("*.bin\ndata/\n", "", "!*.bin\n!data/\n", ["data/a.bin", "secrets.json", "small.bin", "train.py"]),
+        ("*.bin\ndata/\n", "", "!*.bin\n", ["secrets.json", "small.bin", "train.py"]),
+        ("*.bin\n", "!*.bin\n", "a.bin\n", ["secrets.json", "small.bin", "train.py"]),
+        ("/train.py\n/data/\n", "/code/*.json\n", "", ["data/a.bin", "small.bin", "train.py"]),
+        ("*\n!*/\n!*.py\n", "", "", ["train.py"]),
+        ("*\n!*/\n!*.py\n", "", "!data/*\n", ["data/a.bin", "train.py"]),
+    ],
+)
+def test_ignore_files_above_count_as_in_git(
+    tmp_path: Path, top: str, between: str, own: str, expected: list[str]
+) -> None:
+    here = written(tmp_path / "repository/project/code", train_py="", data__a="", secrets="", small="")
+    for old, new in (("data/a", "data/a.bin"), ("secrets", "secrets.json"), ("small", "small.bin")):
+        (here / old).rename(here / new)
+    subprocess.run(["git", "init", "-q", tmp_path / "repository"], check=True)
+    (tmp_path / ".gitignore").write_text("*\n")  # outside of the repository
+    for folder, text in ((here.parent.parent, top), (here.parent, between), (here, own)):
+        (folder / ".gitignore").write_text(text)
+    listed = subprocess.run(
+        ["git", "ls-files", "-oc", "--exclude-per-directory=.gitignore"], cwd=here, check=True, capture_output=True
+    )
+    assert [name for name in listed.stdout.decode().split() if name != ".gitignore"] == expected
+    assert sent(here, tmp_path / "there") == expected
+
+
+@pytest.mark.parametrize("line", ["code/", "/project/", "*"])
+def test_folder_that_its_repository_ignores_is_sent(tmp_path: Path, line: str) -> None:
+    here = written(tmp_path / "project/code", train_py="", secrets="", data__big="")
+    (tmp_path / ".git").touch()  # as in a worktree
+    (tmp_path / ".gitignore").write_text(f"{line}\nsecrets\ndata/\n")
+    assert sent(here, tmp_path / "there") == ["train.py"]
 
 
 def test_code_that_is_too_large_is_refused_with_its_largest_file(tmp_path: Path) -> None:
