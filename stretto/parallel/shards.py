@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from stretto.parallel import refusals
 from stretto.parallel.link import Link
+from stretto.parallel.mapped_tables import moved_to_file
 from stretto.parallel.part_operations import whole_tensor
 from stretto.parallel.read_guard import refuse_objects
 from stretto.strategies.model_sync import plain_name
@@ -49,12 +50,15 @@ class Shards:
     # --- whole tensors by name ----------------------------------------------------------------------------------
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors at rank 0, given the parts of all ranks; one after another, so that few are whole."""
+        """Return whole tensors at rank 0, given the parts of all ranks; one after another, so that few are whole.
+
+        Large ones that were gathered are in files.
+        """
         found = {}
         for name, tensor in tensors.items():
             one = whole_tensor(self._placed(name, tensor))
             if self._rank == 0:
-                found[name] = one
+                found[name] = one if one is tensor else moved_to_file(one)
         return found
 
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -176,3 +176,11 @@ def test_no_process_of_a_pipeline_holds_the_whole_model(tmp_path: Path) -> None:
         first, *others = [large - small for large, small in zip(found, small, strict=True)]
         assert max(others) < 5 * 32
         assert first < 10 * 32  # one copy of what the checkpoint holds would be 8 * 32 more than the others have
+
+
+@pytest.mark.long
+def test_checkpoints_of_a_sharded_model_take_no_memory_for_the_whole(tmp_path: Path) -> None:
+    layout = ("-n", "4", "--layout", "sharded(4)", "--checkpoint-every", "4 rounds")
+    run(tmp_path, "run", *layout, script=("2", "2048"), text=MEMORY_SCRIPT)
+    first, *others = (float((tmp_path / f"peak-{rank}").read_text()) for rank in range(4))
+    assert first < max(others) + 3 * 32  # the checkpoint holds 8 * 32
