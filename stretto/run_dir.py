@@ -63,8 +63,8 @@ def _chosen(out: Path) -> Path:
             "the folder of a run is on this machine",
             "a path; --copy-to copies the run elsewhere as it proceeds",
         )
-        to_type = f"--copy-to {str(out).replace(':/', '://', 1)}"
-        raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=to_type))
+        (place,) = masked([str(out).replace(":/", "://", 1)])
+        raise LaunchError(explain(problem, got=f"--out {place}", expected=expected, to_type=f"--copy-to {place}"))
     _check_new_or_empty(out)
     out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     check_owner(out, "--out", modes=stat.S_IWOTH)
@@ -160,9 +160,11 @@ def write_run(folder: Path, options: Mapping[str, Any], now: datetime) -> None:
 def describe(options: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     """Return the content of `run.json`: the options, versions of packages, the machine and the command line.
 
-    Arguments that look like secrets are masked.
+    Arguments that look like secrets, and passwords in the place of the copy, are masked.
     """
-    args = {"args": tuple(masked(options["args"]))} if "args" in options else {}
+    args: dict[str, Any] = {"args": tuple(masked(options["args"]))} if "args" in options else {}
+    if options.get("copy_to"):
+        args["copy_to"] = masked([options["copy_to"]])[0]
     return {
         "stretto": version(),
         **options,

@@ -14,13 +14,14 @@ from stretto import run_dir
 from stretto.cli.main import command
 from stretto.cli.script_arguments import hint, split
 from stretto.compare.trials import Question
+from stretto.errors import LaunchError
 from stretto.launcher.config import described
 from stretto.launcher.resume_hint import left_in
-from stretto.launcher.run_copy import _unusable
+from stretto.launcher.run_copy import RunCopy, _unusable
 from stretto.masking import MASK, masked
 from stretto.report.html_report import write as write_page
 from stretto.run_config import RunConfig
-from stretto.run_dir import CHECKPOINTS, describe
+from stretto.run_dir import CHECKPOINTS, describe, make_folder
 from stretto.simulator.sweep.grid import SweepConfig
 
 SECRET = "Tr0ub4dor"
@@ -113,7 +114,25 @@ def test_the_line_that_announces_a_simulation_is_masked(
 
 def test_the_error_of_a_store_is_masked() -> None:
     """Packages of stores put addresses into their errors."""
-    assert SECRET not in str(_unusable("store", OSError(f"s3://me:{SECRET}@host/run")))
+    place = f"s3://me:{SECRET}@host/run"
+    shown = str(_unusable(place, OSError(f"no {place}")))
+    assert SECRET not in shown and "got: --copy-to s3://me:(masked)@host/run" in shown
+
+
+def test_passwords_in_the_place_of_the_copy_are_masked(tmp_path: Path) -> None:
+    place, shown = f"memory://me:{SECRET}@host/run", list[str]()
+    found = describe(RunConfig(Path("train.py"), copy_to=place).record(), datetime.now())
+    assert found["copy_to"] == "memory://me:(masked)@host/run" and SECRET not in str(found)
+    (tmp_path / "run.json").touch()
+    with RunCopy(tmp_path, place, shown.append) as copy:
+        copy._attempt(lambda: 1 / 0)
+        copy._attempt(lambda: None)
+    with pytest.raises(LaunchError) as occupied, RunCopy(tmp_path, place, shown.append):
+        pass
+    with pytest.raises(LaunchError) as elsewhere:
+        make_folder("train", Path(place), datetime.now())
+    texts = [*shown, str(occupied.value), str(elsewhere.value)]
+    assert len(texts) == 4 and all("me:(masked)@host" in text and SECRET not in text for text in texts)
 
 
 def test_the_command_that_continues_a_run_is_masked(tmp_path: Path) -> None:

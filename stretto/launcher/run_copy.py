@@ -36,7 +36,8 @@ class RunCopy:
     """
 
     def __init__(self, folder: Path, to: str, note: Callable[[str], None]) -> None:
-        self._folder, self._to, self._note = folder, to, note
+        self._folder, self._note = folder, note
+        (self._to,) = masked([to])
         self._files, self._root = _opened(to)
         self._copied: set[Path] = set()
         """Checkpoints that are in the copy, relative to the run directory."""
@@ -149,7 +150,7 @@ def _opened(to: str) -> tuple[Any, str]:
 def _unusable(to: str, error: Exception) -> LaunchError:
     problem, expected = f"nothing can be copied to it: {_reason(error)}", "a folder, or a URI that fsspec can write to"
     to_type = "--copy-to s3://bucket/name, with pip install s3fs"
-    return LaunchError(explain(problem, got=f"--copy-to {to}", expected=expected, to_type=to_type))
+    return LaunchError(explain(problem, got=f"--copy-to {masked([to])[0]}", expected=expected, to_type=to_type))
 
 
 def _reason(error: Exception) -> str:
