@@ -101,7 +101,10 @@ class LogRelay(threading.Thread):
         self._due.put(lambda display: display.note(text))
 
     def show(self, data: bytes) -> None:
-        """Show output of workers of other hosts, soon, without characters that control a terminal."""
+        """Show output of workers of other hosts, soon, without characters that control a terminal.
+
+        No character is cut at its ends.
+        """
         shown = b"\r".join(plain(part) for part in data.split(b"\r"))  # a progress bar stays on its line
         self._due.put(lambda display: display.say(shown))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 from collections import Counter
@@ -33,7 +34,8 @@ class LogsElsewhere:
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(self._read[path])
             data = file.read(CHUNK_BYTES)
-            whole = data if len(data) == CHUNK_BYTES and b"\n" not in data else data[: data.rfind(b"\n") + 1]
+            is_part = len(data) == CHUNK_BYTES and b"\n" not in data
+            whole = data[: codecs.utf_8_decode(data, "replace")[1] if is_part else data.rfind(b"\n") + 1]
             self._read[path] += len(whole)
             return whole
         return b""

@@ -35,8 +35,8 @@ LARGEST_LOG = 1 << 30
 _CONTROLS = bytes([*range(32), 127])
 _PLAIN = bytes.maketrans(_CONTROLS, bytes({9: 9, 10: 10, 13: 10}.get(one, ord("?")) for one in _CONTROLS))
 """Replacement of each byte: a carriage return ends the line."""
-_C1 = re.compile(rb"\xc2[\x80-\x9f]|\A[\x80-\x9f]+")
-"""Control characters of two bytes in UTF-8, whole or cut in two."""
+_C1 = re.compile(rb"\xc2[\x80-\x9f]")
+"""Control characters of two bytes in UTF-8."""
 _SENDER = re.compile(rb"output (0|[1-9]\d{0,6}) rank (0|[1-9]\d{0,2})")
 
 
@@ -65,7 +65,7 @@ def log_of(folder: Path, worker: int, rank: int = 0) -> Path:
 
 def open_log(path: Path) -> int:
     """Return the descriptor of a log file to append to. A link in its place is an OSError."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def connection_of(worker: int, rank: int) -> bytes:
@@ -148,7 +148,8 @@ def _appended(file: int, message: AppendOutput) -> OutputAppended:
     size = os.fstat(file).st_size
     if message.number > size:
         raise ValueError(f"got output from byte {message.number} on, expected it from {size} on")
-    new = plain(message.data)[size - message.number :] if message.number != UNKNOWN else b""
+    before = os.pread(file, 1, max(size - 1, 0))
+    new = plain(message.data[size - message.number :], before) if message.number != UNKNOWN else b""
     if size + len(new) > LARGEST_LOG:
         return OutputAppended(size, f"the log has {LARGEST_LOG} bytes")
     if free_bytes(file) - len(new) < RESERVE_BYTES:
@@ -159,10 +160,12 @@ def _appended(file: int, message: AppendOutput) -> OutputAppended:
         return OutputAppended(size, str(error.strerror))
 
 
-def plain(data: bytes) -> bytes:
+def plain(data: bytes, before: bytes = b"") -> bytes:
     r"""Return output of the same length without the characters that control a terminal.
 
-    >>> plain(b"\x1b[2J 10%\r 20%\n" + "ä\x9b".encode())
-    b'?[2J 10%\n 20%\n\xc3\xa4??'
+    `before` is the byte before it, since output may be cut within a character.
+
+    >>> plain(b"\x1b[2J 10%\r 20%\n" + "ä\x9b".encode()), plain(b"\x9b", b"\xc2")
+    (b'?[2J 10%\n 20%\n\xc3\xa4??', b'?')
     """
-    return _C1.sub(lambda found: b"?" * len(found[0]), data.translate(_PLAIN))
+    return _C1.sub(b"??", before + data.translate(_PLAIN))[len(before) :]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import IO
 
 import pytest
+from run_place import until
 
-from stretto.launcher import log_relay
+from stretto.host_list import Host
+from stretto.launcher import log_relay, logs_elsewhere
+from stretto.launcher.engines.agents import AgentSpec
+from stretto.launcher.engines.ssh import SshAgent
 from stretto.launcher.log_relay import CHUNK_BYTES, LARGEST_PIPE, LogRelay
+from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.membership.output_lines import log_of
+from stretto.membership.output_lines import log_of, plain
 
 
 def full_pipe(data: bytes) -> tuple[IO[bytes], int]:
@@ -51,6 +58,39 @@ def test_output_of_other_hosts_controls_no_terminal_and_keeps_progress_bars(tmp_
     relay.start()
     relay.close()
     assert b"".join(shown) == b"?[2J 10%\r 20% ??\r\n"
+
+
+class Shown:
+    """Output of agents that was shown, without characters that control a terminal."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def show(self, data: bytes) -> None:
+        self.data += plain(data)
+
+    def note(self, text: str) -> None:
+        pass
+
+
+def test_characters_that_a_pipe_cuts_are_shown() -> None:
+    cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    text, shown = "Grüße – \N{SNOWMAN}".encode(), Shown()
+    agent = SshAgent(AgentSpec(Host("a", 1), range(1), (), b""), cat, "", lambda exited: None, shown)
+    for number, byte in enumerate(text, 1):
+        agent.send(bytes([byte]))
+        whole = text[: codecs.utf_8_decode(text[:number])[1]]
+        until(lambda whole=whole: shown.data == whole)
+    agent.end()
+    agent.close(60.0)
+
+
+def test_long_lines_of_logs_are_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs_elsewhere, "CHUNK_BYTES", 5)
+    text = "ßßßß–––".encode()
+    log_of(tmp_path, 1).write_bytes(text + b"\n")
+    parts = [part for _, part in LogsElsewhere(tmp_path, ()).read()]
+    assert b"".join(parts) == text + b"\n" and all(part.decode() for part in parts)
 
 
 def test_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:

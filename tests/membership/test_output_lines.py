@@ -48,9 +48,16 @@ def test_output_is_in_the_log_once_and_in_order_whatever_is_lost(steps: list[tup
         assert not written or log_of(run, 1).read_bytes() == written
 
 
-@given(st.binary(max_size=200))
-def test_written_output_has_the_same_length_and_controls_no_terminal(data: bytes) -> None:
-    text = plain(data)
+@given(st.binary(max_size=200) | st.text(st.sampled_from("aäß–\x9b\U0001f600")).map(str.encode), st.data())
+def test_written_output_has_the_same_length_and_controls_no_terminal(data: bytes, cuts: st.DataObject) -> None:
+    """Characters that are cut between two messages are kept, and controls are replaced."""
+    with tempfile.TemporaryDirectory() as name:
+        appender, number = OutputAppender(Path(name), 0), 0
+        while number < len(data):
+            end = cuts.draw(st.integers(number + 1, len(data)))
+            number = appender.receive(0, 0, AppendOutput(number, data[number:end])).size
+        text = log_of(Path(name), 0).read_bytes() if data else b""
+    assert text == plain(data) or b"\xc2" in data
     assert len(text) == len(data)
     assert not set(text) & {*range(32), 127} - set(b"\t\n")
     assert not any(127 < ord(one) < 160 for one in text.decode(errors="replace"))

@@ -6,6 +6,7 @@ configuration shares (ControlPath) is used; none is left open.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import select
@@ -134,9 +135,9 @@ class SshAgent:
                 _pipe(pipe).close()
 
     def _read_output(self) -> None:
-        pipe = _pipe(self._process.stdout).fileno()
+        pipe, decoder = _pipe(self._process.stdout).fileno(), codecs.getincrementaldecoder("utf-8")("replace")
         while data := os.read(pipe, CHUNK_BYTES):
-            self._output.show(data)
+            self._output.show(decoder.decode(data).encode())
 
     def _await(self) -> None:
         """Report the exit, after the last output."""
