@@ -2,7 +2,7 @@
 
 Ours is the encrypted transport, the default between hosts; theirs the same run with `--no-encryption`, over gloo.
 A pause is the time between two steps of host 0 that a fault comes between. A host vanishes when its link is cut, and is
-declared failed after the failure timeout; a network is cut between hosts 0 and 1, and hosts 2 and 3.
+declared failed after the failure timeout; in a cut network hosts 2 and 3 lose their links together.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers
-from stretto.transport.interface import Message
+from stretto.transport.interface import Message, Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,10 @@ class RankParts(Arrangement):
 
     def settle(self) -> None:
         """Exchange the parts of a model that was divided while its mean was in place; all workers call this."""
+
+    def traffic(self) -> Traffic:
+        """Return the bytes between the ranks of this worker that no transport counts."""
+        return Traffic(0, 0, counted=True)
 
     def figures(self) -> dict[str, Any]:
         """Return this rank's figures for the event log."""

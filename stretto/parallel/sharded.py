@@ -37,10 +37,12 @@ from stretto.parallel.part_operations import act_as_whole
 from stretto.parallel.pass_record import memory_figures
 from stretto.parallel.rank_group import mesh_of
 from stretto.parallel.rank_parts import RankContext, RankParts, uncompiled
+from stretto.parallel.shard_exchanges import AllGather, Exchanged, WeightedReduceScatter
 from stretto.parallel.shards import Shards
 from stretto.recipe.layout import sharded
 from stretto.runtime.device_random import kept_random_states, seed_for, seed_of
 from stretto.strategies.parameter_view import note_own_shard
+from stretto.transport.interface import Traffic
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 """Modules whose children are layers, of which one after another is gathered."""
@@ -60,6 +62,7 @@ class ShardedModel(RankParts):
         self.rank = self._link.rank
         self._share = 1 / self._link.ranks
         """This rank's share of the samples of the batch under way."""
+        self._exchanged = Exchanged(context.timer)
         self._passes = 0
         refusals.refuse_indivisible(self._model, self._optimizers, "divided among processes")
         refusals.refuse_unshardable(self._model)
@@ -80,7 +83,9 @@ class ShardedModel(RankParts):
             _divided.add(self._model)
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(WeightedReduceScatter(self._factor))  # type: ignore[arg-type]
+                reduce_scatter = WeightedReduceScatter(self._exchanged, self._factor)
+                module.set_custom_all_gather(AllGather(self._exchanged))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         given = vars(self._model).get("forward")
         given = getattr(given, "given", given)  # the model may have been divided before
         forward = uncompiled(self._seeded(given or type(self._model).forward.__get__(self._model)), inner=True)
@@ -88,6 +93,10 @@ class ShardedModel(RankParts):
         self._model.forward = forward
         self._shards.give_whole_states()
         act_as_whole()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of gathered parameters and of summed gradients, by their sizes."""
+        return Traffic(self._exchanged.nbytes, self._exchanged.nbytes, self._exchanged.nbytes == 0)
 
     def figures(self) -> dict[str, Any]:
         """Return the memory of this rank."""
@@ -196,24 +205,6 @@ class ShardedModel(RankParts):
         """Return the state with this rank's parts of whole tensors."""
         own = {worker: (facts, self._shards.parts(tensors)) for worker, (facts, tensors) in state.own.items()}
         return State(state.facts, self._shards.parts(state.tensors), own)
-
-
-class WeightedReduceScatter:
-    """The reduce-scatter of gradients, each rank's multiplied by a factor."""
-
-    def __init__(self, factor: Callable[[], float]) -> None:
-        self._factor = factor
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for an operation."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Reduce and scatter."""
-        if (factor := self._factor()) != 1:
-            input_tensor.mul_(factor)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before
-        return reduce_scatter(output_tensor, input_tensor, op, group, async_op)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

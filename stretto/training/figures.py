@@ -38,7 +38,7 @@ class Figures:
 
     def measured(self) -> dict[str, Any]:
         """Return this worker's cumulative figures."""
-        trainer, traffic = self._trainer, self._trainer.transport.traffic()
+        trainer, traffic = self._trainer, self._trainer.transport.traffic() + self._trainer.rank_parts.traffic()
         blocked_s = trainer.strategy.blocked_s
         return {
             **({"blocked_s": round(blocked_s, 6)} if blocked_s is not None else {}),

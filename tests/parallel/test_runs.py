@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,16 @@ def test_the_only_sharded_replica_continues_from_its_last_checkpoint(tmp_path: P
     layout = ("-n", "2", "--layout", "sharded(2)", "--checkpoint-every", "4 rounds")
     folder = run(tmp_path, "run", *layout, script=("2", "0", "1", "10", "within", "saved"))
     warnings = [event["text"] for event in read_events(folder / "events.jsonl") if event["event"] == "warning"]
-    assert any("continues from the checkpoint of round" in text for text in warnings), warnings
+    (begun,) = [int(found[1]) for text in warnings if (found := re.search(r"the checkpoint of round (\d+)", text))]
     assert difference(folder, run(tmp_path, "whole", "-n", "1")) < 1e-5
     assert shapes(exported(folder)) == shapes(checkpointed(folder)) == shapes(make_net().state_dict())
+    ends = [event for event in read_events(folder / "events.jsonl") if event["event"] == "end"]
+    assert len(ends) == 2
+    nbytes = sum(one.nbytes for one in make_net().state_dict().values())
+    for end in ends:  # in each step the parameters are gathered twice, and the gradients are summed
+        steps = end["step"] - begun
+        assert steps * 3 / 2 * nbytes <= end["bytes_sent"] < steps * 2 * nbytes
+        assert end["time_breakdown"]["waiting"] > 0 and not end["bytes_counted"]
 
 
 def test_a_script_that_calls_a_part_of_the_model_gets_one_error(tmp_path: Path) -> None:

@@ -161,6 +161,16 @@ def test_a_step_of_a_sharded_model_takes_the_closed_form() -> None:
 # --- bytes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_a_sharded_model_send_three_times_its_parameters_a_step(ranks: int) -> None:
+    def sent(steps: int) -> int:
+        return sum(one["bytes_sent"] for one in run(ranks, f"sharded(over={ranks})", steps).of("end"))
+
+    more = sent(12) - sent(4)
+    expected = 8 * 3 * (ranks - 1) * BLOCKS * PARAMETER_BYTES
+    assert expected <= more < 1.01 * expected  # agreements, too
+
+
 def received(events: list[dict[str, Any]]) -> tuple[int, int, int]:
     """Return the bytes that all processes have received, the bytes of parts of the model, and the rounds.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stretto.errors import ModelError
 from stretto.parallel import refusals
@@ -28,6 +31,7 @@ class ShardedReplica(RankedReplica):
         self._layout = layout
         self._group_bytes: list[int] = []
         """Bytes of the parameters that are gathered together, for each layer and for the rest."""
+        self._followed: WeakSet[nn.Module] = WeakSet()
 
     def follow(self, worker: Worker, model: nn.Module, optimizers: Optimizers, recipe: Recipe | None) -> None:
         """Find the parts of the model. Raise StrettoError if it cannot be divided."""
@@ -44,7 +48,22 @@ class ShardedReplica(RankedReplica):
         parts = [[self._part(one, rank) for one in model.parameters()] for rank in range(self.ranks)]
         self.weights = [float(sum(sizes)) for sizes in parts]
         step_s = self.step_s(lambda seconds: seconds)
+        if model not in self._followed:
+            self._followed.add(model)
+            self._count_passes(worker, model)
         self.notice(f"sharded: {len(self._group_bytes)} groups of parameters; a step takes {step_s * 1e3:.3g} ms")
+
+    def _count_passes(self, worker: Worker, model: nn.Module) -> None:
+        """Count the bytes of parameters that all ranks gather in each pass, and of gradients that they sum."""
+        nbytes = (self.ranks - 1) * sum(self._group_bytes)
+
+        def count(_: nn.Module, _args: Any, found: Any) -> None:  # a copy of the model must not copy the simulation
+            worker.count_rank_bytes(nbytes)
+            output = next((one for one in tree_leaves(found) if isinstance(one, Tensor) and one.requires_grad), None)
+            if output is not None:
+                output.register_hook(lambda _: worker.count_rank_bytes(2 * nbytes))  # type: ignore[no-untyped-call]
+
+        model.register_forward_hook(count)
 
     def step_s(self, scaled: Scaled) -> float:
         """Return the seconds of a step: a part of that of the whole batch, and the exchanges of parameters."""
