@@ -71,7 +71,7 @@ def pack_own(own: Own) -> bytes:
     return msgspec.msgpack.encode((own[0], _packed(own[1])))
 
 
-def unpack_own(data: bytes) -> Own:
+def unpack_own(data: bytes | memoryview) -> Own:
     """Decode the state of one worker."""
     facts, tensors = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], dict[str, Packed]])
     return facts, _unpacked(tensors)

@@ -85,7 +85,7 @@ class RankParts(Arrangement):
     def take_part(self) -> None:
         """Divide the model with the workers that call it for the first time now; all others call this, or the model."""
 
-    def of_first(self, broadcast: Callable[[Message], bytes], make: Callable[[], bytes]) -> bytes:
+    def of_first(self, broadcast: Callable[[Callable[[], bytes]], bytes], make: Callable[[], bytes]) -> bytes:
         """Return the message that the first worker makes, at all workers. It may call the model in doing so."""
         return broadcast(make)
 

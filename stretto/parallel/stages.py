@@ -33,7 +33,6 @@ from stretto.parallel.split import Costs, Split, measured_split, named_split, ne
 from stretto.recipe.layout import pipeline
 from stretto.strategies.model_sync import state_of
 from stretto.strategies.parameter_view import hold_elsewhere, is_held
-from stretto.transport.interface import Message
 
 Number = TypeVar("Number", int, float)
 
@@ -221,7 +220,7 @@ class PipelineStages(RankParts):
             self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
             self._on_split()
 
-    def of_first(self, broadcast: Callable[[Message], bytes], make: Callable[[], bytes]) -> bytes:
+    def of_first(self, broadcast: Callable[[Callable[[], bytes]], bytes], make: Callable[[], bytes]) -> bytes:
         """Return the message that the first worker makes, at all workers, with the stages if it chooses them for it."""
         if self._chosen is not None:
             return broadcast(make)

@@ -7,6 +7,7 @@ a snapshot or an evaluation, and at the end of an epoch; then all of them hold t
 from __future__ import annotations
 
 import copy
+import struct
 from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
@@ -27,6 +28,8 @@ LAST_S, LAST_REMOTE_S = 60.0, 3600.0
 """Seconds that the last checkpoint may take after the script has ended, on a disk here and at the launcher.
 
 Sending ends earlier if the coordinator takes nothing."""
+_NUMBER = struct.Struct("<q")
+"""Number of a worker, before its state."""
 
 
 class CheckpointManager:
@@ -97,14 +100,15 @@ class CheckpointManager:
         trainer = self._trainer
         trainer.global_steps.refuse_not_finite()
         self.saved_at = trainer.progress.rounds
-        states = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
-        state_of = dict(zip(trainer.transport.members, states, strict=True))
+        own = _NUMBER.pack(trainer.transport.number) + state_transfer.pack_own(self._own())
+        states = trainer.transport.all_gather_bytes(own)
+        state_of = {_NUMBER.unpack_from(one)[0]: memoryview(one)[_NUMBER.size :] for one in states}
         if trainer.strategy.asynchronous:
             trainer.transport.broadcast_bytes(lambda: self._write(state_of))
-        elif not trainer.transport.worker:
+        elif trainer.transport.number == next(iter(state_of)):  # the members may have changed since
             self._write(state_of)
 
-    def _write(self, states: Mapping[int, bytes]) -> bytes:
+    def _write(self, states: Mapping[int, memoryview]) -> bytes:
         """Submit the state to the writer, unless a server failed: its part would be of another moment."""
         trainer = self._trainer
         if self._checkpoints is None:

@@ -159,7 +159,7 @@ class Evaluator:
         training_s = trainer.figures.training_s()
         with trainer.timer.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
             trainer.rank_parts.of_first(
-                trainer.transport.broadcast_bytes,
+                trainer.transport.broadcast_by_ranks,
                 lambda: self._evaluate_here(training_s) if is_new else b"evaluated",
             )
         trainer.events.flush()
@@ -209,14 +209,14 @@ class Evaluator:
         counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(epoch_batches)) if is_countable else None
         summary = EpochSummary(self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures)
         with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
-            trainer.transport.broadcast_bytes(lambda: self._write_epoch(summary))
+            trainer.transport.broadcast_by_ranks(lambda: self._write_epoch(summary))
         trainer.events.flush()
 
     def finish(self, has_worked: bool) -> None:
         """Evaluate and save the final model; evaluate only if any worker `has_worked`."""
         if has_worked:
             self.evaluate()
-        self._trainer.transport.broadcast_bytes(self._save_final)
+        self._trainer.transport.broadcast_by_ranks(self._save_final)
 
     def _save_final(self) -> bytes:
         """Save the final model, before other files that may not fit on the disk."""

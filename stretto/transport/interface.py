@@ -227,6 +227,10 @@ class Transport(Collectives):
         """
         return act()
 
+    def broadcast_by_ranks(self, make: Callable[[], bytes]) -> bytes:
+        """Return the first worker's message at every worker, which its ranks make together; all ranks call this."""
+        return self.broadcast_bytes(make)
+
     def group(self, ranks: Sequence[int]) -> Collectives:
         """Return a transport among the workers of these ranks."""
         found: Collectives = import_module("stretto.transport.peer_group").PeerGroup(self, ranks)

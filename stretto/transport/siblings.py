@@ -32,7 +32,7 @@ class Siblings:
     """One rank's end of the connection with the other ranks of its replica, made in its first generation."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: Rendezvous) -> None:
-        self._rank, self._ranks, self._rendezvous = rank, ranks, rendezvous
+        self.rank, self._ranks, self._rendezvous = rank, ranks, rendezvous
         self.group: AbortableTransport | None = None
         """The connected ranks; None before the first generation."""
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Siblings:
             return
         own = view.ranks()[view.numbers.index(number)]
         ranks = [Member(rank, 0, ReadyReport(0, address=address)) for rank, address in enumerate(own.addresses)]
-        self.group = self._rendezvous.form(GenerationView(view.generation, ranks), self._rank)
+        self.group = self._rendezvous.form(GenerationView(view.generation, ranks), self.rank)
 
     def completed_in(self, generation: int) -> list[int]:
         """Return the generations in which the ranks have completed the operations of an attempt, this one included."""

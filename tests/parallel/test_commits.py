@@ -137,8 +137,8 @@ class Meeting:
         """Do nothing."""
 
 
-def results(run: Run, place: Place, dies_at: int, where: str, random: Random) -> list[float]:
-    """Return the sums of all attempts at one rank; [] at a rank of a replica that ends."""
+def results(run: Run, place: Place, dies_at: int, where: str, random: Random, exchange: str = "tensors") -> list[float]:
+    """Return the results of all exchanges at one rank; [] at a rank of a replica that ends."""
     worker, rank = place
     siblings = Siblings(rank, RANKS, Meeting(run, place, inside=True))
     found: list[float] = []
@@ -158,12 +158,30 @@ def results(run: Run, place: Place, dies_at: int, where: str, random: Random) ->
         pause()
         return torch.as_tensor(answer)
 
+    def make() -> bytes:
+        """Make the message of a broadcast together with the other ranks, as an evaluation is."""
+        assert transport.siblings is not None
+        with transport.waiting():
+            numbers = transport.siblings.all_gather_bytes(b"%d" % len(found))
+        assert len(set(numbers)) == 1
+        kill("after an operation")
+        return b"%d" % worker
+
+    def once() -> float:
+        if exchange == "made together":
+            return float(transport.broadcast_by_ranks(make))
+        if exchange == "broadcast":
+            return float(transport.broadcast_bytes(b"%d" % worker))
+        if exchange == "all_gather":
+            return sum(map(float, transport.all_gather_bytes(b"%d" % 10**worker)))
+        return float(transport.attempt(ask))
+
     try:
         meeting = Meeting(run, place, inside=False, before_agreement=lambda: kill("before an agreement"))
         transport = ElasticTransport(worker, run.connections[place], meeting, siblings)
         for number in range(ATTEMPTS):
             kill("before an attempt")
-            found.append(float(transport.attempt(ask)))
+            found.append(once())
             assert transport.siblings is not None
             with transport.waiting():  # as for the input of a stage
                 transport.siblings.all_gather_bytes(b"%d" % number)
@@ -177,25 +195,49 @@ def results(run: Run, place: Place, dies_at: int, where: str, random: Random) ->
     return found
 
 
-@pytest.mark.parametrize("where", ["before an attempt", "after an operation", "before an agreement", "after a wait"])
-@pytest.mark.parametrize("seed", range(4))
-def test_attempts_commit_at_all_ranks_or_at_none(seed: int, where: str) -> None:
+def all_results(seed: int, where: str, exchange: str, killed: Place | None = None) -> dict[Place, list[float]]:
+    """Return the results of all ranks of the replicas that remain when a rank is killed, which are equal."""
     random, run = Random(f"{seed}{where}"), Run()
     places = [(worker, rank) for worker in range(REPLICAS) for rank in range(RANKS)]
-    killed, dies_at = random.choice(places), random.randrange(1, ATTEMPTS - 1)
+    victim, dies_at = killed or random.choice(places), random.randrange(1, ATTEMPTS - 1)
     for place in places:
         Connection(run, place)
 
     def work(place: Place) -> list[float]:
-        dies = dies_at if place == killed else -1
-        return results(run, place, dies, where, Random(f"{seed}{place}"))
+        dies = dies_at if place == victim else -1
+        return results(run, place, dies, where, Random(f"{seed}{place}"), exchange)
 
     with thread_pool(len(places)) as pool:
         found = dict(zip(places, pool.map(work, places, timeout=2 * LIMIT_S), strict=True))
-    survivors = {place: sums for place, sums in found.items() if place[0] != killed[0]}
-    assert all(len(sums) == ATTEMPTS for sums in survivors.values()), found
-    assert len({tuple(sums) for sums in survivors.values()}) == 1, found
-    assert next(iter(survivors.values()))[-1] == 111.0 - 10.0 ** killed[0]
+    survivors = {place: each for place, each in found.items() if place[0] != victim[0]}
+    assert all(len(each) == ATTEMPTS for each in survivors.values()), found
+    assert len({tuple(each) for each in survivors.values()}) == 1, found
+    return survivors
+
+
+@pytest.mark.parametrize("where", ["before an attempt", "after an operation", "before an agreement", "after a wait"])
+@pytest.mark.parametrize("seed", range(4))
+def test_attempts_commit_at_all_ranks_or_at_none(seed: int, where: str) -> None:
+    survivors = all_results(seed, where, "tensors")
+    gone = ({0, 1, 2} - {worker for worker, _ in survivors}).pop()
+    assert next(iter(survivors.values()))[-1] == 111.0 - 10.0**gone
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(
+    ("exchange", "where"),
+    [
+        ("made together", "after an operation"),
+        ("made together", "after a wait"),
+        ("broadcast", "before an agreement"),
+        ("all_gather", "before an attempt"),
+        ("all_gather", "before an agreement"),
+    ],
+)
+def test_messages_commit_at_all_ranks_or_at_none(rank: int, exchange: str, where: str) -> None:
+    """The ranks of the first worker make its message together, as those of the next one do if that worker fails."""
+    survivors = all_results(rank, where, exchange, (0, rank))
+    assert next(iter(survivors.values()))[-1] == (110.0 if exchange == "all_gather" else 1.0)
 
 
 class Redrawing(SingleWorkerTransport):

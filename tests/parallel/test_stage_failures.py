@@ -15,6 +15,7 @@ DIES = """
 import signal
 from stretto.parallel.pipeline import Pipeline
 from stretto.parallel.stages import PipelineStages
+from stretto.training.evaluator import Evaluator
 from stretto.transport.elastic import ElasticTransport
 PHASES = {
     "forward": (Pipeline, "_run_turn", 2),
@@ -22,6 +23,8 @@ PHASES = {
     "round": (ElasticTransport, "submit", 1),
     "agreement": (ElasticTransport, "_agreed", 1),
     "checkpoint": (PipelineStages, "joined", 1),
+    "evaluation": (Evaluator, "_save_state", 1),
+    "record": (Evaluator, "_write_epoch", 1),
 }
 victim, phase, sent = sys.argv[2:5]
 calls = [0]
@@ -72,7 +75,7 @@ ALL = [
     for recipe, phases, signal in (
         ("", ALONE, "SIGKILL"),
         ("", ("backward", "checkpoint"), "SIGSTOP"),
-        ("allreduce", (*ALONE, "round", "agreement"), "SIGKILL"),
+        ("allreduce", (*ALONE, "round", "agreement", "evaluation", "record"), "SIGKILL"),
         ("allreduce", ("forward",), "SIGSTOP"),
         ("local_sgd(every=3)", ("backward", "round", "agreement", "checkpoint"), "SIGKILL"),
         ("local_sgd(every=3)", ("forward", "round"), "SIGSTOP"),
