@@ -20,6 +20,7 @@ from stretto.errors import ModelError, explain
 from stretto.loader.global_step import GlobalStep
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.parameter_view import is_held
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import broadcast_from, follow
 from stretto.training.schedule import Schedules
@@ -47,7 +48,11 @@ def stepped(action: bytes) -> int | None:
 
 
 def broadcast_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
-    """Broadcast the gradients that the optimizer is about to use, after clipping and unscaling, to the idle workers."""
+    """Broadcast the gradients that the optimizer is about to use, after clipping and unscaling, to the idle workers.
+
+    If the root fails, an idle worker broadcasts its own, of which those of other stages of a pipeline are no tensors.
+    """
+    parameters = [one for one in parameters if is_held(one)]
     has = msgspec.msgpack.encode([parameter.grad is not None for parameter in parameters])
     present = msgspec.msgpack.decode(transport.broadcast_bytes(has, root), type=list[bool])
     for parameter, held in zip(parameters, present, strict=True):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from stage_threads import in_threads
 from thread_pool import thread_pool
+from torch import nn
 from torch.utils.data import DataLoader
 
 from stretto.collective_ops import AllReduceMean
@@ -24,6 +25,9 @@ from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import Continue, GenerationView, ReadyReport
 from stretto.parallel.link import Link
+from stretto.parallel.remote_gradient import RemoteGradient
+from stretto.strategies.parameter_view import hold_elsewhere
+from stretto.training.idle_worker import broadcast_gradients
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.interface import Collectives
 from stretto.transport.siblings import Siblings
@@ -262,3 +266,11 @@ def test_the_ranks_of_a_worker_train_one_order_though_different_workers_have_dra
     first, second = in_threads(2, work)
     assert first == second
     assert sorted(chain.from_iterable(first)) == [*range(40)]
+
+
+def test_an_idle_worker_that_becomes_the_root_broadcasts_the_gradients_of_its_own_stage() -> None:
+    own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    hold_elsewhere(other)
+    own.grad, other.grad = torch.full((2,), 3.0), RemoteGradient.of(other, torch.tensor(2.0))
+    broadcast_gradients(SingleWorkerTransport(), 0, [own, other])
+    assert own.grad.tolist() == [3.0, 3.0]
