@@ -75,20 +75,13 @@ def draw(
 ) -> EpochOrder:
     """Draw the order of the next epoch at worker 0 and broadcast it.
 
-    `global_batch_of` batches of the script form one batch. All ranks of a worker have the order of its rank 0: those of
-    a worker that fails in the broadcast may have sent theirs to some ranks and not to others, which draw again.
+    `global_batch_of` batches of the script form one batch.
     """
 
     def drawn() -> EpochOrder:
         return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
 
-    if not transport.has_others:
-        return drawn()
-    message = transport.broadcast_bytes(lambda: pack(drawn()))
-    if transport.siblings is not None:
-        with transport.waiting():
-            message = transport.siblings.broadcast_bytes(message, 0)
-    return unpack(message)
+    return unpack(transport.broadcast_bytes(lambda: pack(drawn()))) if transport.has_others else drawn()
 
 
 def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:

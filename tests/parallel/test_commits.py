@@ -5,31 +5,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from stage_threads import in_threads
 from thread_pool import thread_pool
 from torch import nn
-from torch.utils.data import DataLoader
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import MemberOutError
-from stretto.loader.epoch_order import draw
 from stretto.membership.client_state import CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import Continue, GenerationView, ReadyReport
-from stretto.parallel.link import Link
 from stretto.parallel.remote_gradient import RemoteGradient
 from stretto.strategies.parameter_view import hold_elsewhere
 from stretto.training.idle_worker import broadcast_gradients
 from stretto.transport.elastic import ElasticTransport
-from stretto.transport.interface import Collectives
 from stretto.transport.siblings import Siblings
 from stretto.transport.single_worker import SingleWorkerTransport
 from tests.elastic_workers import LIMIT_S, AbortableInMemory, Table, WorkerKilled
@@ -242,30 +235,6 @@ def test_messages_commit_at_all_ranks_or_at_none(rank: int, exchange: str, where
     """The ranks of the first worker make its message together, as those of the next one do if that worker fails."""
     survivors = all_results(rank, where, exchange, (0, rank))
     assert next(iter(survivors.values()))[-1] == (110.0 if exchange == "all_gather" else 1.0)
-
-
-class Redrawing(SingleWorkerTransport):
-    """A transport of a rank at which another worker draws, since the first one failed after it had told rank 0."""
-
-    has_others = True
-
-    def __init__(self, siblings: Collectives) -> None:
-        super().__init__()
-        self.siblings = siblings
-
-    def waiting(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-def test_the_ranks_of_a_worker_train_one_order_though_different_workers_have_drawn_theirs() -> None:
-    def work(link: Link) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(link.rank)
-        loader: DataLoader[Any] = DataLoader(range(40), batch_size=4, shuffle=True, generator=generator)
-        return [*draw(loader, Redrawing(link._siblings), 1).batches]
-
-    first, second = in_threads(2, work)
-    assert first == second
-    assert sorted(chain.from_iterable(first)) == [*range(40)]
 
 
 def test_an_idle_worker_that_becomes_the_root_broadcasts_the_gradients_of_its_own_stage() -> None:
