@@ -48,6 +48,8 @@ class ExitNotifier:
         self._reports: dict[int, bytes] = {}
         self._failures, self._members = Failures(), MembersView()
         self._run_ended: RunEnded | None = None
+        self.replies = 0
+        """Number of replies and notices of the coordinator."""
         self._again, self._no_wait = zmq.Again, zmq.NOBLOCK
         self.watch()
 
@@ -103,6 +105,7 @@ class ExitNotifier:
         with contextlib.suppress(self._again):
             while True:
                 reply: LauncherReply = _REPLY.decode(self._socket.recv(self._no_wait))
+                self.replies += 1
                 match reply:
                     case Failures():
                         self._failures = reply

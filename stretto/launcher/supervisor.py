@@ -25,6 +25,7 @@ from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
 from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.signals import TERMINATED, Stopped
+from stretto.launcher.silence import Silence
 from stretto.launcher.supervised import State, Supervised
 from stretto.launcher.worker_main import EVICTED
 from stretto.membership.messages import Failures, MembersView
@@ -66,7 +67,9 @@ class Supervisor:
         """Cause of the end of the run."""
         self._stop: Stopped | None = None
         """Signal after which the workers leave."""
-        self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
+        coordinator_at = plan.servers.coordinator_at
+        self._exit_notifier = ExitNotifier(plan.servers, first) if coordinator_at is not None else None
+        self._silence = Silence(coordinator_at or "", plan.config, relay.note)
 
     def start(self) -> None:
         """Start all processes, here and on the hosts."""
@@ -301,8 +304,10 @@ class Supervisor:
         self._later(time.perf_counter() + POLL_S, self._poll)
         if self._exit_notifier is not None:
             self._exit_notifier.watch()
-            if self._plan.joining and (why := self._exit_notifier.run_ended()) is not None:
-                raise LaunchError(f"the run has ended: {why}")
+            if self._plan.joining:
+                if (why := self._exit_notifier.run_ended()) is not None:
+                    raise LaunchError(f"the run has ended: {why}")
+                self._silence.check(self._exit_notifier.replies, POLL_S)
             self._remote.watch(self._exit_notifier.watch_members)
             self._remote.grow(self._view())
             if self._stop is not None and not self._plan.joining:
