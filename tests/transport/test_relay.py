@@ -27,6 +27,7 @@ from stretto.relay import (
     End,
     Stream,
     checked,
+    digest,
     signed,
 )
 from stretto.run_config import RunConfig
@@ -35,7 +36,9 @@ from stretto.transport import encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
+from stretto.transport.noise import HANDSHAKE_BYTES
 from stretto.transport.relay_tunnels import RelayAccess
+from stretto.transport.secure_connections import PREFACE
 from tests.encrypted_ends import joined, new_keys
 from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received, relay, shared_relay
@@ -328,6 +331,23 @@ def test_a_relay_that_is_away_ends_no_process() -> None:
         with pytest.raises(BrokenTransportError, match="could not connect with worker 1"):
             transport.connect(0.01 * number)
         transport.close()
+
+
+def test_worker_of_the_run_in_the_place_of_another_one_receives_a_handshake_alone(running: RelayThread) -> None:
+    """All workers sign with one secret, so the two workers are apart while a third one takes the place of one."""
+    own = ports(2)
+    ends = [(rank, port.endpoint) for rank, port in enumerate(own)]
+    third = end_of(running, b"r", Stream(digest(own[0].endpoint.public), digest(own[1].endpoint.public), 1))
+    transports = [EncryptedTransport(own[0], 1, 0, ends, LIMIT_S, running.access)]
+    first_bytes = len(JOINED) + PREFACE.size + HANDSHAKE_BYTES
+    assert len(received(third, first_bytes)) == first_bytes
+    third.sendall(os.urandom(HANDSHAKE_BYTES))
+    assert received(third, 1) == b""
+    transports.append(EncryptedTransport(own[1], 1, 1, ends, LIMIT_S, running.access))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.connect(LIMIT_S), transports))
+    assert exchanged(transports, torch.ones(10))
+    close(transports)
 
 
 # --- workers that cannot reach each other -----------------------------------------------------------------------------
