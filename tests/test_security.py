@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -25,6 +27,7 @@ from stretto.security import (
     router,
     use_keys,
 )
+from tests.strangers import FIRST_BYTES, GREETING, HELLO
 
 WORKERS = 4
 NAMES = [
@@ -126,15 +129,63 @@ def test_secret_keys_are_not_shown(secret: str) -> None:
     assert keys.secret.decode() not in shown
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def connected(address: str) -> socket.socket:
+    host, port = address.removeprefix("tcp://").split(":")
+    return socket.create_connection((host, int(port)), SECOND_S)
+
+
+@pytest.mark.parametrize("sent", FIRST_BYTES.values(), ids=FIRST_BYTES)
+def test_a_connection_that_does_not_authenticate_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr("stretto.security.HANDSHAKE_MS", 200)
     keys = RunKeys.new()
     with service(keys) as (sock, address):
-        host, port = address.removeprefix("tcp://").split(":")
-        idle = [socket.create_connection((host, int(port)), SECOND_S) for _ in range(50)]
-        for connection in idle:
-            with closing(connection):
+        strangers = [connected(address) for _ in range(50)]
+        for connection in strangers:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(sent)
+        for connection in strangers:
+            with closing(connection), contextlib.suppress(ConnectionError):
                 while connection.recv(100):  # the greeting, then the end
                     pass
+        assert not sock.poll(0)
+        with client(address, HEAD, keys, HEAD):
+            assert sock.poll(SECOND_S * 1000)
+
+
+def recorded(address: str, keys: RunKeys, sock: Any) -> bytes:
+    """Return the bytes that a client with a key has sent until the service has received its message."""
+    found = bytearray()
+
+    def forward(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 16):
+                seen += piece
+                target.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        with client("tcp://{}:{}".format(*listener.getsockname()), HEAD, keys, HEAD):
+            here, there = listener.accept()[0], connected(address)
+            pool.submit(forward, here, there, found)
+            pool.submit(forward, there, here, bytearray())
+            assert sock.poll(SECOND_S * 1000)
+            assert sock.recv_multipart()[1] == b"hello"
+        for one in (here, there):
+            with one, contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+    return bytes(found)
+
+
+def test_a_recorded_connection_that_is_sent_again_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.security.HANDSHAKE_MS", 200)
+    keys = RunKeys.new()
+    with service(keys) as (sock, address):
+        sent = recorded(address, keys, sock)
+        assert len(sent) > len(GREETING + HELLO)
+        for end in (len(sent), len(GREETING + HELLO)):
+            with closing(connected(address)) as again, contextlib.suppress(ConnectionError):
+                again.sendall(sent[:end])
+                while again.recv(100):
+                    pass
+        assert not sock.poll(0)
         with client(address, HEAD, keys, HEAD):
             assert sock.poll(SECOND_S * 1000)

@@ -1,8 +1,10 @@
-"""Strangers who hold connections to the services of a run open use up their descriptors, and do not end the run."""
+"""Strangers who hold connections to the services of a run open, whatever they send, use up their descriptors, and do
+not end the run."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from run_place import Place, config_of, coordinators, until
 
 from stretto.events import read_events
+from tests.strangers import FIRST_BYTES
 
 SCRIPT = """
 import torch, stretto
@@ -32,7 +35,7 @@ FEW = 128
 
 @pytest.mark.plain_processes
 @pytest.mark.parametrize("recipe", [pytest.param("local_sgd(every=2)", marks=pytest.mark.long), "async_sgd"])
-def test_connections_that_say_nothing_do_not_end_a_run(place: Place, recipe: str) -> None:
+def test_connections_without_a_key_do_not_end_a_run(place: Place, recipe: str) -> None:
     place.recovers = True
     Path("train.py").write_text(SCRIPT)
     few = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({FEW}, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
@@ -41,8 +44,10 @@ def test_connections_that_say_nothing_do_not_end_a_run(place: Place, recipe: str
     until(lambda: coordinators(place) and _ports(place), limit_s=90)
     with contextlib.ExitStack() as strangers:
         for port in _ports(place):
-            for _ in range(2 * FEW):
-                strangers.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            for _, sent in zip(range(2 * FEW), itertools.cycle(FIRST_BYTES.values())):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(sent)
         output, errors = run.communicate(timeout=120)
     assert run.returncode == 0, (output + errors)[-2000:]
     found = list(read_events(Path("run/events.jsonl")))
