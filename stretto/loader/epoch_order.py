@@ -73,7 +73,7 @@ def draw(
     peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
 ) -> EpochOrder:
-    """Draw the order of the next epoch at worker 0 and broadcast it.
+    """Draw the order of the next epoch at worker 0 and broadcast it; all ranks of a worker have that of its rank 0.
 
     `global_batch_of` batches of the script form one batch.
     """
@@ -81,7 +81,7 @@ def draw(
     def drawn() -> EpochOrder:
         return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
 
-    return unpack(transport.broadcast_bytes(lambda: pack(drawn()))) if transport.has_others else drawn()
+    return unpack(transport.broadcast_by_ranks(lambda: pack(drawn()))) if transport.has_others else drawn()
 
 
 def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:

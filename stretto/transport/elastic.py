@@ -247,7 +247,15 @@ class ElasticTransport(Transport):
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message, evaluated once. If the root has failed, the first remaining member is the root."""
-        return self._broadcast(message, root)
+        place, whole = self._place(), sealed(self._place(), message)
+        who, once = self.members[root], functools.cache(lambda: made(whole))
+
+        def reply() -> bytes:
+            rank = self.members.index(who) if who in self.members else 0
+            return self._transport().broadcast_bytes(once, rank)
+
+        found: bytes = self.attempt(lambda: self._single(reply), alone=True, kind="broadcast")
+        return opened(who, found, self._number, place)
 
     def broadcast_by_ranks(self, make: Callable[[], bytes]) -> bytes:
         """Return the first worker's message, which its ranks make together; rank 0 of each worker leads its ranks.
@@ -265,7 +273,7 @@ class ElasticTransport(Transport):
             self._of_rank_0(_MAKE)
             return make()
 
-        found = self._broadcast(together, apart=True)
+        found = self.broadcast_bytes(together)
         self._of_rank_0(_MADE + found)
         return found
 
@@ -275,17 +283,6 @@ class ElasticTransport(Transport):
         with self.waiting():
             return siblings.broadcast_bytes(message)
 
-    def _broadcast(self, message: Message, root: int = 0, apart: bool = False) -> bytes:
-        place, whole = self._place(), sealed(self._place(), message)
-        who, once = self.members[root], functools.cache(lambda: made(whole))
-
-        def reply() -> bytes:
-            rank = self.members.index(who) if who in self.members else 0
-            return self._transport().broadcast_bytes(once, rank)
-
-        found: bytes = self.attempt(lambda: self._single(reply), alone=True, kind="broadcast", apart=apart)
-        return opened(who, found, self._number, place)
-
     def attempt(
         self,
         act: Callable[[], Found],
@@ -293,15 +290,13 @@ class ElasticTransport(Transport):
         in_pairs: bool = False,
         alone: bool = False,
         kind: Kind = "tensors",
-        apart: bool = False,
     ) -> Found:
         """Run an attempt. If it breaks, run `again` (or `act`) from the beginning among the remaining members.
 
         `in_pairs`: any worker may submit an Exchange in it, so it ends with an agreement. `alone`: one worker can
-        commit it before others have begun it. With ranks, it commits at all ranks of all workers or at none, except if
-        `apart`.
+        commit it before others have begun it.
         """
-        self._refuses_pairs, of_ranks = not in_pairs, self._ranks is not None and not apart
+        self._refuses_pairs = not in_pairs
         todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self._place())
         self._coordinator.doing(EXCHANGING, self._loop.counts()[0], self._waits)
         while True:
@@ -311,7 +306,7 @@ class ElasticTransport(Transport):
                 self._recover(str(error))
                 todo = again or act
                 continue
-            if (in_pairs or of_ranks) and not self._agreed():
+            if (in_pairs or self._is_of_ranks(kind)) and not self._agreed(kind):
                 todo = again or act
                 continue
             self._commit(alone)
@@ -319,12 +314,16 @@ class ElasticTransport(Transport):
             self.doing("computing", self._loop.counts()[0])
             return found
 
-    def _agreed(self) -> bool:
-        """Return True once all workers have completed an attempt, and False if they have to repeat it.
+    def _is_of_ranks(self, kind: Kind) -> bool:
+        """Return True if an attempt commits at all ranks of the replicas or at none."""
+        return self._ranks is not None and kind == "tensors"
+
+    def _agreed(self, kind: Kind) -> bool:
+        """Return True once all workers have completed an attempt in pairs, and False if they have to repeat it.
 
         A worker that has committed it received this worker's agreement, so this worker commits it too.
         """
-        is_complete = self._ranks is None or self._is_complete_at_ranks()
+        is_complete = not self._is_of_ranks(kind) or self._is_complete_at_ranks()
         try:
             if is_complete and not self._is_committed:
                 self._transport().all_gather_bytes(b"")
@@ -334,7 +333,7 @@ class ElasticTransport(Transport):
         if not is_complete and not self._is_committed:
             return False
         self._open = Attempt(self._commits + 1)
-        self._agreements += self._ranks is not None
+        self._agreements += self._is_of_ranks(kind)
         return True
 
     @property
@@ -444,7 +443,6 @@ class ElasticTransport(Transport):
             lambda: self._single(lambda: self._transport().broadcast_bytes(message, self._form.first)),
             alone=True,
             kind="broadcast",
-            apart=True,
         )
         return found
 

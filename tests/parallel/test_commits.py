@@ -167,10 +167,6 @@ def results(run: Run, place: Place, dies_at: int, where: str, random: Random, ex
     def once() -> float:
         if exchange == "made together":
             return float(transport.broadcast_by_ranks(make))
-        if exchange == "broadcast":
-            return float(transport.broadcast_bytes(b"%d" % worker))
-        if exchange == "all_gather":
-            return sum(map(float, transport.all_gather_bytes(b"%d" % 10**worker)))
         return float(transport.attempt(ask))
 
     try:
@@ -221,20 +217,11 @@ def test_attempts_commit_at_all_ranks_or_at_none(seed: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize(
-    ("exchange", "where"),
-    [
-        ("made together", "after an operation"),
-        ("made together", "after a wait"),
-        ("broadcast", "before an agreement"),
-        ("all_gather", "before an attempt"),
-        ("all_gather", "before an agreement"),
-    ],
-)
-def test_messages_commit_at_all_ranks_or_at_none(rank: int, exchange: str, where: str) -> None:
+@pytest.mark.parametrize("where", ["after an operation", "after a wait"])
+def test_ranks_that_make_a_message_together_have_that_of_rank_0(rank: int, where: str) -> None:
     """The ranks of the first worker make its message together, as those of the next one do if that worker fails."""
-    survivors = all_results(rank, where, exchange, (0, rank))
-    assert next(iter(survivors.values()))[-1] == (110.0 if exchange == "all_gather" else 1.0)
+    survivors = all_results(rank, where, "made together", (0, rank))
+    assert next(iter(survivors.values()))[-1] == 1.0
 
 
 def test_an_idle_worker_that_becomes_the_root_broadcasts_the_gradients_of_its_own_stage() -> None:

@@ -284,15 +284,7 @@ class SimTransport(Transport):
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the message of every worker, in order of ranks."""
-        messages = self._gathered(message)
-        self._agree()
-        return messages
-
-    def _gathered(self, message: Message) -> list[bytes]:
-        return self._count_gathered(self._contribute(GatherBytes(made(message))))
-
-    def _count_gathered(self, number: Key) -> list[bytes]:
-        messages: list[bytes] = self.wait_result(number)
+        messages: list[bytes] = self.wait_result(self._contribute(GatherBytes(made(message))))
         moved = wire_bytes.all_gather_message_bytes(self.workers, max(map(len, messages)))
         self._count(moved, self._replica.ranks)
         return messages
@@ -302,37 +294,28 @@ class SimTransport(Transport):
         if self._sim_worker.in_backward:
             payload = made(message)
             number = self._contribute(BroadcastBytes(payload, root))
-            agreement = self._contribute(GatherBytes(b"")) if self._replica.ranks > 1 else None
-            self._sim_worker.after_backward(lambda: self._count_broadcast(number, root, agreement))
+            self._sim_worker.after_backward(lambda: self._count_broadcast(number, root))
             return payload
         number = self._contribute(BroadcastBytes(made(message) if self.worker == root else b"", root))
         received: bytes = self.wait_result(number)
         self._count(_broadcast_bytes(self.worker, self.workers, root, len(received)), self._replica.ranks)
-        self._agree()
         return received
 
-    def _count_broadcast(self, number: Key, root: int, agreement: Key | None) -> None:
+    def _count_broadcast(self, number: Key, root: int) -> None:
         with suppress(BrokenTransportError):  # the next collective, which can wait, raises it
             moved = _broadcast_bytes(self.worker, self.workers, root, len(self.wait_result(number)))
             self._count(moved, self._replica.ranks)
-            if agreement is not None:
-                self._count_gathered(agreement)
-                self._sim_worker.count_rank_bytes(self._replica.agreement_bytes)
 
     def attempt(
         self, act: Callable[[], Found], again: Callable[[], Found] | None = None, in_pairs: bool = False
     ) -> Found:
         """Run operations that belong together. Ranks of a worker agree at their end, and then all workers."""
         found = act()
-        self._agree()
-        return found
-
-    def _agree(self) -> None:
-        """Let the ranks of a worker agree, and then all workers, that an operation is complete."""
         if self._replica.ranks > 1:
             self._sim_worker.count_rank_bytes(self._replica.agreement_bytes)
             self._sim_worker.sleep(self._replica.agreement_s)
-            self._gathered(b"")
+            self.all_gather_bytes(b"")
+        return found
 
     def rendezvous(self, seconds: float) -> None:
         """Wait for all members and then `seconds` of virtual time. Raises BrokenTransportError."""
