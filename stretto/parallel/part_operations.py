@@ -18,8 +18,6 @@ _RANDOM = (
     *(_ATEN.bernoulli_.float, _ATEN.random_.to, getattr(_ATEN.random_, "from"), _ATEN.randint_like.low_dtype),
 )
 """Operations whose results are random numbers and nothing else."""
-
-
 _FROM_VALUES = (_ATEN.bernoulli.default, _ATEN.normal.Tensor_float, _ATEN.eye.m_out)
 """Operations whose results depend on the place of each number in the whole tensor."""
 _DIMS = {

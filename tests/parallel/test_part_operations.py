@@ -105,7 +105,7 @@ def changed(weight: Tensor, change: Callable[[Tensor], None]) -> Tensor:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """Compare all operations, with rows that the ranks have the same number of and with those that they have not."""
+    """Compare all operations, with as many rows at each rank, and with one row more at the first rank."""
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
     mesh = init_device_mesh("cpu", (RANKS,))

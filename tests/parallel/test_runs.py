@@ -18,7 +18,7 @@ LOGS = SCRIPT + "        stretto.log(loss=loss)\n"
 
 
 def logs(folder: Path) -> list[tuple[int, float]]:
-    """Return the step and the loss of each value that the script has logged, of those that count."""
+    """Return step and loss of each value that the script has logged at rank 0."""
     events = [event for event in read_events(folder / "events.jsonl") if event["event"] == "log"]
     return [(event["step"], event["values"]["loss"]) for event in events if counts_for_worker(event)]
 
