@@ -49,7 +49,7 @@ class Factorised:
 
 
 def command(
-    ratings: Annotated[Path, typer.Argument(metavar="RATINGS", help="CSV file: row, column and value on each line.")],
+    ratings: Annotated[Path, typer.Argument(metavar="RATINGS", help="Text file: row, column and value on each line.")],
     *,
     processes: Annotated[
         int, typer.Option("-n", "--processes", metavar="N", help="Number of processes.", rich_help_panel=WORKERS)
@@ -116,10 +116,12 @@ def command(
     from stretto.factorise import ratings as files
     from stretto.factorise.tiles import Tiles, factors_of, rmse, write_factors
 
+    to_standard_output = str(json_to) == STANDARD_OUTPUT
     known = files.read(ratings, columns)
+    if not quiet:
+        typer.echo(f"{ratings}: {known}", err=to_standard_output)
     _check_size(processes, len(known.row_names), len(known.column_names), str(ratings))
     tiles = Tiles(known, processes, held_out, seed)
-    to_standard_output = str(json_to) == STANDARD_OUTPUT
     with tempfile.TemporaryDirectory(prefix="stretto-factorise-") as folder:
         tiles.write(Path(folder), rank, epochs, evaluate_every, lr, l2)
         config = _configuration(Path(folder), processes, evaluate_every, checkpoint_every, run, quiet)

@@ -1,13 +1,22 @@
-"""Ratings from a CSV file: a row, a column and a value on each line."""
+"""Ratings from a text file: a row, a column and a value on each line.
+
+Such files come from many programs, few of which quote as RFC 4180 says. A line that is a rating is read as one,
+whatever its names hold: a quote opens a field only if it is closed before a separator, and a quoted field continues on
+the next line only if one of both lines alone is no rating. So an odd quote never makes later lines part of a name.
+"""
 
 from __future__ import annotations
 
-import csv
+import gzip
+import io
+import re
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +24,16 @@ from numpy.typing import NDArray
 from stretto.errors import LaunchError, explain
 
 EXAMPLE = "stretto factorise ratings.csv --columns user,item,rating"
-SEPARATORS = ",\t;"
+SEPARATORS = ("\t", "::", ";", ",", "|")
+"""Separators of fields; the first of several that fit is taken."""
 LARGEST = float(np.finfo(np.float32).max)
 """Largest value of a rating."""
+SAMPLE = 100
+"""Number of lines that show the separator and a heading, and largest number of lines of a rating."""
+INDEX_NAMES = ("", "index", "Unnamed: 0")
+"""Headings of a first column that numbers the lines."""
+PACKED = {b"PK\x03\x04": "unzip -p", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat"}
+"""First bytes of packed files, and the command that unpacks each."""
 
 
 @dataclass(frozen=True)
@@ -29,99 +45,205 @@ class Ratings:
     values: NDArray[np.float32]
     row_names: Sequence[str]
     column_names: Sequence[str]
+    taken: tuple[str, str, str]
+    """The columns of the file with the names of rows and columns, and with the values."""
+    encoding: str
 
     def __len__(self) -> int:
         return len(self.values)
+
+    def __str__(self) -> str:
+        row, column, value = self.taken
+        counts = (
+            f"{len(self.row_names):,} rows (users) by {row}, {len(self.column_names):,} columns (items) by {column}"
+        )
+        return f"{len(self):,} ratings: {counts}, values by {value}; {self.encoding}"
 
 
 def read(path: Path, columns: str | None) -> Ratings:
     """Return the ratings of a file. Raise LaunchError for a file without ratings, or with lines that are none.
 
-    `columns` names the three columns, in the order row, column, value; by default they are the first three. A first
-    line without a number in its third column is a heading. The separator is the most frequent one in this line.
+    `columns` names the three columns, in the order row, column, value; by default they are the first three, or those
+    after a column that numbers the lines. Blanks around a field do not count. The file is in UTF-8 or UTF-16, in
+    Latin-1 if it is neither, and may be packed by gzip.
     """
-    with _opened(path) as lines:
-        numbered = ((number, line) for number, line in enumerate(lines, 1) if line)
-        place, first = next(numbered, (0, []))
-        if not first:
-            raise _refused(f"{path} is empty", "no line", "a line for each rating: row, column, value", EXAMPLE)
-        places, is_heading = _places(path, first, columns)
-        found = _Reader(path, places)
-        if not is_heading:
-            found.add(first, place)
-        for number, line in numbered:
-            found.add(line, number)
-    if not found.values:
+    try:
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        encodings, line_end = _form(path, is_packed)
+        for encoding in encodings:
+            try:
+                with gzip.open(path) if is_packed else path.open("rb") as file:
+                    text = io.TextIOWrapper(file, encoding=encoding, newline=line_end)
+                    return _ratings(path, text, columns, encoding)
+            except UnicodeDecodeError as error:
+                problem = error
+        raise _refused(f"{path} is no text", f"{problem}", "a CSV file in UTF-8", EXAMPLE)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _refused(f"{path} cannot be read", f"{reason}", "a file with ratings", EXAMPLE) from None
+
+
+def _form(path: Path, is_packed: bool) -> tuple[Sequence[str], str]:
+    """Return the encodings that a file may be in, likeliest first, and its line end. Raise LaunchError for no text."""
+    with gzip.open(path) if is_packed else path.open("rb") as file:
+        start = file.read(1 << 16)
+    unpack = next((command for magic, command in PACKED.items() if start.startswith(magic)), None)
+    if unpack is not None:
+        to_type = f"{unpack} {path.name} > ratings.csv"
+        raise _refused(
+            f"{path} is packed", "an archive, or a spreadsheet", "a text file, or one packed by gzip", to_type
+        )
+    encodings: Sequence[str] = ("utf-8-sig", "latin-1")
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        encodings = ("utf-16",)
+    elif b"\0" in start:
+        encodings = ("utf-16-le",) if b"\0" in start[1::2] else ("utf-16-be",)
+        if b"\0" in start[1::2] and b"\0" in start[::2]:
+            raise _refused(f"{path} is no text", "zeros", "a CSV file in UTF-8", EXAMPLE)
+    return encodings, "\r" if b"\r" in start and b"\n" not in start else "\n"
+
+
+def _ratings(path: Path, text: io.TextIOWrapper, columns: str | None, encoding: str) -> Ratings:
+    """Return the ratings of an open file."""
+    lines = ((number, line.rstrip("\r\n")) for number, line in enumerate(text, 1))
+    sample = list(islice(lines, SAMPLE))
+    while sample and not sample[0][1].strip():
+        del sample[0]
+    if not sample:
+        raise _refused(f"{path} is empty", "no line", "a line for each rating: row, column, value", EXAMPLE)
+    records = _Records(path, [line for _, line in sample if line.strip()], columns)
+    rows, columns_of, values = array("i"), array("i"), array("f")
+    row_of, column_of = dict[str, int](), dict[str, int]()
+    for row, column, value in records.parsed(chain(sample, lines)):
+        rows.append(row_of.setdefault(row, len(row_of)))
+        columns_of.append(column_of.setdefault(column, len(column_of)))
+        values.append(value)
+    if not values:
         raise _refused(f"{path} has no ratings", "a heading alone", "a line for each rating", EXAMPLE)
-    return found.ratings()
+    numbers = np.array(rows, np.int32), np.array(columns_of, np.int32), np.array(values, np.float32)
+    spelled = encoding.removesuffix("-sig").upper().replace("LATIN-1", "Latin-1, since it is not UTF-8")
+    return Ratings(*numbers, [*row_of], [*column_of], records.taken, spelled)
 
 
-class _Reader:
-    """The ratings read so far."""
+class _Records:
+    """The lines of one file as ratings."""
 
-    def __init__(self, path: Path, places: tuple[int, int, int]) -> None:
-        self._path, self._places = path, places
-        self._rows, self._columns, self.values = array("i"), array("i"), array("f")
-        self._row_of: dict[str, int] = {}
-        self._column_of: dict[str, int] = {}
+    def __init__(self, path: Path, sample: Sequence[str], columns: str | None) -> None:
+        self._path = path
+        self._separator = _separator(sample)
+        separator = re.escape(self._separator)
+        self._field = re.compile(rf' *"((?:[^"]|"")*)" *(?={separator}|\Z)|(.*?)(?={separator}|\Z)', re.DOTALL)
+        first = [field.strip() for field in self._split(sample[0])]
+        self._width = len(first)
+        self._places, self.has_heading = self._placed(first, sample, columns)
+        row, column, value = ((first[i] if self.has_heading else f"column {i + 1}") or "''" for i in self._places)
+        self.taken = (row, column, value)
 
-    def add(self, line: Sequence[str], number: int) -> None:
-        """Add the rating of a line."""
+    def _placed(
+        self, first: Sequence[str], sample: Sequence[str], columns: str | None
+    ) -> tuple[tuple[int, int, int], bool]:
+        """Return the places of row, column and value in a line, and True if the first line is a heading."""
+        path = self._path
+        if columns is None:
+            if len(first) < 3:
+                got = f"{len(first)} columns: {','.join(first):.80}"
+                raise _refused(f"{path} has fewer than three columns", got, "row, column and value", EXAMPLE)
+            start = 1 if len(first) > 3 and first[0] in INDEX_NAMES else 0
+            places = (start, start + 1, start + 2)
+            return places, self._is_heading(first, sample, places)
+        names = [name.strip() for name in columns.split(",")]
+        if len(names) != 3:
+            raise _refused("--columns names three columns", f"--columns {columns}", "row, column and value", EXAMPLE)
+        missing = [name for name in names if name not in first]
+        if missing:
+            expected, to_type = f"of {', '.join(first)}", f"--columns {','.join(first[:3])}"
+            raise _refused(f"{path} has no column {missing[0]}", f"--columns {columns}", expected, to_type)
+        row, column, value = (first.index(name) for name in names)
+        return (row, column, value), True
+
+    def _is_heading(self, first: Sequence[str], sample: Sequence[str], places: tuple[int, int, int]) -> bool:
+        """Return True for a line of names above a column of values, or of names above columns of numbers."""
+        row, column, value = places
+        if not re.search(r"\d", first[value]):
+            return first[value] != "" and not _is_number(first[value])
+        below = [fields for line in sample[1:] if len(fields := self._split(line)) == self._width]
+        numbered = [i for i in (row, column) if below and all(_is_number(fields[i]) for fields in below)]
+        return bool(numbered) and not any(_is_number(first[i]) for i in numbered)
+
+    def _split(self, line: str) -> list[str]:
+        """Return the fields of a line; a quote that is not closed before a separator is text."""
+        if '"' not in line:
+            return line.split(self._separator)
+        fields, at = [], 0
+        while at <= len(line):
+            found = self._field.match(line, at)
+            assert found is not None
+            quoted, plain = found.groups()
+            fields.append(plain if quoted is None else quoted.replace('""', '"'))
+            at = found.end() + len(self._separator)
+        return fields
+
+    def parsed(self, lines: Iterator[tuple[int, str]]) -> Iterator[tuple[str, str, float]]:
+        """Yield the rating of each line. Raise LaunchError for the first one that is none."""
+        if self.has_heading:
+            next(lines)
+        ahead = deque[tuple[int, str]]()  # lines that were read to see whether a quoted field continues on them
+        while (found := ahead.popleft() if ahead else next(lines, None)) is not None:
+            number, line = found
+            if not line or line.isspace():
+                continue
+            rating = self._rating(self._split(line))
+            if '"' in line and line.count('"') % 2:
+                ahead.extend(islice(lines, SAMPLE - len(ahead)))
+                whole = line
+                for passed, (_, more) in enumerate(ahead, 1):
+                    if passed == 1 and rating is not None and (not more or self._rating(self._split(more)) is not None):
+                        break  # lines that are ratings alone are not joined
+                    whole += "\n" + more
+                    if (joined := self._rating(self._split(whole))) is not None and whole.count('"') % 2 == 0:
+                        rating = joined
+                        ahead = deque(islice(ahead, passed, None))
+                        break
+            if rating is None:
+                self._refuse(number, line)
+            yield rating
+
+    def _rating(self, fields: Sequence[str]) -> tuple[str, str, float] | None:
+        """Return the rating of a line's fields; None for a line that is none."""
         row, column, value = self._places
         try:
-            rating = float(line[value])
-            names = line[row], line[column]
+            rating = float(fields[value])
+            names = fields[row].strip(), fields[column].strip()
         except (IndexError, ValueError):
-            rating, names = float("nan"), ("", "")
-        if not abs(rating) <= LARGEST:  # NaN is not, either
-            got = f"line {number}: {','.join(line):.80}"
-            expected = f"a row, a column and a number in columns {row + 1}, {column + 1} and {value + 1}"
-            raise _refused(f"{self._path} has a line that is no rating", got, expected, EXAMPLE)
-        self._rows.append(self._row_of.setdefault(names[0], len(self._row_of)))
-        self._columns.append(self._column_of.setdefault(names[1], len(self._column_of)))
-        self.values.append(rating)
+            return None
+        is_rating = abs(rating) <= LARGEST and all(names) and "_" not in fields[value]  # NaN is not, either
+        return (*names, rating) if is_rating and len(fields) <= self._width else None
 
-    def ratings(self) -> Ratings:
-        """Return the ratings."""
-        rows, columns = (np.array(one, np.int32) for one in (self._rows, self._columns))
-        return Ratings(rows, columns, np.array(self.values, np.float32), [*self._row_of], [*self._column_of])
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
-    """Yield the lines of a file, each as its fields. Raise LaunchError for a file that is no text."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            separator = max(SEPARATORS, key=first.count)
-            yield csv.reader(file, delimiter=separator, skipinitialspace=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise _refused(f"{path} cannot be read", f"{reason}", "a file with ratings", EXAMPLE) from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise _refused(f"{path} is no text", f"{error}", "a CSV file in UTF-8", EXAMPLE) from None
+    def _refuse(self, number: int, line: str) -> NoReturn:
+        fields = self._split(line)
+        row, column, value = self._places
+        expected = f"a row, a column and a number in columns {row + 1}, {column + 1} and {value + 1}"
+        to_type = EXAMPLE
+        text = fields[value].strip() if len(fields) > value else ""
+        if re.fullmatch(r"[-+]?\d+,\d+", text):
+            expected = "a decimal point"
+            to_type = f"tr , . < {self._path.name} > points.csv" if self._separator != "," else "4.5 in place of 4,5"
+        elif len(fields) > self._width:
+            expected += f", of {self._width} columns as in the first line"
+            to_type = 'quotes around names with a separator: ann,"Earth, Wind & Fire",3'
+        elif not text:
+            expected += "; there is no value"
+            to_type = "a file without the lines that have no value"
+        raise _refused(f"{self._path} has a line that is no rating", f"line {number}: {line:.80}", expected, to_type)
 
 
-def _places(path: Path, first: Sequence[str], columns: str | None) -> tuple[tuple[int, int, int], bool]:
-    """Return the places of row, column and value in a line, and True if the first line is a heading."""
-    heading = [name.strip() for name in first]
-    if columns is None:
-        if len(first) < 3:
-            got = f"{len(first)} columns: {','.join(heading):.80}"
-            raise _refused(f"{path} has fewer than three columns", got, "row, column and value", EXAMPLE)
-        return (0, 1, 2), not _is_number(first[2])
-    names = [name.strip() for name in columns.split(",")]
-    if len(names) != 3:
-        raise _refused("--columns names three columns", f"--columns {columns}", "row, column and value", EXAMPLE)
-    missing = [name for name in names if name not in heading]
-    if missing:
-        to_type = f"--columns {','.join(heading[:3])}"
-        raise _refused(
-            f"{path} has no column {missing[0]}", f"--columns {columns}", f"of {', '.join(heading)}", to_type
-        )
-    row, column, value = (heading.index(name) for name in names)
-    return (row, column, value), True
+def _separator(sample: Sequence[str]) -> str:
+    """Return the separator of the fields: the one that most lines have in the same number, if they have two."""
+    first = sample[0]
+    counts = {one: first.count(one) for one in SEPARATORS}
+    steady = {one: sum(line.count(one) == counts[one] for line in sample) for one in SEPARATORS if counts[one] >= 2}
+    return max(steady, key=lambda one: steady[one], default=max(SEPARATORS, key=lambda one: counts[one]))
 
 
 def _is_number(text: str) -> bool:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
 from stretto.factorise.ratings import read
@@ -56,7 +62,16 @@ def test_rows_and_columns_are_numbered_in_the_order_of_their_names(
         ("ann,7,3\nbob,7,1e999\n", None, "got: line 2: bob,7,1e999"),
         ("\nann,7,3\nbob,7,1e39\n", None, "got: line 3: bob,7,1e39"),
         ("\n\n", None, "is empty"),
-        (b"ann,7,3\n\xff\xfe,7,3\n", None, "is no text"),
+        (b"\x93NUMPY\x01\0\0\0v\0", None, "is no text"),
+        (b"PK\x03\x04\0\0", None, "try: unzip -p ratings.csv > ratings.csv"),
+        (b"\x1f\x8b\x08\0\0", None, "cannot be read"),
+        ("1,10,\n1,11,4\n2,10,3\n", None, "got: line 1: 1,10,"),
+        ("1;10;4,5\n1;11;4\n2;10;3\n", None, "try: tr , . < ratings.csv > points.csv"),
+        ("ann,10,000,3\n".join(["ann,7,3\n"] * 2), None, "got: line 2: ann,10,000,3"),
+        ("ann,7,3\n,8,4\n", None, "got: line 2: ,8,4"),
+        ("ann,7,1_0\n", None, "got: line 1: ann,7,1_0"),
+        ('ann,"7,3\nbob,8\ncid,9,3\n', None, "got: line 2: bob,8"),
+        ("%%MatrixMarket matrix coordinate real general\n2 2 1\n", None, "got: 1 columns"),
     ],
 )
 def test_files_that_are_no_ratings_get_one_error(
@@ -71,3 +86,78 @@ def test_files_that_are_no_ratings_get_one_error(
 def test_a_file_that_is_not_there_gets_one_error(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="got: No such file or directory"):
         read(tmp_path / "none.csv", None)
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=5).filter(str.strip)
+TRIPLES = st.tuples(NAMES, NAMES, st.integers(-9, 9))
+
+
+@given(
+    st.lists(TRIPLES, min_size=2, max_size=6),
+    st.sampled_from([",", "\t", ";", "::", "|"]),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-16-le"]),
+    st.booleans(),
+)
+def test_every_line_is_one_rating_whatever_its_names_hold(
+    triples: list[tuple[str, str, int]], separator: str, line_end: str, encoding: str, is_packed: bool
+) -> None:
+    """Names that hold neither separators nor line ends are read as written; each odd quote is text."""
+    clean = str.maketrans(dict.fromkeys(",;:|\t\r\n", "."))
+    named = [(row.translate(clean).strip(), column.translate(clean).strip(), value) for row, column, value in triples]
+    quoted = re.compile(r'".*"', re.DOTALL)
+    assume(all(row and column and not quoted.search(row + column) for row, column, _ in named))
+    text = line_end.join(separator.join([row, column, str(value)]) for row, column, value in named)
+    assume(encoding in ("utf-8", "utf-8-sig", "utf-16") or all(ord(character) < 128 for character in text))
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "ratings.csv")
+        content = f"row{separator}column{separator}value{line_end}{text}".encode(encoding)
+        path.write_bytes(gzip.compress(content) if is_packed else content)
+        found = read(path, "row,column,value")
+    numbers = zip(found.rows.tolist(), found.columns.tolist(), found.values.tolist(), strict=True)
+    assert [(found.row_names[r], found.column_names[c], v) for r, c, v in numbers] == named
+
+
+@given(st.lists(TRIPLES, min_size=1, max_size=6), st.sampled_from([",", "\t", ";", "|"]))
+def test_names_that_a_csv_writer_has_quoted_are_read_as_they_were(
+    triples: list[tuple[str, str, int]], separator: str
+) -> None:
+    """Quoted names hold separators, quotes and line ends."""
+    named = [(row.replace("\r", ""), column.replace("\r", ""), value) for row, column, value in triples]
+    assume(all(row.strip() and column.strip() for row, column, _ in named))
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "ratings.csv")
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter=separator, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(
+                [("row", "column", "value"), *named]
+            )
+        found = read(path, "row,column,value")
+    numbers = zip(found.rows.tolist(), found.columns.tolist(), found.values.tolist(), strict=True)
+    expected = [(row.strip(), column.strip(), value) for row, column, value in named]
+    assert [(found.row_names[r], found.column_names[c], v) for r, c, v in numbers] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "columns", "taken"),
+    [
+        ('user\tartist\tplays\na\t"Weird Al\t3\nb\tx\t4\nc\t"Weird Al\t1\n', "abc", ['"Weird Al', "x"], "artist"),
+        ('a,"Earth, Wind & Fire",3\nb,"Weird Al,4\nc,The "Boss",5\n', "abc", None, "column 2"),
+        ('u,i,r\na,"The\n\nBand",3\nb,x,4\n', "ab", ["The\n\nBand", "x"], "i"),
+        ('a,x,3,"good\nsong"\nb,y,4,"so, so"\n', "ab", ["x", "y"], "column 2"),
+        (",userId,movieId,rating\n0,4,2,2\n1,3,3,1\n", "43", ["2", "3"], "movieId"),
+        ("user,item,2020\n4,2,2\n3,3,1\n", "43", ["2", "3"], "item"),
+        ("u1,i1,4\nu1 ,i1,3\n", ["u1"], ["i1"], "column 2"),
+        ("u  1,i1,4\nu 1,i1,3\n", ["u  1", "u 1"], ["i1"], "column 2"),
+        ("1::1193::5::97\n2::66::3::97\n", "12", ["1193", "66"], "column 2"),
+        ("1;10,5;4\n2;10,5;3\n", "12", ["10,5"], "column 2"),
+        ("Zoë,é,4\n".encode("latin-1"), ["Zoë"], ["é"], "column 2"),
+    ],
+)
+def test_files_of_other_programs_are_read(
+    tmp_path: Path, text: str | bytes, rows: list[str], columns: list[str] | None, taken: str
+) -> None:
+    found = read(written(tmp_path, text), None)
+    assert found.row_names == [*rows]
+    assert columns is None or found.column_names == columns
+    assert found.taken[1] == taken
+    assert str(found).startswith(f"{len(found.values)} ratings: {len(rows)} rows (users) by {found.taken[0]}, ")
