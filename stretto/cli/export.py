@@ -12,7 +12,7 @@ import typer
 from stretto.errors import LaunchError, LogError, explain
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.run_dir import CHECKPOINTS
-from stretto.whole_files import written_whole
+from stretto.whole_files import is_stream, written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ def _check(run: Path, out: Path, force: bool) -> None:
     if not out.parent.is_dir():
         problem, expected = f"there is no folder {out.parent}", "a file in a folder that exists"
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {TARGET}"))
-    if out.exists() and not out.is_file():  # a device file would be replaced
+    if (out.exists() and not out.is_file()) or is_stream(out):
         problem, expected = f"{out} is not a file", "the name of a file"
         to_type = f"stretto export {run} {out / TARGET if out.is_dir() else TARGET}"
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=to_type))
@@ -135,7 +135,6 @@ def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
 
 
 def _write(out: Path, tensors: dict[str, Tensor]) -> None:
-    """Write under a temporary name first, so that `out` is complete or absent."""
     import torch
 
     from stretto.checkpoint.storage import write_tensors

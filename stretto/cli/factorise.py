@@ -17,7 +17,7 @@ from stretto.launcher.local import run as run_locally
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, record, write_json
 from stretto.run_config import CHECKPOINTS, OUTPUT, WORKERS, RunConfig
-from stretto.whole_files import written_whole
+from stretto.whole_files import is_stream, written_whole
 
 TRAINING = "Training"
 """Heading of the help text."""
@@ -149,7 +149,7 @@ def command(
         str(out),
         str(done),
     )
-    typer.echo(str(result), err=to_standard_output)
+    typer.echo(str(result), err=to_standard_output or is_stream(out))
     if json_to is not None:
         write_json(json_to, asdict(result))
 

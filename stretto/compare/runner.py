@@ -12,7 +12,7 @@ from stretto.errors import LogError, StrettoError
 from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import run_log
-from stretto.report.run_record import Record, record, replace_json, unstarted
+from stretto.report.run_record import Record, record, unstarted, write_json
 from stretto.run_config import RunConfig
 
 NAME = "compare.json"
@@ -139,4 +139,4 @@ class Comparison:
 
     def _save(self) -> None:
         content = {"question": self.question.describe(), "runs": list(self.records.values())}
-        replace_json(self.folder / NAME, content)
+        write_json(self.folder / NAME, content)

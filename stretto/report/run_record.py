@@ -196,21 +196,13 @@ def check_target(target: Path | None, example: str) -> None:
 
 
 def write_json(target: Path, value: object) -> None:
-    """Write records or other values as JSON to a file, or to the standard output for "-"."""
+    """Write a value as JSON to a file, whole or not at all, or to the standard output for "-". Raises LogError."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
     if str(target) == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
     try:
-        target.write_text(text)
-    except OSError as error:
-        raise LogError(f"{target} cannot be written: {error.strerror}") from error
-
-
-def replace_json(target: Path, value: object) -> None:
-    """Write a value as JSON; a reader finds the previous file or the new one, complete. Raise LogError."""
-    try:
         with written_whole(target) as part:
-            write_json(part, value)
+            part.write_text(text)
     except OSError as error:
         raise LogError(f"{target} cannot be written: {error.strerror}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.errors import LogError
 from stretto.report import run_log
-from stretto.report.run_record import Record, record, replace_json
+from stretto.report.run_record import Record, record, write_json
 from stretto.report.tables import share
 from stretto.report.target import Target
 from stretto.simulator.sweep.grid import RECIPE, WORKERS, Point
@@ -174,7 +174,7 @@ def _stop(name: str, line: Sequence[Result]) -> Record:
 def save(folder: Path, head: Result, point_records: Sequence[Result]) -> list[Record]:
     """Write sweep.json, and return its points. Raises LogError if it cannot be written."""
     points = compared(point_records)
-    replace_json(folder / NAME, {**head, "points": points, "stops_paying": stops(point_records)})
+    write_json(folder / NAME, {**head, "points": points, "stops_paying": stops(point_records)})
     return points
 
 
