@@ -69,6 +69,18 @@ class RunResult:
         return self.folder / "report.html"
 
     @property
+    def record(self) -> dict[str, Any]:
+        """Numbers of the run, as `--json` writes them."""
+        from stretto.report.run_record import record  # only here: a caller may not need it
+
+        return record(self.folder)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last evaluation; empty without `evaluate=`."""
+        return dict(self.record["metrics"])
+
+    @property
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the trained model, for `model.load_state_dict`. Raises LogError without one."""
         from safetensors.torch import load_file
@@ -87,12 +99,27 @@ def run(
     quiet: bool = False,
     **options: Any,
 ) -> RunResult:
-    """Run a script, or on a cluster a function, with these arguments on workers, and return the result.
+    """Run a script or a function with these arguments on workers, and return the result.
 
     `elastic` are the smallest and the largest number of workers. `options` are those of `stretto run`, under the names
     of their fields: `recipe="local_sgd(every=16)"`, `host="10.0.0.1:7878"`, `out="runs/first"`. Raises LaunchError as
     the command prints it. A function is sent with the values that it refers to; modules that it imports must be where
-    the workers run.
+    the workers run. What it returns is not sent back: `stretto.log` and `evaluate=` record numbers.
+
+    Example:
+        >>> def train(lr):
+        ...     import torch, stretto
+        ...     model = torch.nn.Linear(2, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr)
+        ...     data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+        ...     loader = torch.utils.data.DataLoader(data, batch_size=2)
+        ...     norm = lambda model: {"norm": model.weight.norm().item()}
+        ...     for (x,) in stretto.distribute(model, optimizer, loader, evaluate=norm):
+        ...         model(x).mean().backward()
+        ...         optimizer.step()
+        >>> result = stretto.run(train, 0.1, workers=2, quiet=True)  # doctest: +SKIP
+        >>> result.metrics  # doctest: +SKIP
+        {'norm': 0.97}
     """
     cluster = OnCluster(on) if isinstance(on, str) else on
     values = {**options, "workers": workers}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from run_place import Place
 
 import stretto
@@ -78,10 +79,38 @@ def test_session_of_spark_without_a_context_in_this_process_is_refused() -> None
         stretto.spark(SimpleNamespace())
 
 
-def test_function_needs_a_cluster_that_sends_it(configured: list[RunConfig]) -> None:
-    def train() -> None:
-        raise AssertionError("it does not run here")
+def test_a_function_of_this_program_runs_on_this_machine_with_its_values_and_modules(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.folder / "modules").mkdir()
+    (place.folder / "modules" / "beside_the_program.py").write_text("START = 2.0")
+    monkeypatch.syspath_prepend(place.folder / "modules")
+    weight = torch.full((1, 4), 3.0)
 
-    with pytest.raises(LaunchError, match="a function runs on a cluster only") as caught:
-        stretto.run(train, workers=2)
-    assert "on=stretto.ray()" in str(caught.value) and not configured
+    def train(lr: float) -> None:
+        from beside_the_program import START  # type: ignore[import-not-found]
+
+        net = torch.nn.Linear(4, 1)
+        torch.nn.init.constant_(net.bias, START)
+        net.weight.data.copy_(weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+
+        def values(net: torch.nn.Linear) -> dict[str, float]:
+            return {"weight": net.weight[0, 0].item(), "bias": net.bias.item()}
+
+        for (x,) in stretto.distribute(net, optimizer, loader, evaluate=values):
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+
+    result = stretto.run(train, 0.5, workers=2, out="found", quiet=True)
+    assert result.metrics == {"weight": 2.0, "bias": 1.0}  # two steps with gradients of one
+    assert result.record["samples"] == 8
+
+
+def test_a_function_that_cannot_be_packed_is_refused(configured: list[RunConfig], tmp_path: Path) -> None:
+    with (tmp_path / "open").open("w") as file, pytest.raises(LaunchError, match="cannot be sent to the workers"):
+        stretto.run(lambda: file.write("1"), workers=2)
+    assert not configured
