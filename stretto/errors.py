@@ -11,11 +11,14 @@ StrettoError                   base of all errors that Stretto raises on purpose
 ├── ReplicasDifferError        replicas that must be equal are not: the tensor and the worker are named
 ├── TransportError             another worker failed or was too late: look for its error first
 │   ├── BrokenTransportError   an exchange was aborted; the remaining workers can repeat it
+│   ├── UnreachableError       this worker could not connect with others: both addresses are named
 │   └── MemberOutError         this worker is no longer a member; it may join again
 ├── LaunchError                the run could not be started with these options
 │   └── WorkersLostError       all workers that this launcher has added to a run are lost; the run may continue
 └── LogError                   the run folder cannot be written or read
 """
+
+from collections.abc import Sequence
 
 
 class StrettoError(Exception):
@@ -65,6 +68,18 @@ class TransportError(StrettoError):
 
 class BrokenTransportError(TransportError):
     """An exchange was aborted because a worker failed; the remaining workers can repeat it."""
+
+
+class UnreachedError(BrokenTransportError):
+    """Some `workers` of a generation, by their numbers, have not connected in the time that they had."""
+
+    def __init__(self, text: str, workers: Sequence[int]) -> None:
+        super().__init__(text)
+        self.workers = tuple(workers)
+
+
+class UnreachableError(TransportError):
+    """This worker could not connect with others in several generations, and is not restarted."""
 
 
 class NothingCameError(BrokenTransportError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stretto.errors import UnevenLoopsError
 from stretto.events import process_name
 from stretto.launcher.engines.interface import Exited
-from stretto.launcher.worker_main import EVICTED
+from stretto.launcher.worker_main import EVICTED, UNREACHABLE
 from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError
 
@@ -40,6 +40,8 @@ class Cause:
     """True if the process reported its error, so that the tail of its output is not needed."""
     rank: int = 0
     """Rank of the process within its worker."""
+    of_script: bool = True
+    """False for a failure after which the run may continue on other machines."""
 
 
 def first_cause(ends: Sequence[Exited], running: Mapping[int, ReportedError], failures: Sequence[Exited] = ()) -> Cause:
@@ -72,7 +74,7 @@ def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
 
 def _of_exit(end: Exited) -> Cause:
     if end.record.error is not None:
-        return _of_error(end.worker, end.rank, end.record.error)
+        return replace(_of_error(end.worker, end.rank, end.record.error), of_script=end.code != UNREACHABLE)
     if end.code == EVICTED and end.worker >= 0:
         return Cause(end.worker, f"{_name(end)} {in_words(end)}", "", True, False, end.rank)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
@@ -114,6 +116,8 @@ def in_words(end: Exited) -> str:
     """
     if end.code < 0:
         return f"killed by {signal_name(-end.code)}"
+    if end.code == UNREACHABLE and end.worker >= 0:
+        return "could not connect with others and ended"
     is_evicted = end.code == EVICTED and end.worker >= 0
     return "was declared failed and ended" if is_evicted else f"ended with exit code {end.code}"
 

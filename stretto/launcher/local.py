@@ -178,7 +178,7 @@ def _supervise_with(
         remote.close()
         relay.close()
     if cause is not None:
-        is_lost = plan.joining and not cause.reported
+        is_lost = plan.joining and not (cause.reported and cause.of_script)
         raise (WorkersLostError if is_lost else LaunchError)(_text(cause, relay, folder))
 
 

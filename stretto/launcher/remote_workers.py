@@ -171,8 +171,8 @@ class RemoteWorkers:
         """Return True if the run needs no worker elsewhere: once it ends, not those of hosts that have failed."""
         if self._by_hand:
             return view.is_over or bool(view.stopped)
-        if self._is_open and is_ending and view.launchers:
-            return False  # their last output and events are still on their way
+        if self._is_open and view.launchers and (is_ending or view.running):
+            return False  # they train, or their last output and events are still on their way
         running = [host for host in self._hosts.values() if host.state == "running"]
         if self._on_cluster and view.stopped:
             return all(host.has_not_joined(view) or host.has_failed(view) for host in running)

@@ -27,7 +27,7 @@ from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.signals import TERMINATED, Stopped
 from stretto.launcher.silence import Silence
 from stretto.launcher.supervised import State, Supervised
-from stretto.launcher.worker_main import EVICTED
+from stretto.launcher.worker_main import EVICTED, UNREACHABLE
 from stretto.membership.messages import Failures, MembersView
 from stretto.membership.worker_status import ReportedError
 
@@ -202,13 +202,16 @@ class Supervisor:
         if not self._config.elastic:
             return False
         return end.code < 0 or (
-            end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker in (COORDINATOR, RELAY)
+            end.code in (EVICTED, UNREACHABLE)
+            if end.worker >= 0
+            else end.code == 0 or end.worker in (COORDINATOR, RELAY)
         )
 
     def _survive(self, member: Supervised, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         is_ending = self._is_ending() or self._stop is not None
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and is_ending)
+        returns = returns and end.code != UNREACHABLE
         member.state = "restarting" if returns else "lost"
         if member.is_declared_failed:
             end = replace(end, code=EVICTED)

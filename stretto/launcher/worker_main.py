@@ -24,7 +24,14 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.errors import BrokenTransportError, LogError, MemberOutError, StrettoError, TransportError
+from stretto.errors import (
+    BrokenTransportError,
+    LogError,
+    MemberOutError,
+    StrettoError,
+    TransportError,
+    UnreachableError,
+)
 from stretto.events import Event, LineStore, LogFile, of_process, process_name
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
@@ -35,6 +42,8 @@ from stretto.process_config import ConfigT, WorkerConfig, with_keys, worker_conf
 FILE, MODULE = "file", "module"
 EVICTED = 75
 """Exit code of a worker that is no longer a member and asks to be restarted."""
+UNREACHABLE = 76
+"""Exit code of a worker that could not connect with others: it is not restarted, and the others continue."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
@@ -151,9 +160,12 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
     `number` is that of the process, or that of its worker. A worker that was evicted is no failure of the run, and
     writes a warning instead.
     """
-    is_evicted = isinstance(error, MemberOutError | BrokenTransportError)
+    is_evicted, is_unreachable = (
+        isinstance(error, kinds) for kinds in (MemberOutError | BrokenTransportError, UnreachableError)
+    )
     try:
-        report = ReportedError(type(error).__name__, _text(error), short(error), isinstance(error, TransportError))
+        is_consequence = isinstance(error, TransportError) and not is_unreachable
+        report = ReportedError(type(error).__name__, _text(error), short(error), is_consequence)
         if not is_evicted:
             status.fail(report)
         for stream in (sys.stdout, sys.stderr):
@@ -165,7 +177,7 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
-    os._exit(EVICTED if is_evicted else 1)
+    os._exit(EVICTED if is_evicted else UNREACHABLE if is_unreachable else 1)
 
 
 def _leave_training() -> float:

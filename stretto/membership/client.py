@@ -18,7 +18,7 @@ import zmq
 import zmq.utils.garbage  # its handler at exit has to be registered before ours, which runs first
 from zmq.utils.monitor import parse_monitor_message
 
-from stretto.errors import MemberOutError, TransportError, UnevenLoopsError
+from stretto.errors import MemberOutError, TransportError, UnevenLoopsError, UnreachableError, explain
 from stretto.events import process_name
 from stretto.membership.client_state import ALONE, CoordinatorConnection
 from stretto.membership.messages import (
@@ -125,8 +125,12 @@ class MembershipClient(CoordinatorConnection):
                 self._changed.wait(remaining_s)
 
     def _raise_if_ended(self) -> None:
-        if self.state.evicted is not None:
-            raise MemberOutError(f"{self._name} is no member any more: {self.state.evicted}")
+        if (evicted := self.state.evicted) is not None:
+            if evicted.unreachable:
+                got, expected = "no connection", "hosts that reach each other, or both the port of the run's launcher"
+                to_type = "stretto run --listen ADDRESS:PORT, with an address and a port that all hosts reach"
+                raise UnreachableError(explain(evicted.why, got=got, expected=expected, to_type=to_type))
+            raise MemberOutError(f"{self._name} is no member any more: {evicted.why}")
         if (stop := self.state.stopped) is not None:
             raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot continue: {stop.why}")
         if self._problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -49,7 +49,7 @@ class MembershipClientState:
         """True if the worker has to pause before its next step."""
         self.is_alone = False
         """True if no other worker is in its generation."""
-        self.evicted: str | None = None
+        self.evicted: Evicted | None = None
         self.stopped: Shutdown | None = None
         self.reply: GenerationView | Continue | None = None
         """The reply to a paused worker."""
@@ -99,7 +99,7 @@ class MembershipClientState:
             case GenerationView():
                 return self._form(message)
             case Evicted():
-                self.evicted = self.evicted or message.why
+                self.evicted = self.evicted or message
                 self.aborted = max(self.aborted, self.generation)  # another rank of this worker may be waited for
                 self._on_abort(self.generation, message.why)
             case Shutdown():
@@ -190,9 +190,9 @@ class CoordinatorConnection(ABC):
         if self._observer is not None:
             self._observer.generation_aborted(generation, why)
 
-    def broken(self, generation: int, why: str, forming: bool = False) -> None:
+    def broken(self, generation: int, why: str, forming: bool = False, unreached: Sequence[int] = ()) -> None:
         """Report that a collective operation of this generation failed, or its rendezvous (`forming`)."""
-        self._broken = Broken(generation, why, forming)
+        self._broken = Broken(generation, why, forming, tuple(unreached))
         self.wake()
 
     def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:

@@ -16,7 +16,7 @@ global steps order its reports.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -43,6 +43,7 @@ from stretto.membership.messages import (
     CoordinatorMessage,
     Evicted,
     Failures,
+    GenerationView,
     Heartbeat,
     Leave,
     MembersView,
@@ -60,6 +61,8 @@ from stretto.membership.worker_table import ASKED, WorkerTable
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
 """Number of times in a row that the same members may abort the same collective operation."""
+UNREACHED = 3
+"""Number of generations in which the same two processes may fail to connect."""
 DIVIDED = "only some of its ranks have the state of the run"
 NO_STATE_LEFT = "no worker with state is left: all restart from the last checkpoint"
 
@@ -76,6 +79,10 @@ class Outgoing:
 
 
 Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopped"]
+
+
+_Pair: TypeAlias = frozenset[tuple[int, int]]
+"""Two workers, with their incarnations."""
 
 
 class MembershipCoordinator:
@@ -103,6 +110,12 @@ class MembershipCoordinator:
         rendezvous."""
         self._last_abort: tuple[list[tuple[int, ...]], int] = [], 0
         """Members at the last aborted operation, with incarnations and ranks' commits, and the times in a row."""
+        self._apart = set[_Pair]()
+        """Members of this generation that have failed to connect with each other."""
+        self._times_apart = Counter[_Pair]()
+        """Earlier generations in which they have, since they were connected last."""
+        self._is_unformed = False
+        """True if the generation was aborted because its members did not connect."""
         self.uneven: str | None = None
         """Reason why the run cannot continue, if the workers' loops are of unequal length."""
         self._outgoing: list[Outgoing] = []
@@ -179,7 +192,7 @@ class MembershipCoordinator:
         if self._phase == "stopped":
             reply = Shutdown(self._why, self.uneven is not None)
         elif replica.state == "gone":
-            reply = Evicted(replica.why)
+            reply = Evicted(replica.why, replica.is_unreachable)
         elif replica.state == "left":
             reply = self._reply_to_left(replica, rank, ranks, message)
         else:
@@ -305,11 +318,14 @@ class MembershipCoordinator:
 
     def _on_broken(self, replica: Replica, rank: Rank, message: Broken, now: float) -> None:
         is_news = replica.state == "in" and message.generation == self.generation
+        if is_news and message.forming and not self._rules.asynchronous:
+            others = (self.workers.replicas[one] for one in message.unreached if one in self.members)
+            self._apart |= {_pair(replica, other) for other in others if other is not replica}
         if is_news and self._phase in ("running", "pausing") and not self._rules.asynchronous:
             problem = f"a collective operation of {replica.name_of(rank)} broke off"
             self.announcements.notices.append(f"{problem} ({message.why}); re-forming the group")
             self._abort(f"{problem}: {message.why}", now)
-            self._is_exchange_broken = not message.forming
+            self._is_exchange_broken, self._is_unformed = not message.forming, message.forming
 
     def _on_ready(self, replica: Replica, rank: Rank, message: ReadyReport, now: float) -> None:
         if replica.state == "new":
@@ -381,7 +397,7 @@ class MembershipCoordinator:
     def _evict(self, replica: Replica, rank: Rank, why: str, now: float) -> None:
         """End a replica because of a message of this rank, and notify the rank."""
         self._end(replica, why, False, now, rank=rank.number)
-        self._send(replica, rank, Evicted(replica.why))
+        self._send(replica, rank, Evicted(replica.why, replica.is_unreachable))
 
     def _on_quit(self, replica: Replica, now: float) -> None:
         replica.is_leaving = True
@@ -485,6 +501,10 @@ class MembershipCoordinator:
         members = self._member_replicas()
         if not all(replica.is_ready for replica in members):
             return False
+        if self._end_unreachable(members, now):
+            return True
+        if self._is_unformed and not self._apart and self._is_stuck(members):
+            return self._stop(self._stuck_reason(members))
         if (divided := next((replica for replica in members if replica.is_divided), None)) is not None:
             stateless = next(rank for rank in divided.ranks if not rank.has_history)
             self._end(divided, DIVIDED, True, now, rank=stateless.number)
@@ -502,6 +522,30 @@ class MembershipCoordinator:
             why += f"; worker {history[0]} continues alone: no other worker has what it commits now"
             self.announcements.notices.append(why)
         return self._form(history, why, now)
+
+    def _end_unreachable(self, members: list[Replica], now: float) -> bool:
+        """End a member that has failed to connect with another one in several generations; False without such members.
+
+        It is the one with the most others that it failed to connect with, then one without state, then the one that
+        joined last.
+        """
+        running = {(replica.worker, replica.incarnation) for replica in members}
+        times = self._times_apart + Counter(self._apart)
+        apart = [pair for pair, count in times.items() if count >= UNREACHED and pair <= running]
+        if not apart:
+            return False
+        others = Counter(one for pair in apart for one in pair)
+        by_worker = {replica.worker: replica for replica in members}
+        worker, _ = max(others, key=lambda one: (others[one], not by_worker[one[0]].has_history, one))
+        pair = next(pair for pair in apart if worker in dict(pair))
+        (other,) = dict(pair).keys() - {worker}
+        places = {member.worker: member.report.address.partition(" ")[0] for member in self.workers.view.members}
+        own, there = (f"worker {one} at {places.get(one) or 'an unknown address'}" for one in (worker, other))
+        by_worker[worker].is_unreachable = True
+        self._evict(
+            by_worker[worker], by_worker[worker].ranks[0], f"{own} and {there} did not connect {UNREACHED} times", now
+        )
+        return True
 
     def _is_stuck(self, members: list[Replica]) -> bool:
         """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
@@ -583,7 +627,7 @@ class MembershipCoordinator:
         if replica.is_running and state == "gone":
             remaining = sum(member != replica.worker for member in self.members)
             self.announcements.failed(replica, self.generation, remaining, restart_note, now)
-            self._send_all(replica, Evicted(why), without=rank)
+            self._send_all(replica, Evicted(why, replica.is_unreachable), without=rank)
         if state == "left":
             self._note("left", of_process(replica.worker), replica.incarnation, why)
         if replica.state == "in":
@@ -646,6 +690,7 @@ class MembershipCoordinator:
         previous, view = self.workers.view, formed.view
         self.workers.formed = formed
         self._exchanges.clear()
+        self._note_apart(previous)
         self._is_exchange_broken = False
         self._phase, self._limit, self._continue_to = "running", None, 0
         self._saves = self._saves and not view.save
@@ -659,6 +704,16 @@ class MembershipCoordinator:
                 replica.state = "new"
         for member in view.members:
             self.workers.replicas[member.worker].enter(view.generation)
+
+    def _note_apart(self, previous: GenerationView) -> None:
+        """Count the pairs that were apart in a generation that ends; if its members were connected, count from 0."""
+        if not self._is_unformed:
+            members = {(member.worker, member.incarnation) for member in previous.members}
+            self._times_apart = Counter(
+                {pair: times for pair, times in self._times_apart.items() if not pair <= members}
+            )
+        self._times_apart.update(self._apart)
+        self._apart, self._is_unformed = set(), False
 
     def _stop(self, why: str, uneven: bool = False) -> bool:
         """End the run. Workers whose loops are `uneven` raise it as an error of their scripts."""
@@ -739,6 +794,10 @@ def _refusal(
             "all ranks of a worker are started with the same number"
         )
     return None
+
+
+def _pair(one: Replica, other: Replica) -> _Pair:
+    return frozenset(((one.worker, one.incarnation), (other.worker, other.incarnation)))
 
 
 def _workers(number: int) -> str:

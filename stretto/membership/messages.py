@@ -80,11 +80,15 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Broken(_Message, frozen=True):
-    """Report that a collective operation of this generation failed; `forming`: its rendezvous did."""
+    """Report that a collective operation of this generation failed; `forming`: its rendezvous did.
+
+    `unreached` are the members that have not connected with this one in the time for that.
+    """
 
     generation: int
     why: str
     forming: bool = False
+    unreached: tuple[int, ...] = ()
 
 
 class ReadyReport(_Message, frozen=True):
@@ -279,9 +283,13 @@ class ViewOfRanks(GenerationView, frozen=True):
 
 
 class Evicted(_Message, frozen=True):
-    """Notice that this incarnation is no member any more: its state is discarded."""
+    """Notice that this incarnation is no member any more: its state is discarded.
+
+    `unreachable`: since it could not connect with others, as its next incarnation could not either.
+    """
 
     why: str
+    unreachable: bool = False
 
 
 class Shutdown(_Message, frozen=True):

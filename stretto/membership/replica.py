@@ -66,7 +66,7 @@ class Replica:
         self.last_generation = 0
         """Last generation that it was a member of."""
         self.ended_at = 0.0
-        self.will_restart = False
+        self.will_restart = self.is_unreachable = False
         self.why = ""
         self.failed_rank = 0
         """Rank whose failure has ended the replica."""

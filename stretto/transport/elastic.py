@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
-from stretto.errors import BrokenTransportError, MemberOutError, TransportError, explain
+from stretto.errors import BrokenTransportError, MemberOutError, TransportError, UnreachedError, explain
 from stretto.membership.client_state import GenerationObserver
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
 from stretto.membership.messages import EXCHANGING, Continue, GenerationView, RankReport, ReadyReport
@@ -77,8 +77,11 @@ class GenerationSource(Protocol):
         """Wait for the next generation between two global steps, or for Continue if other workers are further ahead."""
         ...
 
-    def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """Report that an exchange of this generation has failed here, or its rendezvous (`forming`)."""
+    def broken(self, generation: int, why: str, forming: bool = False, unreached: Sequence[int] = ()) -> None:
+        """Report that an exchange of this generation has failed here, or its rendezvous (`forming`).
+
+        `unreached` are the members that have not connected with this one in the time for that.
+        """
         ...
 
     def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:
@@ -502,7 +505,8 @@ class ElasticTransport(Transport):
                 self._ranks.connect(form, self._number)
             self._catch_up(form)
         except BrokenTransportError as error:
-            self._coordinator.broken(form.generation, str(error), forming=True)
+            unreached = error.workers if isinstance(error, UnreachedError) else ()
+            self._coordinator.broken(form.generation, str(error), forming=True, unreached=unreached)
             self._let_go()
             if self._generation:
                 self._generation = form.generation

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
-from stretto.errors import BrokenTransportError, NothingCameError, TransportError
+from stretto.errors import BrokenTransportError, NothingCameError, TransportError, UnreachedError
 from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
 from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
@@ -55,7 +55,8 @@ class EncryptedTransport(Transport):
     ) -> None:
         super().__init__(rank, len(members))
         self.timeout_s = timeout_s
-        self._names = [f"worker {number}" for number, _ in members]
+        self._numbers = [number for number, _ in members]
+        self._names = [f"worker {number}" for number in self._numbers]
         self._streams = {
             one: PeerStream(self._names[rank], self._names[one], _room)
             for one in range(len(members)) if one != rank
@@ -67,8 +68,6 @@ class EncryptedTransport(Transport):
         self._is_closing = False
         self._greeted, self._gone = set[int](), set[int]()
         """Ranks of the members that have connected, and of the members that have ended the generation."""
-        self.unreached: list[int] = []
-        """Ranks of the members that had not connected when `connect` failed, if that was after half of its limit."""
         self._progress = 0
         """Number of received messages."""
         self._bytes_sent = self._bytes_received = 0
@@ -83,7 +82,8 @@ class EncryptedTransport(Transport):
     def connect(self, limit_s: float) -> None:
         """Wait until all members have connected, and accept no further connections.
 
-        Raise BrokenTransportError if one of them has not connected after `limit_s`.
+        Raise UnreachedError if one of them has not connected after `limit_s`, or when the generation is aborted after
+        half of that time; BrokenTransportError if it is aborted earlier.
         """
         began = time.monotonic()
         with self._changed:
@@ -93,10 +93,11 @@ class EncryptedTransport(Transport):
             self._changed.wait_for(lambda: self._error or len(self._greeted) == len(self._streams), limit_s)
             missing = [rank for rank in self._streams if rank not in self._greeted]
         if missing:
-            self.unreached = missing if time.monotonic() - began >= limit_s / 2 else []
             who = f"{self._names[self.worker]} could not connect with {', '.join(self._names[one] for one in missing)}"
             why = f": {self._error}" if self._error is not None else f" within {limit_s:g} s"
             self._abort(BrokenTransportError(who + why))
+            if time.monotonic() - began >= limit_s / 2:
+                raise UnreachedError(who + why, [self._numbers[one] for one in missing])
         self._raise_error()
 
     def submit(self, op: CollectiveOp) -> Handle:

@@ -13,12 +13,11 @@ A port serves one generation, so no message of an earlier one reaches it. The ke
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import torch
 import zmq
 
-from stretto.errors import TransportError, explain
+from stretto.errors import TransportError
 from stretto.membership.messages import GenerationView
 from stretto.transport.device_groups import notice_host_memory
 from stretto.transport.elastic import AbortableTransport
@@ -46,8 +45,6 @@ class EncryptedRendezvous:
         relay: RelayAccess | None = None,
     ) -> None:
         self._relay = relay
-        self._unreached = set[bytes]()
-        """Public keys of the members that the last attempt to connect has not reached."""
         self._toward, self._patience_s, self._timeout_s = toward, failure_timeout_s, timeout_s
         if device is not None and device.type != "cpu":
             notice_host_memory("groups of devices are not encrypted; --no-encryption would use them")
@@ -84,9 +81,7 @@ class EncryptedRendezvous:
             transport.connect(self._patience_s)
         except TransportError:
             transport.close()
-            self._note_unreached(members, rank, ends, transport.unreached)
             raise
-        self._unreached.clear()
         trim_freed_memory()
         return over_shared_memory(transport, None, self._patience_s)
 
@@ -104,24 +99,6 @@ class EncryptedRendezvous:
             if self._port is not None:
                 self._port.close()
             self._port = None
-
-    def _note_unreached(
-        self, members: GenerationView, rank: int, ends: Sequence[tuple[int, Endpoint]], unreached: Sequence[int]
-    ) -> None:
-        """Raise TransportError if a member that runs has not been reached twice in a row.
-
-        Only one of the two does so, so that the others continue with the other one. Workers with the state of the run
-        have been connected before, and try again.
-        """
-        history = [one.report.has_history for one in members.members]
-        again = [one for one in unreached if ends[one][1].public in self._unreached and (history[one] or one < rank)]
-        self._unreached = {ends[one][1].public for one in unreached}
-        if again and self._relay is None and not history[rank]:
-            (own, here), (other, there) = ends[rank], ends[again[0]]
-            problem = f"worker {own} at {here.host} and worker {other} at {there.host} can't connect with each other"
-            got = f"no connection within {self._patience_s:g} s, twice"
-            expected, to_type = "hosts that reach each other, or a relay", "stretto run --listen ADDRESS --relay ..."
-            raise TransportError(explain(problem, got=got, expected=expected, to_type=to_type))
 
     def _taken(self, own: Endpoint) -> ReservedPort:
         """Return the port that the members know. The next generation has another."""

@@ -16,6 +16,7 @@ from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import (
     Broken,
+    Evicted,
     GenerationView,
     Heartbeat,
     Leave,
@@ -315,3 +316,69 @@ def test_a_member_of_a_generation_missing_in_a_damaged_log_is_evicted() -> None:
     coordinator = MembershipCoordinator.restored(disk, 2.0)
     assert kinds(coordinator.receive(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
     assert 0 not in coordinator.members or coordinator.phase != "running"
+
+
+def unconnected(apart: set[tuple[int, int]], workers: int, with_state: bool, rounds: int = 40) -> MembershipCoordinator:
+    """Return the coordinator after generations in which these pairs of workers have not connected."""
+    coordinator = MembershipCoordinator(Started(workers, FAILURE_TIMEOUT_S))
+
+    def report(worker: int) -> ReadyReport:
+        generation = coordinator.generation
+        return ReadyReport(generation if with_state else -generation, address=f"10.0.0.{worker}:7000 key")
+
+    for now in range(rounds):
+        for worker in sorted({*coordinator.members} or {*range(workers)}):
+            coordinator.receive(worker, 0, report(worker), float(now))
+        pairs = [pair for pair in apart if {*pair} <= coordinator.members.keys()]
+        if coordinator.phase == "stopped" or not pairs:
+            break
+        for worker in coordinator.members:
+            others = tuple(other for pair in pairs if worker in pair for other in pair if other != worker)
+            if others:
+                broken = Broken(coordinator.generation, "no connection", True, others)
+                coordinator.receive(worker, 0, broken, float(now))
+    return coordinator
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize(
+    ("apart", "workers", "left"),
+    [
+        ({(0, 1)}, 2, {0}),
+        ({(0, 1), (0, 2)}, 3, {1, 2}),
+        ({(1, 2), (0, 2)}, 3, {0, 1}),
+        ({(0, 1), (2, 3)}, 4, {0, 2}),
+    ],
+)
+def test_the_worker_that_the_most_others_cannot_reach_in_three_generations_ends_and_the_others_continue(
+    apart: set[tuple[int, int]], workers: int, left: set[int], with_state: bool
+) -> None:
+    coordinator = unconnected(apart, workers, with_state)
+    assert coordinator.members.keys() == left
+    assert coordinator.phase == "running"
+    assert coordinator.generation == 4, "three generations, and the one without the worker"
+    for ended in set(range(workers)) - left:
+        (post,) = coordinator.receive(ended, 0, ReadyReport(0), 99.0)
+        assert isinstance(post.message, Evicted) and post.message.unreachable
+        places = [f"worker {one} at 10.0.0.{one}:7000" for one in sorted({ended, *left})]
+        assert sum(place in post.message.why for place in places) == 2, post.message.why
+
+
+def test_workers_that_connect_now_and_then_are_not_ended() -> None:
+    coordinator = formed(2)
+    for now in range(1, 30):
+        coordinator.receive(0, 0, Broken(now, "no connection", now % 3 > 0, (1,) if now % 3 else ()), float(now))
+        for worker in range(2):
+            coordinator.receive(worker, 0, ReadyReport(now, now, now), float(now))
+        assert coordinator.generation == now + 1
+    assert coordinator.members == {0: 0, 1: 0}
+
+
+def test_a_run_ends_if_no_generation_forms_and_nobody_knows_which_worker_is_out_of_reach() -> None:
+    coordinator = MembershipCoordinator(Started(2, FAILURE_TIMEOUT_S))
+    for now in range(20):
+        for worker in range(2):
+            coordinator.receive(worker, 0, ReadyReport(-coordinator.generation), float(now))
+        coordinator.receive(1, 0, Broken(coordinator.generation, "no store", forming=True), float(now))
+    assert coordinator.phase == "stopped"
+    assert any("no store" in notice for notice in coordinator.announcements.notices)

@@ -95,7 +95,7 @@ class Connection(CoordinatorConnection):
                 if self.state.reply is None and self.state.evicted is None:
                     self._run.changed.wait(0.05)
             if self.state.evicted is not None or self.state.reply is None:
-                raise MemberOutError(self.state.evicted or "no reply")
+                raise MemberOutError(self.state.evicted.why if self.state.evicted is not None else "no reply")
             return self.state.reply
 
 

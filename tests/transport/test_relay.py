@@ -15,7 +15,7 @@ import torch
 
 from stretto import relay as relay_module
 from stretto.collective_ops import Exchange
-from stretto.errors import BrokenTransportError, TransportError
+from stretto.errors import BrokenTransportError, UnreachedError
 from stretto.membership.messages import GenerationView, Member, MemberRanks, ReadyReport, ViewOfRanks
 from stretto.process_config import WorkerConfig
 from stretto.relay import (
@@ -353,33 +353,15 @@ def test_worker_of_the_run_in_the_place_of_another_one_receives_a_handshake_alon
 # --- workers that cannot reach each other -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rank", "with_history", "relayed", "says_so"),
-    [
-        (1, (False, False), False, True),
-        (0, (False, False), False, False),
-        (1, (True, False), False, True),
-        (0, (False, True), False, True),
-        (0, (True, False), False, False),
-        (1, (True, True), False, False),
-        (1, (False, False), True, False),
-    ],
-)
-def test_one_of_two_workers_that_cannot_connect_twice_says_what_to_type(
-    running: RelayThread, rank: int, with_history: tuple[bool, bool], relayed: bool, says_so: bool
-) -> None:
+@pytest.mark.parametrize("relayed", [False, True])
+def test_members_that_do_not_connect_in_time_are_named_by_their_numbers(running: RelayThread, relayed: bool) -> None:
     rendezvous = EncryptedRendezvous("127.0.0.1", 0.1, LIMIT_S, relay=running.access if relayed else None)
-    silent = ReservedPort("127.0.0.1", new_keys())
-    for generation, error in ((1, BrokenTransportError), (2, TransportError if says_so else BrokenTransportError)):
-        addresses = [str(silent.endpoint), str(silent.endpoint)]
-        addresses[rank] = rendezvous.address
-        members = [
-            Member(number, 0, ReadyReport(int(history), address=one))
-            for number, (one, history) in enumerate(zip(addresses, with_history, strict=True))
-        ]
-        with pytest.raises(TransportError) as caught:
-            rendezvous.form(GenerationView(generation, members), rank)
-        assert type(caught.value) is error
-    assert ("--relay" in str(caught.value)) == says_so
+    silent = [ReservedPort("127.0.0.1", new_keys()) for _ in range(2)]
+    addresses = [str(silent[0].endpoint), rendezvous.address, str(silent[1].endpoint)]
+    members = [Member(number, 0, ReadyReport(0, address=one)) for number, one in zip((3, 5, 8), addresses, strict=True)]
+    with pytest.raises(UnreachedError) as caught:
+        rendezvous.form(GenerationView(1, members), 1)
+    assert caught.value.workers == (3, 8)
     rendezvous.close()
-    silent.close()
+    for one in silent:
+        one.close()
