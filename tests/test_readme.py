@@ -34,5 +34,19 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_page_is_linked() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md", "api.md"}
-    assert not [name for name in pages if f"](docs/{name})" not in README]
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert not [name for name in pages if f"]({name})" not in index]
+    assert not [name for name in pages - {"api.md"} if f"](docs/{name})" not in README]
+
+
+def test_situations_of_the_readme_are_the_first_of_the_page_on_choosing() -> None:
+    """The README's answers may be shorter."""
+    choosing = re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "docs" / "choosing.md").read_text(), re.M)
+    start = choosing.index(("your situation", "start with"))
+    readme = re.findall(r"^\| (.+?) \| (.+) \|$", README, re.M)
+    at = readme.index(("your situation", "start with"))
+    for (situation, answer), (full_situation, full_answer) in zip(
+        readme[at + 1 : at + 6], choosing[start + 1 : start + 6], strict=True
+    ):
+        assert situation == full_situation and full_answer.startswith(answer)
