@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto import codecs as how
-    from stretto.api import distribute, finish, log, no_sync
+    from stretto.api import distribute, finish, is_resuming, log, no_sync
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.recipe.parser import parse
     from stretto.recipe.recipe import Recipe
     from stretto.recipe.whom import check_topology
+    from stretto.training.checkpointed import checkpointed
     from stretto.transport.conformance import check_transport
 
 __version__ = "0.1.0"
@@ -33,6 +34,8 @@ _FROM = {
     "finish": "api",
     "log": "api",
     "no_sync": "api",
+    "is_resuming": "api",
+    "checkpointed": "training.checkpointed",
     "rank": "identity",
     "world_size": "identity",
     "is_main": "identity",
@@ -67,10 +70,12 @@ __all__ = [
     "check_codec",
     "check_topology",
     "check_transport",
+    "checkpointed",
     "distribute",
     "finish",
     "how",
     "is_main",
+    "is_resuming",
     "layouts",
     "log",
     "main_first",

@@ -27,6 +27,7 @@ from stretto.strategies.parameter_view import refuse_foreign_shards
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
 from stretto.training.arguments import Arguments
+from stretto.training.checkpointed import script_state
 from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, given_recipe, overruled
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
@@ -167,13 +168,26 @@ def skipped() -> tuple[int, int] | None:
 def log(**values: float | torch.Tensor) -> None:
     """Record numbers of this step, such as the loss, into the run; without a run it does nothing.
 
-    A NaN or an infinity ends the run with an error that names it, the step and the worker.
+    A NaN or an infinity ends the run with an error that names it, the step and the worker. While finished epochs are
+    passed (`is_resuming`), nothing is recorded.
 
     >>> log(loss=0.5)
     """
     trainer = _current.get()
-    if isinstance(trainer, Trainer):
+    if isinstance(trainer, Trainer) and not script_state().is_passing:
         trainer.events.record(trainer.progress.global_steps, trainer.progress.samples, values)
+
+
+def is_resuming() -> bool:
+    """Return True while the script passes epochs that were trained before, in a resumed run or at a restarted worker.
+
+    Their loops are empty, and the code between them runs again. False from the first epoch with batches on, or from the
+    end of the epoch at whose end the checkpoint was written; always False in a single process.
+
+    >>> is_resuming()
+    False
+    """
+    return script_state().is_passing
 
 
 def no_sync() -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stretto.api import connected, skipped
+from stretto.api import connected, is_resuming, skipped
 from stretto.errors import ScriptError, explain
 from stretto.membership.barrier_client import Barrier
 from stretto.membership.barriers import EVERYBODY, Position
@@ -101,12 +101,12 @@ def main_first() -> Iterator[None]:
 
 
 def print(*values: object, **options: Any) -> None:
-    """Print at the main worker only; takes what the built-in `print` takes.
+    """Print at the main worker only; takes what the built-in `print` takes. While epochs are passed it prints nothing.
 
     >>> print("loss", 0.5)
     loss 0.5
     """
-    if is_main() and _is_first_rank():
+    if is_main() and _is_first_rank() and not is_resuming():
         builtins.print(*values, **options)
 
 
@@ -118,13 +118,16 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     worker has saved, so that the next line may load the file. They do not wait for a call that main does not make:
     a main worker that has begun a further exchange, or has failed, is past this call. This is why `save` cannot be
     built on `barrier`: inside `if stretto.is_main()` no other worker would reach it. Under an asynchronous recipe,
-    call it between epochs if other workers read the file: inside the loop no worker waits.
+    call it between epochs if other workers read the file: inside the loop no worker waits. While epochs that were
+    trained before are passed (`is_resuming`), it does nothing.
 
     Raises OSError when the file cannot be written; the one before it is still there.
 
     >>> import tempfile
     >>> save({"accuracy": 0.9}, Path(tempfile.mkdtemp()) / "models/best.pt")
     """
+    if is_resuming():
+        return
     if not is_main():
         trainer = connected()
         if trainer is None or not _is_unequal(trainer):

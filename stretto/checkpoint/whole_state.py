@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stretto.checkpoint.storage import State
 
-NAMED = ("model/", "more/", "optimizer/", "buffer/", "random/")
+NAMED = ("model/", "more/", "optimizer/", "buffer/", "random/", "kept/")
 """Beginnings of the names of tensors that do not depend on the layout. All others are states of exchanges."""
 EXCHANGES = {
     "codec": "states of the codec",

@@ -302,6 +302,10 @@ class EpochLoop(LeasingLoop, Protocol):
         """Return the members that an epoch which begins is assigned to."""
         ...
 
+    def kept(self) -> bytes:
+        """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -360,7 +364,8 @@ class BatchSource:
             rule, initial_workers = "global-batch", 1
 
         def order() -> EpochOrder:
-            return draw(self._loader, self._transport, self._global_batch_of, self._loop.peeks, self._arranged)
+            loop = self._loop
+            return draw(self._loader, self._transport, self._global_batch_of, loop.peeks, self._arranged, loop.kept)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
             return BatchAssignment((), self._loop.members(), rule, initial_workers, drawn.bounds)

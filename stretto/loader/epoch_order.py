@@ -29,12 +29,14 @@ ENDLESS = 50_000_000
 class EpochOrder:
     """The batches of one epoch, in order. `dropped` samples of the data set are in none of them.
 
-    `peeks` are the numbers of the earlier iterations that were peeks, for a worker that joins later.
+    For a worker that joins later, `peeks` are the numbers of the earlier iterations that were peeks, and `kept` holds
+    the script's own values at the first worker when the epoch began, where no worker sends the state of the run.
     """
 
     batches: Sequence[Batch]
     dropped: int
     peeks: Sequence[int] = ()
+    kept: bytes = b""
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -64,6 +66,7 @@ class _Packed(msgspec.Struct):
     numbers: bytes
     others: list[Any] | None
     peeks: list[int] = []
+    kept: bytes = b""
 
 
 def draw(
@@ -72,6 +75,7 @@ def draw(
     global_batch_of: int,
     peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
+    kept: Callable[[], bytes] = bytes,
 ) -> EpochOrder:
     """Draw the order of the next epoch at worker 0 and broadcast it; all ranks of a worker have that of its rank 0.
 
@@ -79,7 +83,7 @@ def draw(
     """
 
     def drawn() -> EpochOrder:
-        return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
+        return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks, kept=kept())
 
     return unpack(transport.broadcast_by_ranks(lambda: pack(drawn()))) if transport.has_others else drawn()
 
@@ -191,11 +195,12 @@ def pack(order: EpochOrder) -> bytes:
     """Return a serialised order. Raises LoaderError for indices that can't be serialised."""
     flat = [index for batch in order.batches for index in batch]
     sizes = np.array(order.sizes, dtype=np.int64).tobytes()
+    for_joining = list(order.peeks), order.kept
     if all(type(index) is int for index in flat):
         numbers = np.array(flat, dtype=np.int64)
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None, list(order.peeks)))
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None, *for_joining))
     try:
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat, list(order.peeks)))
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat, *for_joining))
     except TypeError as error:
         problem = "the sampler gives indices that can't be sent to other workers"
         got = f"{type(flat[0]).__name__} ({error})"
@@ -228,7 +233,7 @@ def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
         if start < stop:
             batches.append(order.flat[start:stop])
         at = stop
-    return EpochOrder(batches, order.dropped), done
+    return replace(order, batches=batches), done
 
 
 @functools.lru_cache(maxsize=1)
@@ -243,7 +248,8 @@ def unpack(message: bytes) -> EpochOrder:
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     others = packed.others
     flat = _wide(packed.numbers, sum(sizes)) if others is None else [_as_tuple(index) for index in others]
-    return EpochOrder([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped, packed.peeks)
+    batches = [flat[start:stop] for start, stop in pairwise(bounds_of(sizes))]
+    return EpochOrder(batches, packed.dropped, packed.peeks, packed.kept)
 
 
 def _wide(numbers: bytes, count: int) -> list[int]:
@@ -297,7 +303,7 @@ class ShardedBatchSampler(BatchSampler):
     def append(self, indices: Batch) -> EpochOrder:
         """Append samples to the order of this epoch, and return the new order."""
         order, batch_assignment = self._drawn()
-        self._assigned = EpochOrder([*order.batches, indices], order.dropped), batch_assignment
+        self._assigned = replace(order, batches=[*order.batches, indices]), batch_assignment
         return self._assigned[0]
 
     @property

@@ -21,6 +21,7 @@ from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.runtime.event_writer import boot_id
+from stretto.training.checkpointed import script_state
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 
@@ -36,7 +37,7 @@ class CheckpointManager:
     """Decides when a checkpoint is due, and collects its state; the first worker writes it in the background."""
 
     def __init__(self, trainer: TrainerView, context: WorkerContext) -> None:
-        self._trainer = trainer
+        self._trainer, self._script = trainer, script_state()
         self._checkpoints = files.checkpoints(context.keep) if (files := context.files) is not None else None
         self._last_s = LAST_REMOTE_S if context.remote_files is not None else LAST_S
         self._every = copy.copy(context.checkpoint)
@@ -157,7 +158,10 @@ class CheckpointManager:
     # --- the state ----------------------------------------------------------------------------------------------
 
     def state(self, own: dict[int, state_transfer.Own]) -> State:
-        """Return the state of the run, with each worker's own. Raises RollbackRequiredError when a server was lost."""
+        """Return the state of the run, with each worker's own; without any, the script's values are of this worker.
+
+        Raises RollbackRequiredError when a server was lost.
+        """
         trainer = self._trainer
         current, progress = trainer.epochs.current, trainer.progress
         epoch_batches = current if isinstance(current, AssignedEpoch | LeasedEpoch) else None
@@ -187,6 +191,9 @@ class CheckpointManager:
             "boot": boot_id(),
         }
         tensors |= state_transfer.model_tensors(trainer.model) | state_transfer.optimizer_tensors(trainer.optimizers)
+        if not own:
+            kept, kept_tensors = self._script.saved()
+            facts, tensors = facts | kept, tensors | kept_tensors
         return State(facts, tensors, own)
 
     def _own(self) -> state_transfer.Own:
@@ -196,4 +203,5 @@ class CheckpointManager:
             tensors |= state_transfer.optimizer_tensors(self._trainer.optimizers)
         if self._trainer.strategy.keeps_own_model:
             tensors |= state_transfer.model_tensors(self._trainer.model)
-        return facts | {"states": states}, tensors | own
+        kept, kept_tensors = self._script.saved()
+        return facts | {"states": states} | kept, tensors | own | kept_tensors

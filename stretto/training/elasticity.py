@@ -6,12 +6,14 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
+from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
 from stretto.membership.epoch_numbers import epoch_of
@@ -20,6 +22,7 @@ from stretto.membership.worker_status import status
 from stretto.runtime.event_writer import boot_id
 from stretto.strategies.model_sync import draw_from
 from stretto.training.checkpoint_manager import CheckpointManager
+from stretto.training.checkpointed import script_state
 from stretto.training.residual_handover import ResidualHandover
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
@@ -51,6 +54,7 @@ class ElasticAgent:
         """Number of samples in `_lost` that still count as trained, until they are assigned again."""
         self._reassigned: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
+        self._script = script_state()
         trainer.transport.attach(self)
         if context.barrier is not None:
             context.barrier.begin(self.operations_begun)
@@ -68,6 +72,25 @@ class ElasticAgent:
             if transport.join_position is not None:
                 self._join(transport.join_position)
             draw_from(f"{self._context.seed}:{self._context.worker}:{self._context.incarnation}".encode())
+        self._script.is_passing = self._taken is not None or transport.join_position is not None
+        self._notify_passed()
+
+    def _notify_passed(self) -> None:
+        """Write a notice about the epochs that the script passes, if there are any."""
+        trainer = self._trainer
+        last = next(number - 1 for number in itertools.count(1) if not self.is_over(number))
+        if not last:
+            return
+        epochs = f"epochs 1 to {last} were" if last > 1 else "epoch 1 was"
+        text = (
+            f"{epochs} trained before: there are no batches of that, and the code between epochs runs again, where "
+            "stretto.save, log, print and evaluate= do nothing until then; keep best values and counters in "
+            "stretto.checkpointed(...), and write other files there under `if not stretto.is_resuming():`"
+        )
+        if trainer.transport.arrives:
+            trainer.events.own_notice(f"worker {trainer.transport.number} has joined: {text}")
+        else:
+            trainer.events.notice(text)
 
     def _join(self, position: JoinPosition) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
@@ -152,6 +175,7 @@ class ElasticAgent:
         self._reassign_lost(())
         if self._taken is not None and progress.epochs >= self._taken.facts["epochs"]:
             self._continue_from(self._taken)
+        self._script.end_passing()
 
     def undo_epoch(self) -> None:
         """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
@@ -162,8 +186,10 @@ class ElasticAgent:
     def epoch_skipped(self) -> None:
         """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
         taken, epochs = self._taken, self._trainer.progress.epochs
+        self._script.give_back()
         if taken is not None and taken.facts["closing_epoch"] and epochs == taken.facts["epochs"]:
             self._continue_from(taken)
+            self._script.end_passing()
 
     def epoch_begins(self) -> None:
         """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
@@ -174,7 +200,22 @@ class ElasticAgent:
     def section_ends(self) -> None:
         """Restore the random states that were saved at the end of this section, if no epoch began since."""
         if self._taken is not None:
+            self._refuse_to_end_before(self._taken)
             self._restore_random_states(self._own_of(self._taken))
+        self._script.end_passing()
+
+    def _refuse_to_end_before(self, taken: State) -> None:
+        """Raise ScriptError if the script has looped, and never reached the epoch in which the state was saved."""
+        begun, epoch = self._trainer.progress.epochs, taken.facts["epochs"]
+        if 0 < begun < epoch and taken.facts["order"] is not None:
+            raise ScriptError(
+                explain(
+                    f"the run continues in epoch {epoch}, and the script ended after {begun} loops over the loader",
+                    got="a loop that leaves out epochs, such as range(kept.epoch, epochs)",
+                    expected="a loop from the first epoch on: the loader gives no batches of epochs that are over",
+                    to_type="for epoch in range(epochs):",
+                )
+            )
 
     def _continue_from(self, state: State) -> None:
         """Restore model, settings and random states as saved, whatever the script did since it started."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from stretto.checkpoint.state_transfer import pack_own
 from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
@@ -22,6 +23,7 @@ from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.model_sync import refuse_all_frozen
 from stretto.strategies.strategy import Strategy
 from stretto.training.arguments import Arguments
+from stretto.training.checkpointed import script_state
 from stretto.training.elasticity import ElasticAgent
 from stretto.training.evaluator import Evaluator
 from stretto.training.global_steps import GlobalSteps
@@ -92,6 +94,13 @@ class Epochs:
     def members(self) -> Sequence[int]:
         """Return the members that an epoch which begins is assigned to."""
         return self._trainer.agent.members()
+
+    def kept(self) -> bytes:
+        """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
+        if not self._trainer.strategy.asynchronous:
+            return b""
+        own = script_state().saved()
+        return pack_own(own) if own[0] else b""
 
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""

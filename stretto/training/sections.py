@@ -25,11 +25,13 @@ from stretto.checkpoint.run_files import CheckpointPlace, RunFiles
 from stretto.checkpoint.storage import State
 from stretto.errors import LaunchError, LoaderError, LogError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import digest_of, refuse_other_data
+from stretto.loader.epoch_order import unpack
 from stretto.membership.epoch_numbers import section_of
 from stretto.membership.worker_status import status
 from stretto.run_dir import section_folder
 from stretto.runtime.event_writer import open_folder
 from stretto.training.arguments import Arguments
+from stretto.training.checkpointed import own_of, script_state
 from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext
@@ -40,7 +42,7 @@ class Sections:
     """The sections of one process, and the transport that they share."""
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
+        self._context, self._script = context, script_state()
         self._transport: Transport | None = None
         self._kind: tuple[int, bool] | None = None
         self._number = 0
@@ -80,6 +82,7 @@ class Sections:
         self._number += 1
         self._is_open = self.is_skipped
         if self.is_skipped:
+            self._script.is_passing = True
             self._skip(arguments)
             return None
         section, began = self._section(transport), self._context.runtime.clock()
@@ -180,11 +183,16 @@ class Sections:
             if self._context.opens_folder:
                 self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
             self._entered = self._where(self._transport)
+            self._script.is_looked_up = True
+            if (state := self._entered.state) is not None:
+                self._script.take(own_of(state, self._transport.number, self._transport.members))
         return self._transport
 
     def _where(self, transport: Transport) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
         if transport.arrives and transport.join_position is not None:
+            if kept := unpack(transport.join_position.order).kept:
+                self._script.take(state_transfer.unpack_own(kept))
             return Section(section_of(transport.join_position.epoch_number))
         if transport.arrives:
             return continued(state_transfer.unpack(transport.receive_state()))
