@@ -145,7 +145,17 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             HOSTS,
             "ADDRESS[:PORT]",
             "this machine alone",
-            ("--listen", "--host"),
+            ("--listen",),
+        ),
+    ] = None
+    wait_for: Annotated[
+        int | None,
+        Option(
+            "With --listen, begin with N workers in all: those that `stretto join` adds are awaited, and count for "
+            "--lr-scale and --batch split.",
+            HOSTS,
+            "N",
+            "those that this command starts",
         ),
     ] = None
     hosts: Annotated[
@@ -242,6 +252,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of workers for the factor on the learning rate; None for the number that is started."""
     retyped: tuple[str, ...] = ()
     """Words after `stretto run --resume FOLDER` that continue the run."""
+    launched_from: str | None = None
+    """Working folder of the run's launcher, in the options that launchers that join receive."""
     subcommand: str = "run"
     """Command of `stretto` that started the run."""
 
@@ -254,11 +266,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def initial_workers(self) -> int:
         """Number of workers that the run begins with: those that are awaited, or else the fewest that it needs."""
-        return self.awaited or self.min_workers
+        return max(self.awaited, self.wait_for or 0) or self.min_workers
 
     @property
     def awaited(self) -> int:
-        """Number of workers of this machine, its hosts and its job; 0 if all are joined by hand."""
+        """Number of workers that are started on this machine, its hosts and by its job; 0 if all join by hand."""
         return self.workers + self.announced + sum(host.workers for host in parse_hosts(self.hosts or ""))
 
     @property
@@ -292,7 +304,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-NOT_RECORDED = ("out", "retyped", "subcommand", "server_hosts", "scaled_workers", "announced")
+NOT_RECORDED = ("out", "retyped", "subcommand", "server_hosts", "scaled_workers", "announced", "launched_from")
 
 
 @functools.cache

@@ -211,10 +211,16 @@ def join(
     output: Output = "none",
     restarts: int = 3,
     out: Path | None = None,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Working folder of the script on this machine.  [default: as the launcher's, in the received code]"
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Join a run that was started with --listen: add workers of this machine to it."""
-    joining = JoinRequest(run, workers, key, script, threads, output, restarts, out=out)
+    joining = JoinRequest(run, workers, key, script, threads, output, restarts, out=out, workdir=workdir)
     join_run(joining, ProgressDisplay(quiet=quiet))
 
 

@@ -36,17 +36,17 @@ def described(config: RunConfig) -> str:
     """Return the workers, the program and the recipe, for the line that announces the run."""
     program = shlex.join(masked(entry.typed(config.script, config.module, config.args)))
     workers = f"{config.initial_workers} worker{'s' * (config.initial_workers != 1)}"
+    missing = config.initial_workers - config.awaited
+    begins = f"; the run begins when {missing} {'has' if missing == 1 else 'have'} joined" * (missing > 0)
     if config.hosts:
         elsewhere = (f"{host.workers} on {host.name}" for host in parse_hosts(config.hosts))
-        workers += f" ({', '.join([f'{config.workers} here', *elsewhere])})"
+        workers += f" ({', '.join([f'{config.workers} here', *elsewhere])}{begins})"
     elif config.on:
         workers += f" ({kind_of(config.on).place}s of {config.on}, each with {config.resources or DEFAULT})"
     elif config.announced:
         workers += f" (1 here, {config.announced} in other tasks)"
-    elif not config.workers:
-        workers = (
-            f"0 workers here (the run begins when {workers} ha{'s' if config.initial_workers == 1 else 've'} joined)"
-        )
+    elif begins:
+        workers += f" ({config.workers} here{begins})"
     of = f"of {config.ranks} processes each, {config.layout}, running" if config.ranks > 1 else "of"
     recipe = f"recipe {config.recipe}" if config.recipe is not None else "the script's recipe"
     resumed = f", from the newest checkpoint of {config.resume}" if config.resume is not None else ""
@@ -232,6 +232,8 @@ def _check_numbers(config: RunConfig) -> None:
 def _check_survival(config: RunConfig) -> None:
     """Raise LaunchError for impossible limits."""
     minimum, maximum = config.min_workers, config.max_workers
+    if config.wait_for is not None:
+        _check_wait(config, config.wait_for)
     if not (config.failure_timeout_s >= MIN_FAILURE_TIMEOUT_S and math.isfinite(config.failure_timeout_s)):
         got, to_type = f"{spelled(config.failure_timeout_s)}s", "--failure-timeout 10s"
         _refuse("the failure timeout", got, "a time, at least 100ms", to_type)
@@ -244,6 +246,17 @@ def _check_survival(config: RunConfig) -> None:
         _refuse("the largest number of workers", maximum, started, f"--max-workers {workers}")
     if config.restarts < 0:
         _refuse("the number of restarts", config.restarts, "a whole number, 0 or more", "--restarts 3")
+
+
+def _check_wait(config: RunConfig, wait_for: int) -> None:
+    """Raise LaunchError for a number of workers to wait for that no others could reach."""
+    if config.host is None or config.on is not None:
+        problem, got = "no others could join", f"--wait-for {wait_for}" + f" --on {config.on}" * (config.on is not None)
+        expected, to_type = "a run that others join", f"--listen 10.0.0.1:7878 --wait-for {wait_for}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+    if wait_for < max(config.awaited, 1):
+        expected = f"at least {max(config.awaited, 1)}, as many as are started"
+        _refuse("the number of workers to wait for", wait_for, expected, f"--wait-for {config.awaited + 1}")
 
 
 def _check_host(config: RunConfig) -> None:
@@ -269,7 +282,7 @@ def _check_host(config: RunConfig) -> None:
     if settled(config).servers and config.initial_workers < 2:
         problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
         got = f"-n {config.workers} --listen {config.host} --recipe {config.recipe}"
-        to_type = f"-n {'2' if config.workers else '0 --min-workers 2'} --listen {config.host}"
+        to_type = f"-n {config.workers} --wait-for 2 --listen {config.host}"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 

@@ -42,7 +42,7 @@ JOIN_KEY = "join.key"
 BY_KEY = "stretto join HOST:PORT --key FILE"
 CODE = "code"
 """Directory with the received code in the run directory of a joining launcher."""
-OF_THE_LAUNCHER = ("hosts", "server_hosts", "on", "resources", "out", "faults", "copy_to", "secret_file")
+OF_THE_LAUNCHER = ("hosts", "server_hosts", "on", "resources", "out", "faults", "copy_to", "secret_file", "wait_for")
 """Options that do not concern launchers that join the run."""
 SECRET = re.compile("[0-9a-f]{64}", re.ASCII)
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -76,6 +76,8 @@ class JoinRequest:
     """First of the numbers reserved for these workers, if there are any."""
     out: Path | None = None
     """Run folder of these workers on a machine that does not see that of the run."""
+    workdir: Path | None = None
+    """Working folder of the script there."""
 
 
 def write_join_key(folder: Path, servers: Servers) -> Path:
@@ -116,12 +118,12 @@ def invitation_of(
 
     Workers that a resumed run begins with must know that it is resumed: they receive the state that another one reads.
     """
-    script = options.script if options.module else options.script.absolute()
+    script = options.script if options.module else options.script.parent.resolve() / options.script.name
     workers = options.initial_workers
     options = replace(
         options, script=script, workers=workers, scaled_workers=workers, min_workers=1, **dict.fromkeys(OF_THE_LAUNCHER)
     )
-    encoded = msgspec.json.encode(replace(options, announced=0), enc_hook=str)
+    encoded = msgspec.json.encode(replace(options, announced=0, launched_from=os.getcwd()), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
         return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))
@@ -149,8 +151,8 @@ def packed_code(options: RunConfig) -> bytes:
     return packed(options.script.parent)
 
 
-def plan_of_join(request: JoinRequest) -> ProcessPlan:
-    """Return the plan of the joining workers. Raises LaunchError if they cannot join the run.
+def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> ProcessPlan:
+    """Return the plan of the joining workers; `note` shows a line. Raises LaunchError if they cannot join the run.
 
     If the launcher of the run has started this one, a signal ends this process when its standard input ends.
     """
@@ -170,7 +172,7 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
         options = msgspec.json.decode(invitation.options, type=RunConfig, dec_hook=decode_path)
         if not invitation.numbers:
             raise indivisible(request.workers, options.ranks, f"stretto join {request.run} -n {{}}")
-        folder, script = _place(request, options, client)
+        folder, script, workdir = _place(request, options, client, note)
         config = replace(
             options,
             script=script,
@@ -182,21 +184,46 @@ def plan_of_join(request: JoinRequest) -> ProcessPlan:
     check(config.script, config.module)
     sees_run = request.key is None
     servers = Servers(elsewhere=invitation.services, relay_elsewhere=invitation.relay, given=invitation.keys)
-    numbers, incarnation = invitation.numbers, invitation.incarnation
-    return ProcessPlan(config, folder, None, servers, joining=numbers, incarnation=incarnation, sees_run=sees_run)
+    return ProcessPlan(
+        config,
+        folder,
+        None,
+        servers,
+        joining=invitation.numbers,
+        incarnation=invitation.incarnation,
+        sees_run=sees_run,
+        workdir=workdir,
+    )
 
 
-def _place(request: JoinRequest, options: RunConfig, client: JoinClient) -> tuple[Path, Path]:
-    """Return the run directory and the script of the joining workers; the code is received where it is needed."""
+def _place(
+    request: JoinRequest, options: RunConfig, client: JoinClient, note: Callable[[str], None]
+) -> tuple[Path, Path, Path | None]:
+    """Return the run directory of the joining workers, their script, and its working folder if it is another one.
+
+    The code is received where it is needed. The working folder is then the place in it that the launcher's has in the
+    folder of its script, if it is there.
+    """
     script = request.script.absolute() if request.script is not None else options.script
+    workdir = request.workdir.resolve() if request.workdir is not None else None
+    if workdir is not None and not workdir.is_dir():
+        problem, expected = f"there is no folder {request.workdir}", "a folder, in which the script finds its data"
+        got, to_type = f"--workdir {request.workdir}", "--workdir ."
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
     if request.key is None:
-        return Path(request.run), script
-    code = client.code() if request.script is None and not options.module else None
+        return Path(request.run), script, workdir
+    code = client.code(note) if request.script is None and not options.module else None
     folder = make_folder(f"joined-{options.name}", request.out, datetime.now())
     if code is not None:
-        unpack(code, folder / CODE)
-        script = folder.resolve() / CODE / script.name
-    return folder, script
+        received = folder.resolve() / CODE
+        note(f"received the code of the run, {len(code) / 1e6:.1f} MB packed, in {received}")
+        unpack(code, received)
+        launched_from = Path(options.launched_from or "/")
+        if workdir is None and launched_from.is_relative_to(script.parent):
+            workdir = received / launched_from.relative_to(script.parent)
+            workdir.mkdir(parents=True, exist_ok=True)
+        script = received / script.name
+    return folder, script, workdir
 
 
 def check_versions(there: Mapping[str, str]) -> None:

@@ -21,6 +21,8 @@ from stretto.security import JOINING, address_toward, use_keys, worker_keys
 Reply = TypeVar("Reply")
 CONNECT_S, REPLY_S = 5.0, 20.0
 """Limits of the waits for a connection and for a reply: the coordinator may be being restarted."""
+SHOWN_S = 5.0
+"""Seconds between two lines on the code that has arrived."""
 REPEAT_MS = 500
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 MAX_REFUSALS = 3
@@ -54,11 +56,14 @@ class JoinClient:
         request = AskToJoin(workers, first, replaces)
         return self._reply(request, lambda reply: reply if isinstance(reply, Invitation) else None)
 
-    def code(self) -> bytes:
-        """Return the archive of the code."""
-        code = b""
+    def code(self, note: Callable[[str], None]) -> bytes:
+        """Return the archive of the code; `note` shows how much has arrived, if that takes long."""
+        code, shown_at = b"", time.monotonic()
         while (part := self._part(len(code))).part:
             code += part.part
+            if time.monotonic() - shown_at > SHOWN_S:
+                note(f"{len(code) / 1e6:.1f} MB of the code of the run have arrived")
+                shown_at = time.monotonic()
         if part.problem:
             raise LaunchError(part.problem)
         return code

@@ -107,7 +107,8 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
     Raises LaunchError and Stopped as `run` does; the run continues without these workers.
     """
-    plan = plan_of_join(joining)
+    display.note(f"joining the run {joining.run}")
+    plan = plan_of_join(joining, display.note)
     inbox: Inbox = SimpleQueue()
     with handled(lambda number: inbox.put(Signalled(number))):
         count, folder = len(plan.joining), f", run folder {plan.folder}"

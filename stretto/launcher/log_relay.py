@@ -22,6 +22,7 @@ from stretto.events import COORDINATOR, process_name
 from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
 from stretto.membership.output_lines import log_of, open_log, plain
+from stretto.membership.worker_status import ProcessRecord
 from stretto.run_config import Output
 
 CHUNK_BYTES = 1 << 16
@@ -99,6 +100,10 @@ class LogRelay(threading.Thread):
     def note(self, text: str) -> None:
         """Show a line of Stretto's own, soon."""
         self._due.put(lambda display: display.note(text))
+
+    def follow(self, records: Sequence[ProcessRecord]) -> None:
+        """Show the progress of workers whose events this launcher does not see."""
+        self._due.put(lambda display: display.follow(records))
 
     def show(self, data: bytes) -> None:
         """Show output of workers of other hosts, soon, without characters that control a terminal.

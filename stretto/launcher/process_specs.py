@@ -50,6 +50,8 @@ class ProcessSpec:
     fds: list[int] = field(default_factory=list)
     rank: int = 0
     """Rank of the process within its worker."""
+    workdir: Path | None = None
+    """Working folder of the process; None for that of this launcher."""
 
     def __str__(self) -> str:
         return process_name(self.number, self.rank) + (f" of {self.of}" if self.number > COORDINATOR else "")
@@ -82,6 +84,8 @@ class ProcessPlan:
     incarnation: int = 0
     sees_run: bool = True
     """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
+    workdir: Path | None = None
+    """Working folder of the script; None for that of this launcher."""
 
     @property
     def numbers_shown(self) -> range:
@@ -121,7 +125,7 @@ class ProcessPlan:
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number * config.ranks + rank, config)
         process = self._worker_config(number, incarnation, rank, listener)
-        return ProcessSpec(number, workers, command, environment, process, fds, rank)
+        return ProcessSpec(number, workers, command, environment, process, fds, rank, self.workdir)
 
     def _worker_config(self, number: int, incarnation: int, rank: int, listener: socket | None) -> WorkerConfig:
         config, servers = self.config, self.servers

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from stretto.events import Event
 from stretto.launcher.run_status import Progress
+from stretto.membership.worker_status import ProcessRecord
 from stretto.notices import printable
 from stretto.run_config import RunConfig
 
@@ -156,6 +157,11 @@ class ProgressDisplay:
             self._end_lines()
             print(f"stretto: {text}", file=sys.stderr, flush=True)
 
+    def follow(self, records: Sequence[ProcessRecord]) -> None:
+        """Take the records of workers that this machine has added to a run, whose events it does not see."""
+        if line := self._progress.follow(records):
+            self.note(line)
+
     def poll(self) -> None:
         """Read new events and update the display."""
         for event in self._events.read():
@@ -181,7 +187,7 @@ class ProgressDisplay:
     def _show_progress(self) -> None:
         self._shown_at = time.monotonic()
         line = ", ".join(self._progress.facts())
-        if self._progress.step and line and line != self._last_progress:
+        if (self._progress.step or self._progress.state) and line and line != self._last_progress:
             self.note(line)
         self._last_progress = line
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.events import Event, counts_for_worker
+from stretto.membership.loop_positions import COMING
+from stretto.membership.worker_status import ProcessRecord
 from stretto.report import formatting, traffic
 
 RECENT_S = 10.0
@@ -32,6 +35,10 @@ class Progress:
     updates: int = 0
     staleness: int = 0
     stalest: int = 0
+    state: str = ""
+    """State of workers that have joined the run from this machine and wait."""
+    _members: int = 0
+    """Number of those that take part."""
     _ended_at: int | None = None
     """Step at the end of the last epoch that has ended; None in the first epoch."""
     _recent: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
@@ -42,11 +49,23 @@ class Progress:
         handler = getattr(self, f"_on_{event.get('event')}", None)
         return handler(event) if handler is not None and counts_for_worker(event) else None
 
+    def follow(self, records: Sequence[ProcessRecord]) -> str | None:
+        """Update the status from the records of workers whose events are not seen here; return the line to print."""
+        places = [record.place for record in records if record.joined and record.place.phase != COMING]
+        self.epoch = max([self.epoch, *(place.epoch for place in places)])
+        self.step = max([self.step, *(place.step for place in places)])
+        members = sum(record.joined for record in records)
+        self.state = "waiting for the run to begin, or to admit its workers" if records and not members else ""
+        if members == self._members:
+            return None
+        self._members = members
+        return f"in the run: {members} of {len(records)} worker{'s' * (len(records) != 1)} of this machine"
+
     def facts(self) -> list[str]:
         """Return the facts to display, the most important first."""
         has_begun_another = self._ended_at is not None and self.step > self._ended_at
         epoch = self.epoch + has_begun_another
-        facts = [f"epoch {epoch}" if epoch else "", f"step {self.step}" if self.step else ""]
+        facts = [self.state, f"epoch {epoch}" if epoch else "", f"step {self.step}" if self.step else ""]
         if (rate := self.samples_per_second()) is not None:
             facts.append(f"{rate:,.0f} samples/s")
         facts += [f"{name} {_number(value)}" for name, value in {**self.values, **self.metrics}.items()]

@@ -316,6 +316,8 @@ class Supervisor:
             if self._stop is not None and not self._plan.joining:
                 self._exit_notifier.end_run()
                 self._exit_notifier.watch_members()
+        if self._plan.joining and not self._plan.sees_run:
+            self._relay.follow([member.processes[0].record() for member in self._in("running", "done", "left")])
         self._kill_stopped()
         failures = self._failures()
         for member in self._in("running"):

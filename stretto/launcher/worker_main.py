@@ -207,7 +207,7 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return f"{error}{_as_module(error)}{_of_shared_files(error)}{_of_parts(error)}"
+    return f"{error}{_as_module(error)}{_of_missing_file(error)}{_of_shared_files(error)}{_of_parts(error)}"
 
 
 def _as_module(error: BaseException) -> str:
@@ -216,6 +216,18 @@ def _as_module(error: BaseException) -> str:
         return ""
     name = module_name(Path(sys.argv[0]))
     return f"; start it as a module: stretto run -m {name}" if name is not None else ""
+
+
+def _of_missing_file(error: BaseException) -> str:
+    """Return where a joined worker looks for files, if one is missing."""
+    config = worker_config()
+    if not isinstance(error, FileNotFoundError) or config is None or config.options.launched_from is None:
+        return ""
+    return (
+        f"; the working folder of this worker on {socket.gethostname()} is {os.getcwd()}, that of the run's launcher "
+        f"{config.options.launched_from}: files that were not sent with the code have to be here; stretto join "
+        "--workdir PATH takes another folder"
+    )
 
 
 def _of_shared_files(error: BaseException) -> str:

@@ -644,11 +644,17 @@ class MembershipCoordinator:
             self._failed.setdefault(failed, (self.generation, replica.failed_rank))
 
     def _admit(self, replica: Replica, rank: Rank, message: ReadyReport, now: float) -> None:
-        """Admit a worker as soon as its ranks are ready, in asynchronous training; no other worker is notified."""
+        """Admit a worker as soon as its ranks are ready, in asynchronous training; no other worker is notified.
+
+        If the run begins with others that join, the first ones wait for them.
+        """
         rank.report = message
-        if replica.is_ready:
-            worker = replica.worker
-            self._form_asynchronous([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
+        waiting = [replica.worker] if self.generation else self.workers.waiting_workers()
+        begins_with = 0 if self.generation else self._rules.begins_with
+        if replica.is_ready and (begins_with <= self._rules.expected or len(waiting) >= begins_with):
+            for worker in waiting:
+                why = f"worker {worker} joined"
+                self._form_asynchronous([*self.members.keys() - {worker}, worker], why, now, worker)
 
     def _form_asynchronous(self, workers: list[int], why: str, now: float, notified: int) -> None:
         """Form a generation of which only the worker that caused it is notified."""

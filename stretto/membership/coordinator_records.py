@@ -21,7 +21,7 @@ class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Started(Record, frozen=True):
     """Log record of the start of the run, with its rules.
 
-    `expected` workers form the first generation; if it is 0, the first `min_workers` that join. Fewer than
+    `expected` workers form the first generation, with others that join, so that it has `begins_with`. Fewer than
     `min_workers` do not continue; more than `max_workers` are not admitted. A worker without a heartbeat for
     `failure_timeout_s` has failed; where the run cannot continue without it, a worker that is being restarted is
     awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for another: joining workers
@@ -36,6 +36,7 @@ class Started(Record, frozen=True):
     asynchronous: bool = False
     return_s: float | None = None
     saves: bool = False
+    begins_with: int = 0
 
     @property
     def return_limit_s(self) -> float:
@@ -63,7 +64,7 @@ def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     saves = config.checkpoint_every is not None
     rules = config.awaited, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous
     if config.on is None:
-        return Started(*rules, max(RETURN_S, config.failure_timeout_s), saves)
+        return Started(*rules, max(RETURN_S, config.failure_timeout_s), saves, config.initial_workers)
     return StartedOnCluster(*rules, config.timeout_s, saves, reserved_numbers=config.most_workers)
 
 

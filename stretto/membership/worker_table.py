@@ -125,14 +125,17 @@ class WorkerTable:
     def unseen_count(self) -> int:
         """Return the number of workers without a message so far that the run begins with.
 
-        If none is expected, the run begins when as many as must remain have joined.
+        These are the expected ones, and if they are fewer than it begins with, any others that join.
         """
         if self.generation and not self._rules.asynchronous:
             return 0
-        if not self._rules.expected:
-            running = sum(replica.is_running or self._rules.asynchronous for replica in self.replicas.values())
-            return max(0, max(self._rules.min_workers, 1) - running)
-        return sum(worker not in self.replicas for worker in range(self._rules.expected))
+        rules = self._rules
+        unseen = sum(worker not in self.replicas for worker in range(rules.expected))
+        begins_with = max(rules.begins_with, 0 if rules.expected else max(rules.min_workers, 1))
+        if begins_with <= rules.expected:
+            return unseen
+        running = sum(replica.is_running or rules.asynchronous for replica in self.replicas.values())
+        return max(unseen, begins_with - running)
 
     def numbers_in(self, *states: State) -> frozenset[int]:
         """Return the workers whose newest incarnation is in one of these states."""

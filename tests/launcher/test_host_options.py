@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from run_place import Place, until
 
+from stretto.cli.main import USAGE, command
 from stretto.errors import LaunchError
 from stretto.host_list import Host
 from stretto.launcher.config import check, described, with_hosts
@@ -21,7 +22,7 @@ from stretto.launcher.engines.ssh import AgentLines, ssh_command
 from stretto.launcher.engines.ssh_errors import explained
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.remote_workers import agent_specs
-from stretto.run_config import RunConfig
+from stretto.run_config import GlobalBatch, LrScale, RunConfig
 
 
 def config(place: Place, **fields: Any) -> RunConfig:
@@ -36,9 +37,13 @@ def config(place: Place, **fields: Any) -> RunConfig:
         ({"workers": 0}, "the number of workers cannot be 0", "-n 0 --listen"),
         ({"workers": -1, "host": "127.0.0.1"}, "the number of workers cannot be -1", "-n 4"),
         ({"hosts": "a", "host": "127.0.0.1", "recovery": False}, "workers join through the coordinator", "--listen"),
-        ({"workers": 0, "host": "127.0.0.1", "recipe": "async_sgd"}, "cannot be joined", "-n 0 --min-workers 2"),
+        ({"workers": 0, "host": "127.0.0.1", "recipe": "async_sgd"}, "cannot be joined", "-n 0 --wait-for 2"),
         ({"hosts": "a:3", "host": "127.0.0.1", "min_workers": 5}, "cannot be 5", "--min-workers 4"),
         ({"hosts": "a:3", "host": "127.0.0.1", "max_workers": 3}, "cannot be 3", "--max-workers 4"),
+        ({"wait_for": 3}, "no others could join", "--listen 10.0.0.1:7878 --wait-for 3"),
+        ({"workers": 3, "host": "127.0.0.1", "wait_for": 2}, "wait for cannot be 2", "--wait-for 4"),
+        ({"host": "127.0.0.1", "wait_for": 4, "max_workers": 3}, "cannot be 3", "--max-workers 4"),
+        ({"host": "127.0.0.1", "recipe": "async_sgd"}, "cannot be joined", "-n 1 --wait-for 2 --listen"),
         ({"workers": 0, "host": "127.0.0.1", "faults": "kill worker at 1s"}, "no worker runs on the launcher", "--f"),
     ],
 )
@@ -56,6 +61,22 @@ def test_hosts_and_a_host_file_exclude_each_other(place: Place) -> None:
     with pytest.raises(LaunchError, match="the hosts are given twice"):
         with_hosts(config(place, hosts="a", hostfile=Path("hosts")))
     assert with_hosts(config(place, hostfile=Path("hosts"))).hosts == "b:4"
+
+
+@pytest.mark.parametrize("batch", ["keep", "split"])
+def test_workers_that_are_awaited_count_for_the_batch_and_the_rate(place: Place, batch: GlobalBatch) -> None:
+    scale: LrScale = "linear" if batch == "keep" else "none"
+    found = config(place, host="127.0.0.1", wait_for=3, lr_scale=scale, global_batch=batch, recipe="async_sgd")
+    check(found)
+    assert (found.initial_workers, found.lr_factor) == (3, 3.0 if batch == "keep" else 1.0)
+    assert described(found).startswith("3 workers (1 here; the run begins when 2 have joined) of train.py")
+
+
+def test_listen_has_no_second_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--host` beside `--hosts` was taken for it."""
+    assert command(["run", "--host", "10.0.0.1", "train.py"]) == USAGE
+    said = capsys.readouterr().err
+    assert "there is no option --host\n" in said and "the nearest are --hosts" in said
 
 
 def test_number_of_workers_counts_those_of_all_hosts(place: Place) -> None:

@@ -58,7 +58,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to
 def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place: Place, hosts: None) -> None:
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
-    options = ["--recipe", "local_sgd(every=2)", "--failure-timeout", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
+    options = ["--recipe", "local_sgd(every=2)", "--failure-timeout", f"{PATIENCE_S}s", "--listen", "10.79.0.1"]
     here = on(HOSTS[0], "run", "-n", "2", *options, "--out", "run", "train.py")
     until(lambda: generations(run) != [], here)
     there = on(HOSTS[1], "join", "run", "-n", "2")
@@ -99,7 +99,7 @@ def is_open(process: psutil.Process) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of one socket")
-@pytest.mark.parametrize("listen", [["--host", "127.0.0.1"], []])
+@pytest.mark.parametrize("listen", [["--listen", "127.0.0.1"], []])
 def test_workers_accept_no_connection_of_strangers(place: Place, listen: list[str]) -> None:
     """Neither of other hosts nor, where all workers are on one machine, of other users of it."""
     (place.folder / "train.py").write_text(SCRIPT)
@@ -149,7 +149,7 @@ def test_run_over_a_server_is_joined_and_left(place: Place, recipe: str) -> None
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
     recipe, _, over_server = recipe.partition(" over ")
-    options = ["--recipe", recipe, *(["--servers", "1"] if over_server else []), "--host", "127.0.0.1"]
+    options = ["--recipe", recipe, *(["--servers", "1"] if over_server else []), "--listen", "127.0.0.1"]
     here = local("run", "-n", "2", *options, "--failure-timeout", "5s", "--out", "run", "train.py")
     until(lambda: (run / JOIN_KEY).exists() and {0, 1} <= starts(run).keys(), here)
     guests = local("join", "run", "-n", "2")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,6 +152,47 @@ def test_joiner_receives_numbers_options_and_code(place: Place, options: RunConf
     assert part.environment["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("launched_from", "further", "expected"),
+    [
+        ("code", {}, "."),
+        ("code/data/digits", {}, "data/digits"),
+        (".", {}, None),
+        ("code", {"workdir": Path("mine")}, "mine"),
+        ("code", {"script": Path("code/train.py")}, None),
+        ("code", {"script": Path("code/train.py"), "workdir": Path("mine")}, "mine"),
+    ],
+)
+def test_working_folder_of_a_joined_worker_is_the_place_of_the_launchers_in_the_received_code(
+    place: Place,
+    options: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    launched_from: str,
+    further: dict[str, Path],
+    expected: str | None,
+) -> None:
+    (place.folder / "mine").mkdir()
+    (place.folder / "code/data/digits").mkdir(parents=True)
+    (place.folder / "code/data/one").write_text("1")
+    monkeypatch.chdir(place.folder / launched_from)
+    with coordinated(place.folder, options) as (address, key):
+        invited_from = Path.cwd()
+        monkeypatch.chdir(place.folder)
+        plan = plan_of_join(JoinRequest(address, 1, key, **further))  # type: ignore[arg-type]
+    received = plan.config.script.parent
+    assert (received / "data/one").read_text() == "1"
+    wanted = {None: None, "mine": place.folder / "mine"}
+    workdir = plan.part(2).workdir
+    assert workdir == (wanted[expected] if expected in wanted else received / str(expected))
+    assert workdir is None or workdir.is_dir()
+    assert plan.config.launched_from == str(invited_from)
+
+
+def test_a_working_folder_that_does_not_exist_is_refused(place: Place, options: RunConfig) -> None:
+    with coordinated(place.folder, options) as (address, key), pytest.raises(LaunchError, match="there is no folder"):
+        plan_of_join(JoinRequest(address, 1, key, workdir=Path("nowhere")))
+
+
 def test_code_that_is_too_large_is_refused_at_the_joiner(
     place: Place, options: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +242,41 @@ def test_run_without_workers_of_its_own_ends_with_those_that_joined(
     enough.touch()
     said = [one.communicate(timeout=90)[0].decode() for one in (here, *guests)]
     assert [one.returncode for one in (here, *guests)] == [0, 0, 0], said
-    assert "0 workers here (the run begins when 2 workers have joined)" in said[0]
+    assert "2 workers (0 here; the run begins when 2 have joined) of train.py" in said[0]
     assert "code in" in said[0] and "code in" in (run / "worker-1.log").read_text(), "the output of worker 0 is shown"
     assert generations(run)[0] == [0, 1]
     audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert [(seen["once"], seen["twice"], seen["never"]) for seen in audits] == [(160, 0, 0)] * 6
     assert {event["worker"] for event in events(run) if event["event"] == "end"} == {0, 1}
+
+
+def test_run_that_waits_for_others_begins_with_all_of_them_and_they_find_the_data_that_were_sent(place: Place) -> None:
+    code, run, place.recovers = place.folder / "code", place.folder / "run", True
+    (code / "data").mkdir(parents=True)
+    (code / "data/rate").write_text("0.5")
+    (code / "train.py").write_text(
+        "import stretto, torch\n"
+        "net = torch.nn.Linear(4, 1)\n"
+        "first = net.bias.item()\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=float(open('rate').read()))\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(24, 4))\n"
+        "for _, (x,) in zip(range(99), stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, 2))):\n"
+        "    optimizer.zero_grad(); net(x).mean().backward(); optimizer.step()\n"
+        "print('with', stretto.world_size(), 'moved by', round(first - net.bias.item(), 3))\n"
+    )
+    options = ["-n", "1", "--wait-for", "3", "--lr-scale", "linear", "--recipe", "allreduce", "--listen", "127.0.0.1"]
+    together: dict[str, Any] = {"stderr": subprocess.STDOUT}
+    here = place.stretto("run", *options, "--out", run, "../train.py", cwd=code / "data", **together)
+    until(lambda: (run / "coordinator.wal").exists(), here)
+    address = json.loads((run / "join.key").read_text())["address"]
+    guests = [place.stretto("join", address, "--key", run / "join.key", "-n", "1", **together) for _ in range(2)]
+    said = [one.communicate(timeout=90)[0].decode() for one in (here, *guests)]
+    assert [one.returncode for one in (here, *guests)] == [0, 0, 0], said
+    assert generations(run)[0] == [0, 1, 2]
+    assert "3 workers (1 here; the run begins when 2 have joined)" in said[0]
+    for number in range(3):
+        assert "with 3 moved by 6.0" in (run / f"worker-{number}.log").read_text(), "4 steps of 3 times the rate"
+    assert all("received the code of the run" in one and "in the run: 1 of 1 worker" in one for one in said[1:])
 
 
 def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(place: Place) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.launcher.run_status import RECENT_S, Progress
+from stretto.membership.loop_positions import LOOP, LoopPosition
+from stretto.membership.worker_status import ProcessRecord
 
 
 def counted(worker: int, t: float, samples: int, waiting: float = 0.0, evaluating: float = 0.0) -> dict[str, Any]:
@@ -132,3 +134,14 @@ def test_epoch_is_shown_from_its_first_step_on() -> None:
     progress.take({"event": "epoch", "worker": 0, "epoch": 2, "step": 10})
     progress.take({"event": "end", "worker": 0, "step": 10, "t": 3.0})
     assert progress.facts()[:2] == ["epoch 2", "step 10"]
+
+
+def test_workers_whose_events_are_not_seen_are_followed_by_their_records() -> None:
+    progress, waiting = Progress(), ProcessRecord()
+    training = [ProcessRecord(place=LoopPosition(LOOP, 2, step), joined=True) for step in (7, 9)]
+    assert progress.follow([waiting, waiting]) is None
+    assert progress.facts() == ["waiting for the run to begin, or to admit its workers"]
+    assert progress.follow([waiting, training[0]]) == "in the run: 1 of 2 workers of this machine"
+    assert progress.follow([training[1], training[0]]) == "in the run: 2 of 2 workers of this machine"
+    assert progress.follow(training) is None
+    assert progress.facts() == ["epoch 2", "step 9"]

@@ -77,7 +77,7 @@ def check_ends_well(*processes: subprocess.Popen[bytes]) -> None:
 
 
 def test_worker_is_replaced_and_another_joins(place_without_log: Place) -> None:
-    options = ("-n", "2", "--host", "127.0.0.1", "--out", "here")
+    options = ("-n", "2", "--listen", "127.0.0.1", "--out", "here")
     run = place_without_log.stretto("run", *options, "train.py", before=BEFORE)
     kill_and_await_return(1)
     join = place_without_log.stretto("join", "here", "-n", "1")

@@ -267,6 +267,20 @@ def test_asynchronous_run_counts_started_workers_before_their_first_message() ->
     assert coordinator.phase == "running"
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("expected", [0, 1, 2])
+def test_a_run_begins_when_as_many_workers_as_it_waits_for_are_ready(expected: int, asynchronous: bool) -> None:
+    coordinator = MembershipCoordinator(Started(expected, FAILURE_TIMEOUT_S, asynchronous=asynchronous, begins_with=4))
+    for worker in range(3):
+        coordinator.receive(worker, 0, ReadyReport(0), 0.0)
+    coordinator.process_exited(2, 0, 0.0)  # it has joined, and counts no more
+    for worker in (3, 4):
+        assert (coordinator.generation, coordinator.members) == (0, {})
+        coordinator.receive(worker, 0, ReadyReport(0), 1.0)
+    assert coordinator.members == {0: 0, 1: 0, 3: 0, 4: 0}
+    assert coordinator.give_numbers("joining", 1) == (expected,)
+
+
 def test_asynchronous_run_is_not_paused_by_failures_and_restarts() -> None:
     coordinator = formed(1, asynchronous=True)
     disk = coordinator.records()

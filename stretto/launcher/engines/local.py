@@ -124,6 +124,7 @@ class LocalEngine:
                 stderr=subprocess.STDOUT,
                 env=spec.environment | config.environment(),
                 pass_fds=[*spec.fds, record],
+                cwd=spec.workdir,
                 start_new_session=True,
             )
         except OSError as error:
