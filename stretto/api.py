@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from stretto.checkpoint.model_file import in_section, note_cause
 from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, explain
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
@@ -234,12 +236,15 @@ def close() -> None:
         sections.close()
 
 
-def abandon() -> float:
-    """Flush the log and leave a server after the script has failed; return the seconds since the start of training."""
+def abandon(cause: str | None = None) -> float:
+    """Flush the log and leave a server after the script has failed; return the seconds since the start of training.
+
+    With the `cause`, the last model that the workers agreed on is written first.
+    """
     if (sections := _sections.get()) is None:
         return 0.0
     with suppress(StrettoError):
-        return sections.abandon()
+        return sections.abandon(cause)
     return 0.0
 
 
@@ -384,9 +389,15 @@ def _finish_at_exit(sections: Sections) -> None:
     failed = []
     shown = sys.excepthook
 
-    def note(*what: Any) -> None:
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.append(True)
-        shown(*what)
+        shown(kind, error, trace)
+        cause = f"{kind.__name__}: {error}"
+        folder = sections.write_last_model(cause) if _sections.get() is sections else None
+        if folder is not None and (found := in_section(folder)) is not None:
+            with suppress(OSError, ValueError):
+                note_cause(found, cause)
+            say(str(found))
 
     def end() -> None:
         if _sections.get() is sections and _current.get() is not None and not failed:

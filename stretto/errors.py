@@ -14,11 +14,13 @@ StrettoError                   base of all errors that Stretto raises on purpose
 │   ├── UnreachableError       this worker could not connect with others: both addresses are named
 │   └── MemberOutError         this worker is no longer a member; it may join again
 ├── LaunchError                the run could not be started with these options
+│   ├── RunFailedError         a run that was started has failed: its folder, and the last model on which workers agreed
 │   └── WorkersLostError       all workers that this launcher has added to a run are lost; the run may continue
 └── LogError                   the run folder cannot be written or read
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class StrettoError(Exception):
@@ -96,6 +98,14 @@ class StaysOutError(MemberOutError):
 
 class LaunchError(StrettoError):
     """The run could not be started with these options."""
+
+
+class RunFailedError(LaunchError):
+    """A run that was started has failed; `folder` is its run directory."""
+
+    def __init__(self, text: str, folder: Path) -> None:
+        super().__init__(text)
+        self.folder = folder
 
 
 class WorkersLostError(LaunchError):

@@ -45,9 +45,9 @@ def run_workers(
             result = work(context.worker)
             close()
             return result
-        except BaseException:
+        except BaseException as error:
             transports[context.worker].close()
-            abandon()
+            abandon(f"{type(error).__name__}: {error}")
             raise
 
     with thread_pool(workers) as pool:

@@ -87,7 +87,7 @@ class BackgroundWriter:
         return self.settle(limit_s)
 
     def _work(self) -> None:
-        _lower_priority()
+        lower_priority()
         while self._wanted():
             self._write()
             with self._condition:
@@ -141,7 +141,7 @@ class BackgroundWriter:
         return False
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Lower the priority of this thread; on Linux each thread has its own niceness."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from stretto.checkpoint.model_file import FINAL, LAST
 from stretto.run_dir import CHECKPOINTS, section_folder
 
 PART_BYTES = 60_000
@@ -47,9 +48,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_NUMBER)]
 SectionNumber = Annotated[int, msgspec.Meta(ge=1, le=MAX_SECTION)]
 NAMES = r"\A(content|manifest\.json|state\.safetensors|worker-(0|[1-9][0-9]{0,6})\.safetensors)\Z"
 FileName = Annotated[str, msgspec.Meta(pattern=NAMES)]
-Kind: TypeAlias = Literal["final", "predictions", "random", "residual"]
+Kind: TypeAlias = Literal["final", "last", "predictions", "random", "residual"]
 PATHS: dict[Kind, str] = {
-    "final": "final.safetensors",
+    "final": FINAL,
+    "last": LAST,
     "predictions": "final.predictions.npy",
     "random": "final.random",
     "residual": "residuals/worker-{}.safetensors",
@@ -78,6 +80,11 @@ class FileOf(_Message, frozen=True):
     def path(self, run: Path) -> Path:
         """Return the path of the file in a run directory."""
         return section_folder(run, self.section) / PATHS[self.kind].format(self.number)
+
+    def published(self, run: Path) -> None:
+        """Remove the file that this one, which is in its place, replaces: the final model replaces the last one."""
+        if self.kind == "final":
+            FileOf(self.section, "last").path(run).unlink(missing_ok=True)
 
 
 Target: TypeAlias = CheckpointOf | FileOf

@@ -54,8 +54,11 @@ LARGEST_BYTES = {MANIFEST: 1 << 28}
 LARGEST = 1 << 40
 MAX_FILES = 10_000
 """Largest number of files in an upload."""
-UPLOADS_EACH, UPLOADS = 2, 256
-"""Largest number of uploads at a time: of a worker, which may save its last checkpoint and its model, and of all."""
+UPLOADS_EACH, UPLOADS = 3, 256
+"""Largest number of uploads at a time: of a worker, which may save a checkpoint and its model, and of all.
+
+The third may be an upload that the worker has given up.
+"""
 CALLS = 256
 """Number of connections whose last request is remembered."""
 LARGE_ANSWERS = 16
@@ -280,6 +283,7 @@ class FileReceiver:
             if target.kind == "residual":
                 path.parent.mkdir(exist_ok=True)
             (upload.folder / CONTENT).replace(path)
+            target.published(self._run)
             sync(path.parent)
         else:
             self._publish_checkpoint(upload.folder, target)

@@ -159,10 +159,12 @@ class LocalFiles:
 
     def write(self, kind: Kind, content: Chunks, number: int = 0) -> None:
         """Write a file, whole or not at all."""
-        path = FileOf(1, kind, number).path(self.folder)
+        target = FileOf(1, kind, number)
+        path = target.path(self.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as part:
             write_synced(part, content())
+        target.published(self.folder)
 
     def take_residual(self, worker: int) -> dict[str, Tensor] | None:
         """Read and remove the residual of a worker that left."""

@@ -132,9 +132,14 @@ def write_synced(path: Path, chunks: Iterable[memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file: length of the header, header, tensors one after another."""
-    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, room: int = 0
+) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file: length of the header, header, tensors one after another.
+
+    `room` is the number of bytes by which the header may grow later, in place.
+    """
+    head: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     offset = 0
     for name, tensor in tensors.items():
@@ -144,7 +149,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
         head[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (room + -(len(text) + room) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         data = octets(tensor.reshape(()) if tensor.numel() == 1 else tensor).data  # one number: any stride

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stretto.checkpoint.model_file import FINAL, ModelFile, in_section
 from stretto.errors import LaunchError, LogError, explain
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.run_dir import CHECKPOINTS
@@ -17,7 +18,6 @@ from stretto.whole_files import is_stream, written_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-FINAL = "final.safetensors"
 MODEL = "model/"
 """Prefix of the names of the model's tensors in a checkpoint."""
 TARGET = "model.safetensors"
@@ -26,7 +26,10 @@ TORCH_SUFFIXES = (".pt", ".pth")
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export; `round` is that of the checkpoint, or None for the final state of the run."""
+    """Result of an export; `round` is that of the checkpoint, or None for the final state of the run.
+
+    `epoch`, `step` and `cause` are those of the last model of a run that did not complete.
+    """
 
     run: str
     file: str
@@ -34,9 +37,17 @@ class Exported:
     tensors: int
     numbers: int
     bytes: int
+    epoch: int | None = None
+    step: int | None = None
+    cause: str | None = None
 
     def __str__(self) -> str:
         source = "the final state of the run" if self.round is None else f"the checkpoint of round {self.round}"
+        if self.cause is not None:
+            source = (
+                f"the last model on which the workers of an incomplete run agreed, after epoch {self.epoch}, step "
+                f"{self.step}; the run ended by: {self.cause}"
+            )
         return f"{self.file}: {self.tensors} tensors, {self.numbers} numbers, from {source}"
 
 
@@ -57,7 +68,8 @@ def command(
 ) -> None:
     """Write the model of RUN as a plain state_dict that any PyTorch program can load.
 
-    The model is that of the final state of the run, or else of the newest complete checkpoint.
+    The model is that of the final state of the run; of an incomplete run the last one on which the workers agreed, or
+    that of the newest complete checkpoint, whichever is newer.
     """
     check_target(json_to, "export.json")
     to_standard_output = str(json_to) == STANDARD_OUTPUT
@@ -73,13 +85,14 @@ def export(run: Path, out: Path, force: bool = False, notice: Callable[[str], ob
     Raises LaunchError for an unusable run or target, and LogError when all states of the run are damaged.
     """
     _check(run, out, force)
-    round_, tensors = _model(run, notice)
+    found, round_, tensors = _model(run, notice)
     try:
         _write(out, tensors)
     except OSError as error:
         raise LogError(f"{out} cannot be written: {error.strerror}") from error
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    return Exported(str(run), str(out), round_, len(tensors), numbers, out.stat().st_size)
+    last = (found.epoch, found.step, found.cause) if found is not None else ()
+    return Exported(str(run), str(out), round_, len(tensors), numbers, out.stat().st_size, *last)
 
 
 def _check(run: Path, out: Path, force: bool) -> None:
@@ -98,8 +111,8 @@ def _check(run: Path, out: Path, force: bool) -> None:
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {out} --force"))
 
 
-def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict[str, Tensor]]:
-    """Return the final model of the run, or else the round and model of its newest complete checkpoint."""
+def _model(run: Path, notice: Callable[[str], object]) -> tuple[ModelFile | None, int | None, dict[str, Tensor]]:
+    """Return the newest model of a run: its file, or the round of its checkpoint, and the tensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -111,24 +124,32 @@ def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict
         damaged.append(text)
         notice(text)
 
-    if (run / FINAL).exists():
+    found, tensors = in_section(run), dict[str, "Tensor"]()
+    if found is not None:
         try:
-            return None, load_file(run / FINAL)
+            tensors = load_file(found.path)
         except (OSError, RuntimeError, SafetensorError) as error:
-            skip(f"{run / FINAL} is damaged: {error}")
+            skip(f"{found.path} is damaged: {error}")
+            found = None
+    if found is not None and found.is_complete:
+        return found, None, tensors
     newest = Checkpoints(run / CHECKPOINTS).newest(skip)
-    if newest is None:
+    if newest is None and found is None:
         raise _nothing(run, damaged)
+    if newest is None or (found is not None and newest[1].facts.get("steps", 0) <= (found.step or 0)):
+        return found, None, tensors
     number, state = newest
-    return number, {
-        name.removeprefix(MODEL): tensor for name, tensor in state.tensors.items() if name.startswith(MODEL)
-    }
+    return (
+        None,
+        number,
+        {name.removeprefix(MODEL): tensor for name, tensor in state.tensors.items() if name.startswith(MODEL)},
+    )
 
 
 def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
     if damaged:
         return LogError(f"all states in {run} are damaged: {'; '.join(damaged)}")
-    problem, expected = f"{run} has no model", f"a finished run ({FINAL}), or one with a checkpoint"
+    problem, expected = f"{run} has no model", f"a finished run ({FINAL}), or one with a complete epoch or a checkpoint"
     return LaunchError(
         explain(problem, got=run, expected=expected, to_type="stretto run --checkpoint-every 5m SCRIPT, then export")
     )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import structs
 
+from stretto.checkpoint.model_file import left_in
 from stretto.cli.options import JsonTo, Quiet, configured
-from stretto.errors import mistyped
+from stretto.errors import LaunchError, RunFailedError, mistyped
 from stretto.launcher.config import server_notice
 from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
@@ -244,10 +245,14 @@ def _run(
         try:
             output, errors = ForwardedOutput(display.say), ForwardedOutput(display.say_error, lambda: 2)
             simulate(simulation, folder, output, throttled(display.poll), err=errors)
-        except Stopped:
+        except Stopped as stop:
             display.end()
             display.note(f"report of the run so far: stretto report {folder}")
+            stop.add(left_in(folder, str(stop)))
             raise
+        except LaunchError as error:
+            model = left_in(folder, str(error).partition("\n")[0])
+            raise RunFailedError("\n".join(filter(None, [str(error), model])), folder) from error
         finally:
             display.end()
     conclude(folder, json_to, silent=quiet)

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 
 from msgspec import structs
 
-from stretto.errors import LaunchError, LogError, WorkersLostError
+from stretto.checkpoint.model_file import left_in as model_left_in
+from stretto.errors import LaunchError, LogError, RunFailedError, WorkersLostError
 from stretto.events import read_events
 from stretto.launcher.config import check, described, on_engine, planned, server_notice, settled, with_hosts
 from stretto.launcher.endpoints import servers_for
@@ -92,14 +93,23 @@ def _run(
             key = write_join_key(folder, servers)
             for line in [*invited(key, servers), *route(config, servers)]:
                 display.note(line)
-        try:
-            with copying(folder, config.copy_to, display.note):
-                plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
+        with copying(folder, config.copy_to, display.note):
+            plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
+            try:
                 _supervise(plan, inbox, display, make_engine, cluster)
-        except Stopped as stop:
-            stop.add(left_in(folder, config.retyped, config.subcommand))
-            raise
+            except Stopped as stop:
+                for lines in (left_in(folder, config.retyped, config.subcommand), model_left_in(folder, _first(stop))):
+                    stop.add(lines)
+                raise
+            except LaunchError as error:
+                model = model_left_in(folder, _first(error))
+                raise RunFailedError("\n".join(filter(None, [str(error), model])), folder) from error
         return folder
+
+
+def _first(end: BaseException) -> str:
+    """Return the first line of a text, which says why the run has ended."""
+    return str(end).partition("\n")[0]
 
 
 def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
@@ -175,6 +185,8 @@ def _supervise_with(
         _report_shared_files(folder, relay)
     finally:
         remote.end()
+        if not config.workers:  # those on other hosts may still send a model through the coordinator
+            remote.close()
         engine.close()
         remote.close()
         relay.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stretto.call_syntax import nearest
+from stretto.checkpoint.model_file import FINAL, ModelFile, newest
 from stretto.errors import LaunchError, LogError, explain
 from stretto.launcher.engines.functions import script_of
 from stretto.launcher.local import run as run_locally
@@ -20,8 +21,6 @@ from stretto.run_config import options as run_options
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-FINAL = "final.safetensors"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def spark(session: object = None, address: str | None = None, resources: str | N
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a finished run."""
+    """Result of a run. That of a run that has failed is `RunResult(error.folder)`, given the RunFailedError."""
 
     folder: Path
     """Run directory."""
@@ -79,6 +78,15 @@ class RunResult:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last evaluation; empty without `evaluate=`."""
         return dict(self.record["metrics"])
+
+    @property
+    def model(self) -> ModelFile | None:
+        """File of the trained model; of a run that failed, the last model on which the workers agreed, if any.
+
+        Of a script that has trained several, that of the last one. `is_complete` is False for the model of a run that
+        failed, whose `epoch`, `step` and `cause` it has.
+        """
+        return newest(self.folder)
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ class Stopped(BaseException):
 
     def add(self, text: str) -> None:
         """Add lines to the text."""
-        self.args = (f"{self}\n{text}",)
+        if text:
+            self.args = (f"{self}\n{text}",)
 
 
 def end_with_input() -> None:

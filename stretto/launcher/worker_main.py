@@ -173,17 +173,18 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
         event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
         if is_evicted:
             event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {error}"}
-        _append(log, {**event, "t": _leave_training(), **of_process(number, rank)})
+        cause = None if is_evicted else f"{report.kind}: {report.text}"
+        _append(log, {**event, "t": _leave_training(cause), **of_process(number, rank)})
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
     os._exit(EVICTED if is_evicted else UNREACHABLE if is_unreachable else 1)
 
 
-def _leave_training() -> float:
-    """Write the pending events of the training to disk, and return the time on their clock."""
+def _leave_training(cause: str | None) -> float:
+    """Write the pending events of the training to disk, and its last model; return the time on the events' clock."""
     leave = getattr(sys.modules.get("stretto.api"), "abandon", None)
-    return 0.0 if leave is None else float(leave())
+    return 0.0 if leave is None else float(leave(cause))
 
 
 def log_in(run: str | None) -> LogFile:

@@ -1,5 +1,7 @@
 """Record of a process for its launcher, in memory that outlives the process: position in the loop, membership, error.
 
+It also says if the process holds a model that is not written yet, which the launcher asks for before it ends the run.
+
 The launcher creates an anonymous file and passes it to the process, which maps its beginning: a note costs one write to
 memory. The launcher reads it at any time. No disk is involved, so a full one changes nothing. At its end the process
 finds its keys, which its environment would show to the processes that the script starts.
@@ -11,20 +13,31 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 
 import msgspec
 
 from stretto.membership.loop_positions import LoopPosition
 
-_HEADER = struct.Struct("<iii???xI")
-"""Position, three flags, and the length of the error, which follows."""
+_HEADER = struct.Struct("<iii???BI")
+"""Position, three flags, state of the kept model, and the length of the error, which follows."""
 _POSITION, _LENGTH = struct.Struct("<iii"), struct.Struct("<I")
-_FINISHED, _JOINED, _LEFT, _LENGTH_AT = 12, 13, 14, 16
+_FINISHED, _JOINED, _LEFT, _MODEL, _LENGTH_AT = 12, 13, 14, 15, 16
 SIZE = 1 << 18
 """Bytes of a record; the memory is taken when it is written."""
 
 
 _KEYS_AT = SIZE - 1024
+_ASKED_AT = _KEYS_AT - 1
+"""Place of the launcher's request to write the kept model."""
+
+
+class KeptModel(IntEnum):
+    """State of the model that a process keeps in memory: on the disk (or there is none), not yet, or on its way."""
+
+    WRITTEN = 0
+    UNWRITTEN = 1
+    WRITING = 2
 
 
 class ReportedError(msgspec.Struct, array_like=True, frozen=True):
@@ -40,7 +53,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """State of a process as it has recorded it.
 
     `finished` is True once its training has finished, `joined` once it has been a member, `left` if it left before the
-    end as it was asked to.
+    end as it was asked to. `model` is the state of the model that it keeps.
     """
 
     finished: bool = False
@@ -48,6 +61,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     joined: bool = False
     left: bool = False
     error: ReportedError | None = None
+    model: KeptModel = KeptModel.WRITTEN
 
 
 class Status:
@@ -84,6 +98,16 @@ class Status:
         """Note that this worker leaves before the end, as it was asked to."""
         self._set(_LEFT)
 
+    def keep(self, model: KeptModel) -> None:
+        """Note the state of the model that this process keeps."""
+        if self._page is not None:
+            self._page[_MODEL] = model
+
+    @property
+    def is_model_asked_for(self) -> bool:
+        """True if the launcher has asked for the model that this process keeps."""
+        return self._page is not None and self._page[_ASKED_AT] != 0
+
     def fail(self, error: ReportedError) -> None:
         """Store the error that ends this process; the beginnings of texts that are too long are left out."""
         if self._page is not None:
@@ -113,7 +137,12 @@ def make_record(keys: Sequence[str] | None = None) -> int:
 
 def read_record(descriptor: int) -> ProcessRecord:
     """Return what a process has recorded."""
-    *place, finished, joined, left, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    *place, finished, joined, left, model, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
     data = os.pread(descriptor, length, _HEADER.size)
     error = msgspec.msgpack.decode(data, type=ReportedError) if data else None
-    return ProcessRecord(finished, LoopPosition(*place), joined, left, error)
+    return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model))
+
+
+def ask_for_model(descriptor: int) -> None:
+    """Ask the process of a record to write the model that it keeps."""
+    os.pwrite(descriptor, b"\x01", _ASKED_AT)

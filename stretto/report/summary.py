@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stretto.checkpoint.model_file import newest
 from stretto.errors import LogError
 from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
@@ -37,8 +38,8 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
 def _removed(folder: Path) -> str:
     """Return one sentence on a finished run whose folder was removed before its end."""
-    model = folder / "final.safetensors"
-    kept_in = f"; the trained model is in {model}" if model.exists() else ""
+    model = newest(folder)
+    kept_in = f"; the trained model is in {model.path}" if model is not None else ""
     return (
         f"the run has finished{kept_in}. Its folder was removed during the run: there is no log, no summary and no page"
     )
@@ -48,6 +49,8 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     first, *further = records = [record(section) for section in (folder, *section_folders(folder))]
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if further else 0)]
+    if (model := newest(folder)) is not None:
+        lines.append(f"model: {model.path}")
     if not silent:
         print(printable("\n".join(lines)), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:

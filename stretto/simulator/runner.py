@@ -209,7 +209,7 @@ class Simulator:
             was_evicted = self._coordinator is not None and isinstance(error, MemberOutError | BrokenTransportError)
             if not worker.has_failed:
                 with suppress(Exception):
-                    abandon()
+                    abandon(None if was_evicted else f"{type(error).__name__}: {error}")
             if not was_evicted:
                 raise
             self._evict(worker, error)

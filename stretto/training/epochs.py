@@ -27,6 +27,7 @@ from stretto.training.checkpointed import script_state
 from stretto.training.elasticity import ElasticAgent
 from stretto.training.evaluator import Evaluator
 from stretto.training.global_steps import GlobalSteps
+from stretto.training.last_model import LastModel
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
@@ -48,6 +49,7 @@ class LoopingTrainer(Protocol):
     schedules: Schedules
     rank_parts: RankParts
     evaluator: Evaluator
+    last_model: LastModel
     global_steps: GlobalSteps
     strategy: Strategy
     agent: ElasticAgent
@@ -306,6 +308,7 @@ class Epochs:
         self._notice_unstepped()
         trainer.schedules.end_epoch()
         steps.check("at the end of an epoch")
+        trainer.last_model.keep(trainer.evaluator.epoch + 1)
         self.closing, self.current = self.current, None
         trainer.evaluator.close_epoch(self.closing)
         if agent.checkpoints.is_save_requested():

@@ -17,9 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stretto.checkpoint.final_model import save_final
-from stretto.checkpoint.state_transfer import state_dict_of
-from stretto.checkpoint.storage import KINDS
+from stretto.checkpoint.final_model import save_final, saveable_tensors
 from stretto.data.leases import audit
 from stretto.errors import EvaluateError, LogError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
@@ -31,6 +29,7 @@ from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.strategy import Strategy
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.figures import Figures
+from stretto.training.last_model import LastModel
 from stretto.training.progress import LoopProgress
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
@@ -58,6 +57,7 @@ class EvaluatedTrainer(Protocol):
     progress: LoopProgress
     figures: Figures
     rank_parts: RankParts
+    last_model: LastModel
 
     @property
     def agent(self) -> StatusPublisher:
@@ -230,6 +230,7 @@ class Evaluator:
         tensors = self._whole_tensors()
         if self._trainer.rank_parts.rank:
             return b"saved"
+        self._trainer.last_model.give_up()
         save_final(files, tensors, notice)
         if self._predictions is not None:
             try:
@@ -240,7 +241,7 @@ class Evaluator:
 
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the whole model at rank 0 of the worker, for a file; all its ranks call this."""
-        return self._trainer.rank_parts.joined_tensors(_saveable_tensors(self._trainer.model))
+        return self._trainer.rank_parts.joined_tensors(saveable_tensors(self._trainer.model))
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
         counts, trained = summary.counts, {}
@@ -322,11 +323,6 @@ def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dic
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
     recovered_samples = {"recovered_samples": late.once} if size > epoch_batches.samples else {}
     return {**facts, "dropped": epoch_batches.dropped, **recovered_samples}
-
-
-def _saveable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors for the model's `load_state_dict`, except for dtypes that safetensors can't hold."""
-    return {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], predictions: Predicted) -> None:

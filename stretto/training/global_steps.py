@@ -33,6 +33,7 @@ from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
+from stretto.training.last_model import LastModel
 from stretto.training.not_finite import GradientCheck, has_non_finite_gradient
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
@@ -68,6 +69,7 @@ class SteppedTrainer(Protocol):
     evaluator: Evaluator
     figures: Figures
     rank_parts: RankParts
+    last_model: LastModel
     start_sums: Mapping[str, int]
 
     @property
@@ -201,6 +203,8 @@ class GlobalSteps:
             self.strategy.end_global_step(bool(self._stepped_here))
         if self.strategy.exchanges_gradients:
             self._check_if_due()
+        if self._transport.workers == 1 and progress.global_steps % CHECK_EVERY_ROUNDS == 0:
+            self._trainer.last_model.keep(self._trainer.evaluator.epoch, if_due=True)
         self._trainer.evaluator.evaluate_if_due()
         if self._events.due():
             self._trainer.figures.write("progress")
@@ -373,11 +377,13 @@ class GlobalSteps:
     # --- comparison of the replicas -----------------------------------------------------------------------------
 
     def _check_if_due(self) -> None:
-        if self._progress.rounds % CHECK_EVERY_ROUNDS == 1:
-            self.check(f"after exchange {self._progress.rounds}")
+        if self._progress.rounds % CHECK_EVERY_ROUNDS != 1:
+            return
+        if self.check(f"after exchange {self._progress.rounds}") and not self.strategy.has_stepped:
+            self._trainer.last_model.keep(self._trainer.evaluator.epoch, if_due=True)
 
-    def check(self, when: str) -> None:
-        """Compare the replicas of all workers, which must be equal now."""
+    def check(self, when: str) -> bool:
+        """Compare the replicas of all workers, which must be equal now. Return False if nothing is to be compared."""
         try:
             is_compared = self.strategy.check(when, self._trainer.schedules.rates())
         except ReplicasDifferError as error:
@@ -388,3 +394,4 @@ class GlobalSteps:
             self._step_record.clear()
         if is_compared and self._transport.worker == 0:
             self._events.write("check", step=self._progress.steps, round=self._progress.rounds, equal=True)
+        return is_compared

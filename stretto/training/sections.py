@@ -9,6 +9,7 @@ before that one have empty loaders, and their models are read from the run folde
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,27 @@ class Sections:
             transport.close()
             status.finish()
 
-    def abandon(self) -> float:
-        """Write the rest of a failed section's log; return the seconds since the first section began."""
+    def write_last_model(self, cause: str) -> Path | None:
+        """Write the last model that the workers agreed on in a section that ends without a final one.
+
+        Returns the folder that has it, as far as this worker knows; None without one.
+        """
+        last = self.last.last_model if self.last is not None else None
+        if last is None:
+            return None
+        try:
+            last.write(cause)
+        except LogError as error:
+            print(f"stretto: {error}", file=sys.stderr, flush=True)
+        return Path(last.place) if last.place is not None else None
+
+    def abandon(self, cause: str | None) -> float:
+        """Write the rest of a failed section's log; return the seconds since the first section began.
+
+        `cause` is that of the failure; None if the run continues without this worker.
+        """
+        if cause is not None:
+            self.write_last_model(cause)
         trainer = self._trainer
         if trainer is None:
             if self._transport is not None:

@@ -28,6 +28,7 @@ from stretto.training.epochs import Epochs
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
 from stretto.training.global_steps import GlobalSteps
+from stretto.training.last_model import LastModel
 from stretto.training.progress import LoopProgress
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Schedules
@@ -70,6 +71,7 @@ class Trainer:
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source
         self.arrivals = Arrivals(transport)
+        self.last_model = LastModel(self, context)
         self.evaluator = Evaluator(self, context, arguments.evaluate, arguments.evaluate_every)
         self.schedules = Schedules(self, list(optimizers), arguments.schedule, context.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
@@ -186,13 +188,17 @@ class Trainer:
             self.rank_parts.take_part()
             self.progress.enter(OVER)
             has_worked = self._has_any_worker_trained()
+            if is_last and not self.strategy.asynchronous:
+                self.transport.all_gather_bytes(b"")  # a worker whose script fails now never comes here
             if self.strategy.asynchronous and has_worked:
                 self.strategy.sync_for_evaluation()
             self.schedules.finish()
             self.evaluator.finish(has_worked)
             self.agent.checkpoints.finish(has_worked)
         else:
+            self.last_model.write("the worker has left, as it was asked to")
             self.agent.checkpoints.finish(False)
+        self.last_model.give_up()
         self.figures.write("end", training_s=self.figures.training_s())
         self._close_log()
         self.is_over = True

@@ -20,13 +20,16 @@ import psutil
 from stretto.errors import LaunchError
 from stretto.launcher.engines.interface import Exited, Inbox, Signalled
 from stretto.launcher.process_specs import ProcessSpec
-from stretto.membership.worker_status import ProcessRecord, make_record, read_record
+from stretto.membership.worker_status import KeptModel, ProcessRecord, ask_for_model, make_record, read_record
 
 ORPHAN_REAPER = Path(__file__).resolve().parents[1] / "orphan_reaper.py"
 GRACE_S = 0.8
 """Time between SIGTERM and SIGKILL."""
 LAST_S = 1.0
 """Limit of the wait for killed processes."""
+ASKED_S, WRITING_S = 1.0, 60.0
+"""Time in which a process begins to write the model that it keeps, and in which it writes the model."""
+LOOK_S = 0.02
 
 
 class LocalProcess:
@@ -57,6 +60,16 @@ class LocalProcess:
             if not self.is_released:
                 self._last = read_record(self._record)
         return self._last
+
+    def ask_for_model(self) -> KeptModel:
+        """Ask the process to write the model that it keeps, and return the state of the model."""
+        state = self.record().model
+        with self._lock:
+            if self.is_released:
+                return KeptModel.WRITTEN
+            if state == KeptModel.UNWRITTEN:
+                ask_for_model(self._record)
+        return state
 
     def is_stopped(self) -> bool:
         """Return True if the process is stopped, as by SIGSTOP."""
@@ -141,7 +154,16 @@ class LocalEngine:
         return None
 
     def close(self) -> None:
-        """End all processes: SIGTERM, a wait of GRACE_S or until the next signal, SIGKILL."""
+        """End all processes: SIGTERM, a wait of GRACE_S or until the next signal, SIGKILL.
+
+        Before that, a process that keeps a model in memory alone writes it.
+        """
+        began = time.monotonic()
+        while states := {process.ask_for_model() for process in self._unreleased()} - {KeptModel.WRITTEN}:
+            limit_s = WRITING_S if KeptModel.WRITING in states else ASKED_S
+            now = time.monotonic()
+            if now - began > limit_s or self._release_next(now + LOOK_S):
+                break
         for process in self._unreleased():
             process.send(signal.SIGTERM)
             process.send(signal.SIGCONT)
@@ -160,16 +182,19 @@ class LocalEngine:
 
     def _release_until(self, limit: float, heed_signals: bool = True) -> None:
         """Release processes as they exit."""
-        while self._unreleased():
-            try:
-                news = self._inbox.get(timeout=max(0.0, limit - time.monotonic()))
-            except Empty:
+        while self._unreleased() and time.monotonic() < limit:
+            if self._release_next(limit) and heed_signals:
                 return
-            if isinstance(news, Exited):
-                if news.process is not None:
-                    news.process.release()
-            elif isinstance(news, Signalled) and heed_signals:
-                return
+
+    def _release_next(self, limit: float) -> bool:
+        """Release the next process that exits, if one does in time. Return True for a signal to the launcher."""
+        try:
+            news = self._inbox.get(timeout=max(0.0, limit - time.monotonic()))
+        except Empty:
+            return False
+        if isinstance(news, Exited) and news.process is not None:
+            news.process.release()
+        return isinstance(news, Signalled)
 
     def _notify_reaper(self, line: str) -> None:
         assert self._reaper.stdin is not None
