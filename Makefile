@@ -24,8 +24,10 @@ $(READY): pyproject.toml constraints.txt $(SOURCES)
 
 install: $(READY)   ## make the virtual environment
 
-demo: $(READY)      ## compare three recipes with one machine on the digits
+demo: $(READY)      ## compare three recipes with one machine on the digits, and simulate a network on which four workers pay
 	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
+	@echo; echo "The digits take this machine seconds. If a step took 20 ms and each of four workers had a machine on a network of 1 Gbit/s (simulated):"
+	$(BIN)/stretto simulate --sweep workers=1,4 --recipe "local_sgd(every=4)" --lr-scale linear --network "1Gbit/s 1ms" --step-time 20ms --target "test_accuracy>=0.95" examples/digits.py --epochs 10
 
 # Compiled files are kept, whatever the environment asks for: the processes of the tests would compile all modules again.
 test test-long test-gpu: export PYTHONDONTWRITEBYTECODE :=

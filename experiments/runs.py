@@ -96,7 +96,7 @@ def measured(folder: Path, target: str = "") -> Found:
     The drift is the largest relative distance of a worker's parameters from their mean, `|x_i - x| / |x|`.
     """
     found, told = run_record.record(folder), run_log.read(folder)
-    reached = Target.parse(target).reached(told.of("evaluation")) if target else None
+    reached = Target.parse(target).reached(found["evaluations"]) if target else None
     drifts = [event["drift"] for event in told.of("epoch") if event.get("drift") is not None]
     sent = found["bytes_sent"]
     return {

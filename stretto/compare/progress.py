@@ -54,6 +54,7 @@ class Progress:
     def _outcome(self, record: Record, took: float) -> str:
         metrics = [f"{name} {formatting.figure(value, 4)}" for name, value in record["metrics"].items()]
         training = f"{formatting.seconds(record['seconds'])} of training" if record["seconds"] else ""
+        training += f" on {formatting.count(record['samples'])} samples" if training else ""
         return ", ".join(filter(None, [formatting.seconds(took), training, *metrics]))
 
     def _place(self, trial: Trial) -> str:

@@ -11,8 +11,9 @@ from stretto.compare.trials import Question, Trial, trials
 from stretto.errors import LogError, StrettoError
 from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.report import run_log
+from stretto.report.equal_samples import are_same
 from stretto.report.run_record import Record, record, unstarted, write_json
+from stretto.report.verdict import verdict
 from stretto.run_config import RunConfig
 
 NAME = "compare.json"
@@ -80,8 +81,7 @@ class Comparison:
             result = self._without_log(trial, str(error))
         result |= {"folder": trial.name, "failed": failed or result["failed"], "recipe": trial.kind}
         if self.question.target and not result["failed"]:
-            evaluations = run_log.read(self.folder / trial.name).of("evaluation")
-            result["reached"] = self.question.target.reached(evaluations)
+            result["reached"] = self.question.target.reached(result["evaluations"])
         return result
 
     def _without_log(self, trial: Trial, failed: str) -> Record:
@@ -109,14 +109,26 @@ class Comparison:
         return name in self.records and not self.records[name]["failed"]
 
     def _distance(self, trial: Trial) -> Record:
+        """Return the fields on the distance of a model to its reference, after equal numbers of samples.
+
+        If the two trained on different numbers, it is the last of the distances during training.
+        """
         from stretto.compare.model_distance import compared  # torch, which takes seconds to import
 
         assert trial.reference is not None
+        samples, reference_samples = (self.records[name]["samples"] for name in (trial.name, trial.reference))
         try:
-            return compared(self.folder / trial.name, self.folder / trial.reference)
+            found = compared(self.folder / trial.name, self.folder / trial.reference)
         except LogError as error:
             self._reporter.say(f"{trial.name} cannot be compared with {trial.reference}: {error}")
             return {"compared_with": trial.reference}
+        if are_same(samples, reference_samples):
+            return found | {"compared_at": samples}
+        last = found["distances"][-1] if found["distances"] else {}
+        return found | {
+            "compared_at": last.get("samples"),
+            **{name: last.get(name) for name in ("parameter_distance", "prediction_disagreement")},
+        }
 
     def _delete_unneeded(self, seed: int) -> None:
         """Delete the saved states, which are large, of runs that no later run is compared with."""
@@ -138,5 +150,7 @@ class Comparison:
             self.question.target.check(finished[0]["metrics"])
 
     def _save(self) -> None:
-        content = {"question": self.question.describe(), "runs": list(self.records.values())}
-        write_json(self.folder / NAME, content)
+        """Write compare.json: the question, the records of the runs, and the verdict on those that there are."""
+        records = list(self.records.values())
+        judged = verdict(records, self.question.target)
+        write_json(self.folder / NAME, {"question": self.question.describe(), "runs": records, "verdict": judged})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from stretto.errors import LogError
 from stretto.report import (
@@ -29,7 +31,7 @@ from stretto.report.run_log import History
 from stretto.report.run_record import Record, record
 from stretto.report.tables import Cell, Sheet, megabytes, sheets
 from stretto.report.target import Target
-from stretto.report.verdict import Verdict, verdict
+from stretto.report.verdict import verdict
 
 NAME = "report.html"
 MOST_EPOCHS = 12
@@ -78,6 +80,7 @@ def render(**values: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["code"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)))
     return environment.get_template("template.html").render(**values)
 
 
@@ -109,12 +112,12 @@ def _comparison(folder: Path) -> str:
     saved = run_log.read_json(folder / "compare.json")
     question, records = saved.get("question") or {}, list(saved.get("runs") or [])
     target = Target.parse(question["target"]) if question.get("target") else None
-    judged = verdict(records, target) if records else Verdict(None, "No run has finished yet.")
+    judged = verdict(records, target)
     album = Album(records, _histories(folder, records), target)
     return render(
         kicker=_kicker(question),
         headline=judged.sentence,
-        deck=judged.caveats,
+        deck=(*judged.caveats, *_what_to_add(album.histories.values())),
         failures=_failures(records),
         sections=_sections(
             [*traffic_section.in_full(sheets(records, target), records), *stages_section.of_recipes(records)],
@@ -123,7 +126,10 @@ def _comparison(folder: Path) -> str:
         if records
         else [],
         colours=_colours(records),
-        facts=_facts(list(album.histories.values()), question.get("command") or [], _seeds(records)),
+        facts=[
+            *_facts(list(album.histories.values()), question.get("command") or [], _seeds(records)),
+            *([Fact("Compared by", (judged.by,))] if judged.by else []),
+        ],
         warnings=_warnings(album.histories.values()),
     )
 
@@ -169,7 +175,7 @@ def _single(folder: Path) -> str:
     return render(
         kicker=f"{shlex.join([str(run_record['script']), *map(str, run_record['args'])])} · seed {run_record['seed']}",
         headline=_summary(run_record),
-        deck=(_figures(run_record),),
+        deck=(_figures(run_record), *_what_to_add([history])),
         failures=[run_record["failed"]] if run_record["failed"] else [],
         sections=_sections(
             _tables(run_record, history),
@@ -188,16 +194,36 @@ def _single(folder: Path) -> str:
 def _summary(record: Record) -> str:
     metrics = ", ".join(f"{name} {formatting.figure(value, 4)}" for name, value in record["metrics"].items())
     run = f"{record['recipe']} on {formatting.plural(record['workers'], 'worker')}"
-    return f"{run}: {metrics or 'not evaluated'} after {formatting.seconds(record['seconds'])} of {of_what(record)}"
+    return f"{run}: {metrics or 'not evaluated'} after {trained(record)}"
 
 
-def of_what(record: Record) -> str:
-    """Return the noun of the seconds of a record: training, or virtual time."""
-    return "virtual time, simulated" if record.get("simulated") else "training"
+def trained(record: Record) -> str:
+    """Return the training time, or the virtual time, of a run, and its samples."""
+    what = "virtual time, simulated," if record.get("simulated") else "training"
+    return f"{formatting.seconds(record['seconds'])} of {what} on {formatting.count(record['samples'])} samples"
+
+
+def _what_to_add(histories: Iterable[History]) -> list[str]:
+    """Return sentences on the calls that a script lacks, without which the page has no metrics or no loss."""
+    ended = [history for history in histories if history.ended]
+    lacks_metrics, lacks_loss = (
+        bool(ended) and not any(history.of(kind) for history in ended) for kind in ("evaluation", "log")
+    )
+    return [
+        *([NO_METRICS] if lacks_metrics else []),
+        *([NO_LOSS] if lacks_loss else []),
+    ]
+
+
+NO_METRICS = (
+    "To see metrics here, give stretto.distribute a function of the model that returns numbers by name: "
+    '`stretto.distribute(model, optimizer, loader, evaluate=lambda model: {"accuracy": accuracy(model)})`.'
+)
+NO_LOSS = "To see the loss here, call `stretto.log(loss=loss)` in the loop, after `loss` is computed."
 
 
 def _figures(record: Record) -> str:
-    pace = f"{formatting.count(record['samples'])} samples at {formatting.count(record['samples_per_second'])} a second"
+    pace = f"{formatting.count(record['samples_per_second'])} samples a second"
     sent = formatting.figure(megabytes(record, "sent"))
     rounds = formatting.plural(record["rounds"], "round")
     if record["staleness"]:

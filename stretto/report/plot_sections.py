@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from stretto.report import formatting, plot_style, plots, time_series
 from stretto.report.aggregation import Baselines, Group, at, grouped, worker_counts
+from stretto.report.equal_samples import all_same
 from stretto.report.plots import SAMPLES, Line, Row
 from stretto.report.run_log import History
 from stretto.report.run_record import Record
@@ -19,6 +20,8 @@ from stretto.report.time_series import Curve, Moment, Sample
 
 LEARN = "Loss and metrics"
 MOST_METRICS = 3
+PER_SAMPLES = 1000
+"""Number of samples whose time is shown for runs that trained on different numbers."""
 
 Histories = Mapping[str, History]
 """Logs of the runs that have one, by the name of their folder."""
@@ -118,7 +121,8 @@ def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
     if any(len(group.asked) > 1 for group in groups):
         texts.append("A line for each seed.")
     if any(group.single_process for group in groups) and not all(group.single_process for group in groups):
-        texts.append("Dotted: final value of a run without communication.")
+        equal = "" if all_same(_records(groups)) else ", if it trained on as many samples as the others"
+        texts.append(f"Dotted: final value of a run without communication{equal}.")
     if album.moments:
         texts.append("Vertical lines: failures and pauses (red), restarted processes (grey).")
     omitted = sum(time_series.not_finite(history) for record in _records(groups) if (history := album.history(record)))
@@ -142,17 +146,20 @@ def _scaling(groups: Sequence[Group], colours: Mapping[str, str], baselines: Bas
 
 def _split(album: Album, groups: Sequence[Group], colours: Mapping[str, str]) -> Plot | None:
     several = len(worker_counts(groups)) > 1
-    firsts = [group.asked[0] for group in groups if group.asked[0]["time_breakdown"]]
-    runs = [
-        plots.bars_of(group.asked[0], _bar_title(group, several), colours[group.recipe])
-        for group in groups
-        if group.asked[0]["time_breakdown"]
-    ]
-    if not runs:
+    measured = [group for group in groups if group.asked[0]["time_breakdown"]]
+    firsts = [group.asked[0] for group in measured]
+    if not firsts:
         return None
+    samples = None if all_same(firsts) else PER_SAMPLES
+    runs = [
+        plots.bars_of(group.asked[0], _bar_title(group, several), colours[group.recipe], samples) for group in measured
+    ]
     seed = f" Seed {firsts[0]['seed']}." if len({record["seed"] for record in album.records}) > 1 else ""
-    caption = f"Each bar is the total time of a worker.{seed}"
-    return Plot(TIME, Markup(plots.time_breakdown("split", runs)), caption)
+    if samples is None:
+        return Plot(TIME, Markup(plots.time_breakdown("split", runs)), f"Each bar is the total time of a worker.{seed}")
+    label = f"seconds for {formatting.count(samples)} samples of all workers, evaluations included"
+    caption = f"Each bar is the time of a worker; the runs trained on different numbers of samples.{seed}"
+    return Plot(TIME, Markup(plots.time_breakdown("split", runs, label)), caption)
 
 
 def _bar_title(group: Group, several: bool) -> str:

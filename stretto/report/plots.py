@@ -24,6 +24,9 @@ BETWEEN = 0.28
 TITLE, AXIS = 0.3, 0.42
 MOST_BARS = 8
 LOG_FROM = 20.0
+FINAL = 0.95
+"""Share of the samples of the longest run from which on the final value of another run is drawn beside it."""
+
 MOST_NAMED = 12
 
 
@@ -110,6 +113,11 @@ def _mark(ax: Axes, moments: Sequence[Moment], has_labels: bool) -> None:
 
 
 def _panel(ax: Axes, row: Row, across: Across) -> None:
+    """Draw the curves of a row, and the final value of those that have no place on the axis.
+
+    No final value of fewer samples than those of the others is drawn.
+    """
+    most = max((curve.samples[-1].samples for line in row.lines for curve in line.curves if curve.samples), default=0.0)
     for line in row.lines:
         alpha = 1.0 if len(line.curves) == 1 else 0.65
         for curve in line.curves:
@@ -118,7 +126,7 @@ def _panel(ax: Axes, row: Row, across: Across) -> None:
             if points:
                 xs, ys = zip(*points, strict=True)
                 ax.plot(xs, ys, color=line.colour, alpha=alpha, marker="o", markevery=[-1], ms=3)
-            elif curve.samples:
+            elif curve.samples and curve.samples[-1].samples >= FINAL * most:
                 ax.axhline(curve.samples[-1].value, color=line.colour, lw=0.8, ls=(0, (1, 2)), alpha=alpha)
 
 
@@ -196,9 +204,13 @@ class Bars:
     bars: tuple[Bar, ...]
 
 
-def bars_of(record: Record, title: str, colour: str) -> Bars:
-    """Return a bar for each worker or rank, or one with the mean of more than MOST_BARS."""
-    splits = record["time_breakdown"]
+def bars_of(record: Record, title: str, colour: str, samples: int | None = None) -> Bars:
+    """Return a bar for each worker or rank, or one with the mean of more than MOST_BARS.
+
+    With a number of `samples`, bars are the mean time for that many of all workers, in place of the total time.
+    """
+    scale = samples / max(1, record["samples"]) if samples else 1.0
+    splits = [{phase: scale * seconds for phase, seconds in split.items()} for split in record["time_breakdown"]]
     if len(splits) > MOST_BARS:
         mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
         return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
@@ -212,13 +224,16 @@ NAMES = -BESIDE / (WIDTH - BESIDE - 0.2)
 DARK = ("computing", "exchanging", "waiting")
 
 
-def time_breakdown(name: str, runs: Sequence[Bars]) -> str:
+TOTAL = "seconds since the start, evaluations included"
+
+
+def time_breakdown(name: str, runs: Sequence[Bars], label: str = TOTAL) -> str:
     """Return the SVG of stacked bars in seconds: the phases sum to the total time."""
     height = KEY + sum(len(run.bars) * BAR + GAP for run in runs) + AXIS
-    return plot_style.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))
+    return plot_style.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height, label=label))
 
 
-def _paint_split(figure: Figure, runs: Sequence[Bars], height: float) -> None:
+def _paint_split(figure: Figure, runs: Sequence[Bars], height: float, label: str) -> None:
     ax = plot_style.axes(figure, BESIDE, KEY, WIDTH - BESIDE - 0.2, height - KEY - AXIS)
     longest_s = max((sum(bar.split.values()) for run in runs for bar in run.bars), default=0.0) or 1.0
     ax.set_xlim(0, longest_s)
@@ -234,7 +249,7 @@ def _paint_split(figure: Figure, runs: Sequence[Bars], height: float) -> None:
     ax.set_yticks([])
     ax.grid(True, axis="x")
     ax.xaxis.set_major_formatter(FuncFormatter(_tick))
-    ax.set_xlabel("seconds since the start, evaluations included")
+    ax.set_xlabel(label)
 
 
 def _left_of(ax: Axes) -> dict[str, Any]:

@@ -25,11 +25,11 @@ def record(run_folder: Path) -> Record:
     """Return the record of a run directory, from run.json and events.jsonl only.
 
     `seconds` is training time without evaluations, in virtual time if the run is `simulated`; `samples` counts all
-    workers. `failed` is None for a run that finished, and else the reason. Fields that only a comparison can fill are
-    None. `steps` and `rounds` are the largest of any worker; workers of asynchronous runs differ. `bytes_sent`,
-    `bytes_received` and `time_breakdown` have an entry for each of `processes`, the workers or their ranks; the bytes
-    are measured at the transport. `stages` are the passes of a pipeline (`stages.summary`). `traffic.fields` describes
-    the raw and encoded bytes and residuals.
+    workers. `evaluations` are sorted by samples, `metrics` has the last value of each metric. `failed` is None for a
+    run that finished, and else the reason. Fields that only a comparison can fill are None. `steps` and `rounds` are
+    the largest of any worker; workers of asynchronous runs differ. `bytes_sent`, `bytes_received` and `time_breakdown`
+    have an entry for each of `processes`, the workers or their ranks; the bytes are measured at the transport. `stages`
+    are the passes of a pipeline (`stages.summary`). `traffic.fields` describes the raw and encoded bytes and residuals.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -37,6 +37,7 @@ def record(run_folder: Path) -> Record:
         **_configuration(history),
         "failed": history.failure,
         "metrics": _metrics(history),
+        "evaluations": _evaluations(history),
         "seconds": seconds,
         "wall_seconds": _wall(history),
         "samples": samples,
@@ -54,6 +55,7 @@ def record(run_folder: Path) -> Record:
 
 BEYOND_ONE_RUN: Record = {
     "compared_with": None,
+    "compared_at": None,
     "parameter_distance": None,
     "prediction_disagreement": None,
     "distances": [],
@@ -64,6 +66,7 @@ BEYOND_ONE_RUN: Record = {
 
 LISTS = (
     "processes",
+    "evaluations",
     "bytes_sent",
     "bytes_received",
     "time_breakdown",
@@ -160,6 +163,19 @@ def _metrics(history: History) -> Record:
     for event in history.of("evaluation"):
         last |= {name: number(value) for name, value in (event.get("metrics") or {}).items()}
     return last
+
+
+def _evaluations(history: History) -> list[Record]:
+    """Return the evaluations by rising samples; of those that were repeated after a rollback, the last."""
+    by_samples = {int(event.get("samples") or 0): event for event in history.of("evaluation")}
+    return [
+        {
+            "samples": samples,
+            "training_s": number(event.get("training_s")) or 0.0,
+            "metrics": {name: number(value) for name, value in (event.get("metrics") or {}).items()},
+        }
+        for samples, event in sorted(by_samples.items())
+    ]
 
 
 def _counted(history: History) -> Record:

@@ -10,7 +10,7 @@ from stretto.checkpoint.model_file import newest
 from stretto.errors import LogError
 from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
-from stretto.report.formatting import count, figure, percent, plural, seconds
+from stretto.report.formatting import count, figure, percent, plural
 from stretto.report.incidents import in_lines
 from stretto.report.run_log import read
 from stretto.report.run_record import STANDARD_OUTPUT, record, write_json
@@ -67,8 +67,7 @@ def _section(record: dict[str, Any], number: int) -> list[str]:
 
 def _summary(record: dict[str, Any]) -> list[str]:
     """Return a run in three lines, and one more each for an encoding and for staleness."""
-    duration = f"{seconds(record['seconds'])} of {html_report.of_what(record)}"
-    speed = f"{duration}, {count(record['samples_per_second'])} samples/s"
+    speed = f"{html_report.trained(record)}, {count(record['samples_per_second'])} samples/s"
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in record["metrics"].items())
     waiting, sent = percent(share(record, "waiting")), figure(megabytes(record, "sent"))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(record['rounds'], 'round')}"

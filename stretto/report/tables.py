@@ -14,6 +14,7 @@ from rich.text import Text
 from stretto.events import PHASES
 from stretto.report import formatting, traffic
 from stretto.report.aggregation import Baselines, Group, Measure, Spread, grouped
+from stretto.report.equal_samples import all_same, value_at
 from stretto.report.run_record import GLOBAL_BATCH, Record
 from stretto.report.staleness import blocked_share
 from stretto.report.target import Target
@@ -50,14 +51,18 @@ class Column:
 
 def sheets(records: Sequence[Record], target: Target | None = None) -> list[Sheet]:
     """Return the tables of a comparison: model distance, metrics, speed, cost, traffic, staleness, time breakdown."""
-    groups, baselines = grouped(records), Baselines(records)
-    names = metric_names(records)
+    groups, baselines, names = grouped(records), Baselines(records), metric_names(records)
+    is_same = all_same(records)
+    samples = [] if is_same else [_measured("samples", lambda r: r["samples"], formatting.count)]
+    compared_at = [] if is_same else [_measured("after samples", lambda r: r.get("compared_at"), formatting.count)]
+    time = [_measured("training time", lambda r: r["seconds"], formatting.seconds)] if is_same else samples
     by_sheet = [names[i : i + METRICS_A_SHEET] for i in range(0, len(names), METRICS_A_SHEET)]
-    beside = by_sheet.pop() if len(names) == 1 else []
+    beside = by_sheet.pop() if len(names) == 1 and is_same else []
+    metrics_note, speed_note = (METRICS_NOTE, SPEED_NOTE) if is_same else (UNEQUAL_METRICS_NOTE, UNEQUAL_SPEED_NOTE)
     return [
-        _sheet(STATE, STATE_NOTE, groups, [*_state(), *_metrics(beside, baselines)]),
-        *(_sheet("Final metrics", METRICS_NOTE, groups, _metrics(some, baselines)) for some in by_sheet),
-        _sheet(FAST, SPEED_NOTE, groups, _speed(baselines)),
+        _sheet(STATE, STATE_NOTE, groups, [*_state(), *map(_referenced, compared_at), *_metrics(beside, baselines)]),
+        *(_sheet("Final metrics", metrics_note, groups, [*samples, *_metrics(some, baselines)]) for some in by_sheet),
+        _sheet(FAST, speed_note, groups, [*_speed(baselines), *time]),
         *([_sheet(f"Time to {target}", TARGET_NOTE, groups, _target(baselines))] if target else []),
         _sheet(COST, _cost_note(records), groups, _cost()),
         *_traffic(groups),
@@ -70,9 +75,16 @@ STATE, FAST, STALE, TIME = "Model distance", "Speed", "Staleness", "Time breakdo
 COST, TRAFFIC = "Bytes and rounds", "Traffic by purpose"
 STATE_NOTE = "Against a single process with the global batch."
 METRICS_NOTE = "At the end, and the difference from a single process with the global batch."
+UNEQUAL_METRICS_NOTE = (
+    "At the end, after different numbers of samples, and the difference from a single process with the global batch "
+    "after as many."
+)
 SPEED_NOTE = (
-    "Training time without evaluations. Speed-up: samples/s over those of a single process. "
+    "Training time without evaluations. Speed-up: samples/s over those of a single process, whatever the quality. "
     "Efficiency: speed-up per process."
+)
+UNEQUAL_SPEED_NOTE = SPEED_NOTE.replace(
+    "Training time without evaluations.", "The runs trained on different numbers of samples: no times are compared."
 )
 TARGET_NOTE = "Training time and samples of all workers until the first evaluation that satisfies the target."
 COST_NOTE = "Bytes counted at the transport of a worker, mean over workers; 1 MB = 10⁶ bytes."
@@ -163,7 +175,10 @@ def _metric(record: Record, name: str) -> float | None:
 
 def _difference(record: Record, name: str, baselines: Baselines) -> float | None:
     reference = baselines.reference(record)
-    value, baseline = _metric(record, name), _metric(reference, name) if reference else None
+    if reference is None:
+        return None
+    samples = min(record["samples"], reference["samples"])
+    value, baseline = value_at(record, name, samples), value_at(reference, name, samples)
     return None if value is None or baseline is None else value - baseline
 
 
@@ -172,7 +187,6 @@ def _speed(baselines: Baselines) -> list[Column]:
         _measured("samples/s", lambda r: r["samples_per_second"], formatting.count),
         _measured("speed-up", lambda r: speed_up(r, baselines), formatting.times),
         _measured("efficiency", lambda r: _efficiency(r, baselines), formatting.percent),
-        _measured("training time", lambda r: r["seconds"], formatting.seconds),
     ]
 
 
@@ -190,8 +204,8 @@ def _efficiency(record: Record, baselines: Baselines) -> float | None:
 
 def _target(baselines: Baselines) -> list[Column]:
     return [
-        _reached("time", lambda r: reached(r, "seconds"), formatting.seconds),
-        _reached("samples", lambda r: reached(r, "samples"), formatting.count),
+        _reached("time", "seconds", formatting.seconds, lambda _: "not reached"),
+        _reached("samples", "samples", formatting.count, lambda group: f"not in {formatting.count(_samples(group))}"),
         _measured("speed-up", lambda r: _target_speed_up(r, baselines), formatting.times),
     ]
 
@@ -208,16 +222,20 @@ def _target_speed_up(record: Record, baselines: Baselines) -> float | None:
     return baseline / seconds if seconds and baseline else None
 
 
-def _reached(heading: str, measure: Measure, write: Callable[[float | None], str]) -> Column:
+def _reached(heading: str, what: str, write: Callable[[float | None], str], missed: Callable[[Group], str]) -> Column:
     def cell(group: Group) -> Cell:
-        spread = group.spread(measure)
+        spread = group.spread(partial(reached, what=what))
         if spread is None:
-            return Cell("not reached")
+            return Cell(missed(group))
         if spread.count < len(group.records):
             return Cell(write(spread.median), f"{spread.count} of {len(group.records)} seeds")
         return spread_cell(spread, write)
 
     return Column(heading, cell)
+
+
+def _samples(group: Group) -> float | None:
+    return group.median(lambda record: record["samples"])
 
 
 def _cost() -> list[Column]:

@@ -13,7 +13,7 @@ from stretto.compare.trials import Question, trials
 from stretto.run_config import RunConfig
 
 QUESTION = Question(RunConfig(Path("train.py")), (2,), ("a()",), seeds=2)
-RECORD = {"failed": None, "seconds": 1.0, "metrics": {"acc": 0.5}}
+RECORD = {"failed": None, "seconds": 1.0, "samples": 19200, "metrics": {"acc": 0.5}}
 
 
 def test_no_estimate_before_the_first_run() -> None:
@@ -38,9 +38,8 @@ def test_every_run_gets_a_line_with_the_time_left() -> None:
     progress.begin(plan[1])
     progress.end(plan[1], {**RECORD, "failed": "boom"})
     lines = file.getvalue().splitlines()
-    assert (
-        lines[1] == "[1 of 6] single process, 1 worker, seed 0: 10.0 s, 1.00 s of training, acc 0.5000; about 50 s left"
-    )
+    trained = "10.0 s, 1.00 s of training on 19,200 samples, acc 0.5000"
+    assert lines[1] == f"[1 of 6] single process, 1 worker, seed 0: {trained}; about 50 s left"
     assert lines[3].startswith("[2 of 6] single process (global batch) ×2, 1 worker, seed 0: failed; about 1 min left")
 
 

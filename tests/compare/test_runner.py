@@ -105,7 +105,8 @@ def test_a_failed_run_is_marked_and_the_others_continue(tmp_path: Path) -> None:
 def test_every_record_has_the_time_to_the_target(tmp_path: Path) -> None:
     made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).run()
     for one in kept(tmp_path / "c"):
-        assert one["reached"] == {"seconds": pytest.approx(2.0), "samples": 1600 if one["workers"] == 2 else 800}
+        samples = 800 if one["recipe"] == "single process" else 1600
+        assert one["reached"] == {"seconds": pytest.approx(2.0), "samples": samples}
 
 
 def test_an_unknown_target_metric_stops_the_comparison_after_the_first_run(tmp_path: Path) -> None:
@@ -129,3 +130,29 @@ def test_a_stopped_comparison_leaves_readable_records(tmp_path: Path) -> None:
     assert [one["recipe"] for one in kept(tmp_path / "c")] == ["single process", "single process (global batch)"]
     assert not list((tmp_path / "c").glob("*/states"))
     assert "No verdict" in html_report.write(tmp_path / "c").read_text()
+
+
+def test_compare_json_has_the_verdict_that_the_page_shows(tmp_path: Path) -> None:
+    made(tmp_path / "c", Pretend()).run()
+    judged = json.loads((tmp_path / "c" / "compare.json").read_text())["verdict"]
+    assert judged["by"] == "training time for equal samples at equal quality"
+    assert [side["samples"] for side in judged["sides"]] == [2400, 2400]
+    assert "for the same 2,400 samples" in judged["sentence"]
+    assert judged["sentence"] in html_report.write(tmp_path / "c").read_text()
+
+
+def test_distances_of_runs_of_unequal_samples_are_those_after_equal_samples(tmp_path: Path) -> None:
+    pretend = Pretend()
+
+    def longer(order: RunConfig, watch: ProgressDisplay) -> Path:
+        folder = pretend(order, watch)
+        if order.single_process and order.global_batch_of == 1:
+            events = folder / "events.jsonl"
+            events.write_text(events.read_text().replace('"samples": 2400', '"samples": 4800'))
+        return folder
+
+    made(tmp_path / "c", longer).run()
+    alone, _, allreduce, _ = kept(tmp_path / "c")
+    assert alone["samples"] == 4800
+    assert alone["compared_at"] == alone["distances"][-1]["samples"] == 1600
+    assert allreduce["compared_at"] == allreduce["samples"] == 2400

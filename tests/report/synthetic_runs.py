@@ -30,31 +30,34 @@ def split(t: float, exchanging: float, evaluating: float) -> dict[str, float]:
     return parts | known | {"exchanging": exchanging, "evaluating": evaluating}
 
 
-def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: float) -> Events:
+def training(
+    workers: int, step_s: float, bytes_a_round: int, every: int, best: float, batch: int = 8, epoch_steps: int = 50
+) -> Events:
     """Three epochs of 50 steps with a batch of 8; an evaluation of 0.1 s after each."""
+    steps = 3 * epoch_steps
     events: Events = [{"event": "start", "t": 0.0, "worker": w, "threads": 1} for w in range(workers)]
-    for step in range(1, 151):
-        epoch, evaluations = (step - 1) // 50, (step - 1) // 50
+    for step in range(1, steps + 1):
+        epoch, evaluations = (step - 1) // epoch_steps, (step - 1) // epoch_steps
         trained = step * step_s
         t = trained + 0.1 * evaluations
         rounds = step // every if every else 0
-        counts = {"samples": step * 8, "rounds": rounds, "bytes_sent": rounds * bytes_a_round}
+        counts = {"samples": step * batch, "rounds": rounds, "bytes_sent": rounds * bytes_a_round}
         counts |= {"bytes_received": counts["bytes_sent"], "time_breakdown": split(t, 0.2 * trained, 0.1 * evaluations)}
         for worker in range(workers):
             loss = 2.3 * math.exp(-step / 40) + 0.1 + 0.02 * math.sin(7 * step + worker)
             here = {"t": t, "worker": worker, "step": step}
-            events.append({"event": "log", **here, "samples": step * 8 * workers, "values": {"loss": loss}})
+            events.append({"event": "log", **here, "samples": step * batch * workers, "values": {"loss": loss}})
             if step % 10 == 0:
                 events.append({"event": "progress", **here, **counts})
-        if step % 50 == 0:
-            lead = {"t": t + 0.1, "worker": 0, "epoch": epoch, "step": step, "samples": step * 8 * workers}
+        if step % epoch_steps == 0:
+            lead = {"t": t + 0.1, "worker": 0, "epoch": epoch, "step": step, "samples": step * batch * workers}
             lead["training_s"] = trained
             metrics = {"test_accuracy": best - 0.3 * math.exp(-step / 40), "test_loss": 0.2 + 30 / step / 10}
             events.append({"event": "evaluation", **lead, "metrics": metrics})
-            seen = {"once": 50 * 8 * workers, "twice": 0, "never": 0, "dropped": 0}
+            seen = {"once": epoch_steps * batch * workers, "twice": 0, "never": 0, "dropped": 0}
             events.append({"event": "epoch", **lead, "sample_counts": seen, "drift": 0.0, "workers": []})
-    t = 150 * step_s + 0.3
-    end = counts | {"time_breakdown": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
+    t = steps * step_s + 0.3
+    end = counts | {"time_breakdown": split(t, 0.2 * steps * step_s, 0.3), "step": steps, "training_s": steps * step_s}
     return events + [{"event": "end", "t": t, "worker": w, "evaluate": True, **end} for w in range(workers)]
 
 
@@ -122,6 +125,7 @@ def write_run(
     bytes_a_round: int = 1000,
     every: int = 1,
     best: float = 0.97,
+    epoch_steps: int = 50,
     events: Events | None = None,
 ) -> Path:
     """A run folder; `events` replaces the training's own. A run without a recipe is one alone."""
@@ -137,18 +141,26 @@ def write_run(
     run |= {"started": "2026-11-21T10:45:00+00:00", "command": ["stretto", "run", "train.py"]}
     run |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
     (folder / "run.json").write_text(json.dumps(run))
-    made = training(workers, step_s, bytes_a_round, every if recipe else 0, best) if events is None else events
+    batch, rounds = 8 * global_batch_of, every if recipe else 0
+    made = training(workers, step_s, bytes_a_round, rounds, best, batch, epoch_steps) if events is None else events
     (folder / "events.jsonl").write_text("".join(json.dumps(named(event)) + "\n" for event in made))
     return folder
 
 
 def write_comparison(
-    folder: Path, recipes: tuple[str, ...] = ("allreduce()", "local_sgd(every=16)"), seeds: int = 1
+    folder: Path,
+    recipes: tuple[str, ...] = ("allreduce()", "local_sgd(every=16)"),
+    seeds: int = 1,
+    *,
+    counts_steps: bool = False,
 ) -> Path:
-    """A comparison of alone, the joined batch of two and some recipes on two workers."""
+    """A comparison of alone, the joined batch of two and some recipes on two workers.
+
+    All train on as many samples; if the script counts its steps, alone on half of them.
+    """
     records: list[dict[str, Any]] = []
     for seed in range(seeds):
-        write_run(folder / f"alone-{seed}", seed=seed, step_s=0.03)
+        write_run(folder / f"alone-{seed}", seed=seed, step_s=0.03, epoch_steps=50 if counts_steps else 100)
         write_run(folder / f"joined-{seed}", global_batch_of=2, seed=seed, step_s=0.05)
         records += [record(folder / f"{kind}-{seed}") for kind in ("alone", "joined")]
         for place, recipe in enumerate(recipes):

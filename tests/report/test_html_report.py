@@ -169,3 +169,25 @@ def test_the_page_omits_a_run_with_a_damaged_log(tmp_path: Path) -> None:
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="run folder"):
         write(tmp_path)
+
+
+def test_the_page_of_a_run_without_evaluations_or_a_loss_names_what_to_add(tmp_path: Path) -> None:
+    calls = {"evaluation": "evaluate=lambda model", "log": "<code>stretto.log(loss=loss)</code>"}
+    for lacking in (set(), {"evaluation"}, {"log"}, {"evaluation", "log"}):
+        events = [event for event in training(1, 0.02, 0, 0, 0.9) if event["event"] not in lacking]
+        text = write(write_run(tmp_path / "-".join(["run", *lacking]), events=events)).read_text()
+        assert {kind for kind, call in calls.items() if call in text} == lacking
+
+
+def test_the_page_of_a_comparison_of_counted_steps_names_the_samples(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "comparison", counts_steps=True)
+    text = write(folder).read_text()
+    headline = text.partition("<h1>")[2].partition("</h1>")[0]
+    assert "a single process with the global batch (×2)" in headline
+    assert headline.endswith("for the same 2,400 samples.")
+    assert "script&#39;s batch trained on 1,200 samples" in text
+    assert "no times are compared" in text
+    assert "training time</th>" not in text
+    assert "seconds for 1,000 samples of all workers" in text
+    assert ", if it trained on as many samples as the others" in text
+    assert "<dd>training time for equal samples at equal quality</dd>" in text

@@ -127,3 +127,11 @@ def test_a_folder_without_run_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[1, 2")
     with pytest.raises(LogError, match="expected"):
         record(tmp_path)
+
+
+def test_evaluations_are_sorted_by_samples_and_repeated_ones_count_once(tmp_path: Path) -> None:
+    events = training(1, 0.02, 0, 0, 0.97)
+    again = {"event": "evaluation", "t": 9.0, "worker": 0, "samples": 400, "training_s": 8.0, "metrics": {"a": 1.0}}
+    found = record(write_run(tmp_path / "run", events=[*events, again]))["evaluations"]
+    assert [one["samples"] for one in found] == [400, 800, 1200]
+    assert found[0] == {"samples": 400, "training_s": 8.0, "metrics": {"a": 1.0}}

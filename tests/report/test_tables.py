@@ -148,3 +148,28 @@ def test_the_tables_of_asynchronous_runs_fit_a_terminal(tmp_path: Path, seeds: i
     assert max(map(len, file.getvalue().splitlines())) <= 80
     assert "staleness" in file.getvalue()
     assert "123" in file.getvalue()
+
+
+def test_unequal_samples_are_named_and_no_times_of_different_work_are_listed(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "comparison", counts_steps=True)
+    found = json.loads((folder / "compare.json").read_text())["runs"]
+    tables = by_title(sheets(found, Target("test_accuracy", ">=", 0.999)))
+    assert "training time" not in tables["Speed"].columns
+    assert cell(tables["Speed"], "single process", "samples")[0] == "1,200"
+    assert cell(tables["Final metrics"], "allreduce()", "samples")[0] == "2,400"
+    assert cell(tables["Time to test_accuracy>=0.999"], "single process", "samples")[0] == "not in 1,200"
+    assert "training time" in by_title(sheets(records(tmp_path / "equal")))["Speed"].columns
+
+
+def test_a_difference_is_that_after_equal_samples(tmp_path: Path) -> None:
+    folder = write_comparison(tmp_path / "comparison", counts_steps=True)
+    found = json.loads((folder / "compare.json").read_text())["runs"]
+    alone, joined = found[0] | {"compared_with": "joined-0"}, found[1]
+    joined["evaluations"] = [
+        {"samples": at, "training_s": 1.0, "metrics": {"test_accuracy": at / 2400}} for at in (1000, 1400, 2400)
+    ]
+    difference = cell(by_title(sheets([alone, *found[1:]]))["Final metrics"], "single process", "difference")[0]
+    assert difference == formatting.signed(alone["metrics"]["test_accuracy"] - 0.5)
+    joined["evaluations"] = joined["evaluations"][-1:]
+    difference = cell(by_title(sheets([alone, *found[1:]]))["Final metrics"], "single process", "difference")[0]
+    assert difference == formatting.NOTHING

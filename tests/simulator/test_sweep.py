@@ -78,7 +78,9 @@ def test_sweep_measures_every_point_and_summarises() -> None:
         assert one["mean_staleness"] == workers - 1
     by_line = {one["line"]: one["workers"] for one in kept["stops_paying"]}
     assert by_line == {"every=1": 8, "every=16": None}
-    assert "every=1: beyond 8 workers more of them do not pay; there they are 1.84× as fast as one." in said
+    assert (
+        "every=1: beyond 8 workers more of them do not pay; there they are 1.84× as fast as one to the target." in said
+    )
     assert said[-1] == f"page: {folder / 'report.html'}"
     assert sum(line.startswith("[") for line in said) == 10
     told = json.loads(Path("found.json").read_text())

@@ -121,6 +121,48 @@ def test_line_is_named_by_its_values_or_its_recipe() -> None:
     assert results.label({"values": {"every": "3"}, "recipe": "local_sgd(every=3)"}, "every") == "local_sgd"
 
 
+# Equal samples
+
+METRICS = [(100, 0.5), (200, 0.7), (300, 0.8), (400, 0.85)]
+
+
+def trained(workers: int, samples: int, pace: float, metric: list[tuple[int, float]], **values: str) -> dict[str, Any]:
+    """Return a point that trained on this number of samples, with these accuracies on the way."""
+    seen = [{"samples": at, "training_s": at / pace, "metrics": {"acc": value}} for at, value in metric]
+    last = {"metrics": {"acc": metric[-1][1]}} if metric else {}
+    return found(workers, pace, **values) | {"samples": samples, "evaluations": seen, "seconds": samples / pace, **last}
+
+
+def test_more_workers_pay_at_equal_quality_only() -> None:
+    line = [trained(w, 400, 10 * w, [*METRICS[:3], (400, 0.85 if w < 8 else 0.7)]) for w in (1, 2, 4, 8)]
+    points = results.compared(line)
+    assert [one["as_good"] for one in points] == [True, True, True, False]
+    assert results.stops(points)[0]["workers"] == 4
+
+
+def test_quality_is_compared_after_equal_samples() -> None:
+    points = [trained(1, 200, 10, METRICS[:2]), trained(2, 400, 15, METRICS)]
+    assert results.as_good(points) == [True, True]
+    late = [trained(1, 200, 10, METRICS[:2]), trained(2, 400, 15, METRICS[3:])]
+    assert results.as_good(late) == [True, None]
+    assert results.as_good([found(1, 10), found(2, 15)]) == [None, None]
+    worse = [(at, value - 0.02 * (at > 100)) for at, value in METRICS]
+    assert results.as_good([trained(1, 200, 10, METRICS[:2]), trained(2, 400, 15, worse)]) == [True, False]
+
+
+def test_report_of_unequal_samples_has_no_seconds_of_different_work(tmp_path: Path) -> None:
+    points = [trained(1, 200, 10, METRICS[:2]), trained(2, 400, 15, METRICS)]
+    text = written(tmp_path, points, workers=["1", "2"])
+    assert "Most samples/s at equal quality (acc after 200 samples): local_sgd on 2 workers, 15, 1.50×" in text
+    assert "Seconds for 1,000 samples" in text
+    assert "acc after 200 samples" in text
+    assert "after different numbers of samples" in text
+    assert "26.7 s" not in text and "20.0 s" not in text
+    silent = [trained(w, 200 * w, 10 * w, []) for w in (1, 2)]
+    unmeasured = written(tmp_path / "silent", silent, workers=["1", "2"])
+    assert "`evaluate_every=`" in unmeasured
+
+
 # Records and the report
 
 
@@ -163,6 +205,7 @@ def head(target: str | None = None, **sweep: list[str]) -> dict[str, Any]:
 
 
 def written(folder: Path, points: list[dict[str, Any]], target: str | None = None, **sweep: list[str]) -> str:
+    folder.mkdir(exist_ok=True)
     results.save(folder, head(target, **sweep), points)
     return report.write(folder).read_text()
 
@@ -172,7 +215,7 @@ def test_report_shows_the_fastest_point_the_limit_and_failures(tmp_path: Path) -
     bad = results.failed(point(workers="16"), "ValueError: <boom>")
     text = written(tmp_path, [*points, bad], "accuracy>=0.9", workers=["1", "2", "4", "8", "16"])
     assert "Fastest to accuracy&gt;=0.9: local_sgd on 4 workers, 2.00 s, 4.00× as fast as one." in text
-    assert "beyond 4 workers more of them do not pay; there they are 4.00× as fast as one." in text
+    assert "beyond 4 workers more of them do not pay; there they are 4.00× as fast as one to the target." in text
     assert "points/here: ValueError: &lt;boom&gt;" in text
     assert "Ring: beyond it" in text
     assert "as many times as workers" in text

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from stretto.report import formatting, plot_style
+from stretto.report.equal_samples import value_at
 from stretto.report.html_report import Fact, Section, put, render
 from stretto.report.metrics import main_metric
 from stretto.report.plot_sections import Plot
@@ -26,6 +27,11 @@ from stretto.simulator.sweep.results import Result
 PAYS, FAST, COST, ALL = "Where do more workers stop paying?", "How long?", "At what cost?", "All points"
 MOST_LINES, MOST_METRICS, MOST_SENTENCES, MOST_TICKS = 8, 2, 4, 12
 LOG_FROM, WIDE = 20.0, 200.0
+MOST_SAMPLES = "Most samples/s"
+UNMEASURED = (
+    "Quality was not compared: there are no evaluations near equal samples. "
+    "Give stretto.distribute `evaluate=` and `evaluate_every=`, or the sweep a --target."
+)
 MEASURED = "Each point measured its own step time while others ran; --step-time makes points comparable."
 
 
@@ -67,27 +73,42 @@ def sentences(sweep: Result) -> list[str]:
         or definition.get("step_times")
         or definition["options"].get("step_time", "auto")
     )
-    measured = typed == "auto"
-    return [_fastest(sweep), *(stops if len(stops) <= MOST_SENTENCES else ()), *([MEASURED] if measured else [])]
+    fastest, stop_sentences = _fastest(sweep), stops if len(stops) <= MOST_SENTENCES else ()
+    unmeasured = [UNMEASURED] if fastest.startswith(MOST_SAMPLES) else []
+    return [fastest, *unmeasured, *stop_sentences, *([MEASURED] if typed == "auto" else [])]
 
 
 def _fastest(sweep: Result) -> str:
+    """Return the sentence on the point with the shortest time to the target, or the most samples/s at equal quality."""
     target, points = sweep["asked"]["target"], [point for point in sweep["points"] if not point["failed"]]
     measure = results.TARGET if target else results.PACE
-    best = min(points, key=lambda point: results.time(point, measure) or float("inf"), default=None)
+    is_good = results.as_good(points) if not target else []
+    candidates = [point for point, good in zip(points, is_good, strict=True) if good] if any(is_good) else points
+    best = min(candidates, key=lambda point: results.time(point, measure) or float("inf"), default=None)
     if best is None or results.time(best, measure) is None:
         return f"No point reached {target}." if target and points else "No point has been measured."
     configuration = f"{results.label(best)} on {formatting.plural(best['workers'], 'worker')}"
     gain = f", {formatting.times(best['speed_up'])} as fast as one" if best["speed_up_by"] == measure else ""
     if target:
         return f"Fastest to {target}: {configuration}, {formatting.seconds(best['seconds_to_target'])}{gain}."
-    return f"Most samples/s: {configuration}, {formatting.count(best[results.PACE])}{gain}."
+    what = f"{MOST_SAMPLES} at equal quality{_quality(sweep)}:" if any(is_good) else f"{MOST_SAMPLES}:"
+    return f"{what} {configuration}, {formatting.count(best[results.PACE])}{gain}."
+
+
+def _quality(sweep: Result) -> str:
+    """Return the metric and the number of samples by which points are as good, in brackets."""
+    return f" ({main_metric(results.metric_names(sweep['points']))} after {_least(sweep)} samples)"
+
+
+def _least(sweep: Result) -> str:
+    return formatting.count(results.least_samples(sweep["points"]))
 
 
 def _stop_sentence(limit: Result, sweep: Result) -> str:
     point, name = _limit_point(limit, sweep), limit["line"]
     several = point["speed_up"] and point["workers"] > 1
-    gain = f"; there they are {formatting.times(point['speed_up'])} as fast as one" if several else ""
+    by = "to the target" if point["speed_up_by"] == results.TARGET else "by samples/s"
+    gain = f"; there they are {formatting.times(point['speed_up'])} as fast as one {by}" if several else ""
     workers = formatting.plural(point["workers"], "worker")
     pays = f"beyond {workers} more of them do not pay" if limit["workers"] else f"{workers} still pay"
     return f"{name}: {pays}{gain}."
@@ -123,17 +144,22 @@ def _stops_sheet(sweep: Result) -> tuple[Sheet, ...]:
     stops = sweep["stops_paying"]
     if not stops:
         return ()
-    columns = ("run", "pays up to", "time there", "speed-up", "efficiency", "measured by")
+    columns = ("run", "pays up to", "there", "speed-up", "efficiency", "measured by")
     share = f"{results.PAYS:.0%}"
     note = f"Beyond this number of workers, no larger number is at least {share} faster than the best up to it."
     return (Sheet(PAYS, note, columns, tuple(_stop_row(limit, sweep) for limit in stops)),)
 
 
 def _stop_row(limit: Result, sweep: Result) -> tuple[Cell, ...]:
-    measure = "time to the target" if limit["by"] == results.TARGET else "samples/s"
-    point = _limit_point(limit, sweep)
-    seconds = point["seconds_to_target"] if limit["by"] == results.TARGET else point["seconds"]
-    texts = (formatting.seconds(seconds), formatting.times(point["speed_up"]), formatting.percent(point["efficiency"]))
+    point, is_by_target = _limit_point(limit, sweep), limit["by"] == results.TARGET
+    measured = any(other.get("as_good") is not None for other in results.lines(sweep["points"])[limit["line"]])
+    measure = "time to the target" if is_by_target else f"samples/s{' at equal quality' if measured else ''}"
+    seconds, pace = formatting.seconds(point["seconds_to_target"]), f"{formatting.count(point[results.PACE])} samples/s"
+    texts = (
+        seconds if is_by_target else pace,
+        formatting.times(point["speed_up"]),
+        formatting.percent(point["efficiency"]),
+    )
     workers = formatting.plural(point["workers"], "worker") + ("" if limit["workers"] else ", still paying")
     return tuple(map(Cell, (limit["line"], workers, *texts, measure)))
 
@@ -146,6 +172,7 @@ def _points_sheet(sweep: Result) -> Sheet:
     staleness = any(point["mean_staleness"] is not None for point in points)
     note += "MB: sent by each worker, mean; 10⁶ bytes. Waiting: share of the time of all workers." + mixed
     note += " Staleness: mean over updates." if staleness else ""
+    note += "" if results.all_same(points) else " Metrics: at the end, after different numbers of samples."
     return Sheet(ALL, note, ("run", "workers", *(column.heading for column in columns)), tuple(rows))
 
 
@@ -156,11 +183,13 @@ def _row(point: Result, columns: Sequence[_Column]) -> tuple[Cell, ...]:
 
 def _columns(sweep: Result) -> list[_Column]:
     points = sweep["points"]
-    metrics = _metric_names(points)[:MOST_METRICS]
+    metrics = results.metric_names(points)[:MOST_METRICS]
     stale = any(point["mean_staleness"] is not None for point in points)
     return [
         *([_Column("to the target", _to_target)] if _target(sweep) else []),
-        _field("time", "seconds", formatting.seconds),
+        _field("time", "seconds", formatting.seconds)
+        if results.all_same(points)
+        else _field("samples", "samples", formatting.count),
         _field("samples/s", results.PACE, formatting.count),
         _field("speed-up", "speed_up", formatting.times),
         _field("efficiency", "efficiency", formatting.percent),
@@ -183,10 +212,6 @@ def _to_target(point: Result) -> str:
 
 def _metric(point: Result, name: str) -> str:
     return formatting.figure(point["metrics"].get(name), 4)
-
-
-def _metric_names(points: Sequence[Result]) -> list[str]:
-    return list(dict.fromkeys(name for point in points for name in point["metrics"]))
 
 
 # Facts
@@ -264,13 +289,16 @@ def _colours(sweep: Result, across: str) -> dict[str, str]:
 def _fast(sweep: Result, across: str) -> list[_Panel]:
     """Return the panels of time, and of speed-up if workers are swept."""
     has_times = _known(sweep)
-    seconds = "seconds_to_target" if has_times else "seconds"
-    title = f"Seconds to {_target(sweep)}" if has_times else "Seconds"
     marks = {limit["line"]: limit["workers"] for limit in sweep["stops_paying"] if limit["workers"]}
-    panels = [(title, seconds, False), *([("Speed-up over one worker", "speed_up", True)] if across == WORKERS else [])]
+    times: tuple[str, Callable[[Result], Any]] = ("Seconds", _read("seconds"))
+    if has_times:
+        times = (f"Seconds to {_target(sweep)}", _read("seconds_to_target"))
+    elif not results.all_same(sweep["points"]):
+        times = ("Seconds for 1,000 samples", lambda p: 1000 / p[results.PACE] if p[results.PACE] else None)
+    speed_up = ("Speed-up over one worker", _read("speed_up"), True)
     drawn = [
-        _Panel(title, _values(sweep, across, _read(name)), True, marks if across == WORKERS else {}, ideal)
-        for title, name, ideal in panels
+        _Panel(title, _values(sweep, across, value), True, marks if across == WORKERS else {}, is_ideal)
+        for title, value, is_ideal in ((*times, False), *((speed_up,) if across == WORKERS else ()))
     ]
     return [panel for panel in drawn if panel.lines]
 
@@ -282,11 +310,14 @@ def _known(sweep: Result) -> bool:
 
 def _cost(sweep: Result, across: str) -> list[_Panel]:
     """Return the panels of bytes, staleness and the main metric, as far as there are values."""
-    metric = main_metric(_metric_names(sweep["points"]))
+    metric, samples = main_metric(results.metric_names(sweep["points"])), results.least_samples(sweep["points"]) or 0
+    title = metric or ""
+    if not results.all_same(sweep["points"]):
+        title += f" after {formatting.count(samples)} samples"
     measures: list[tuple[str, Callable[[Result], Any]]] = [
         ("MB sent by each worker", _megabytes),
         ("Mean staleness", _read("mean_staleness")),
-        *([(metric, lambda point: point["metrics"].get(metric))] if metric else []),
+        *([(title, lambda point: value_at(dict(point), metric or "", samples))] if metric else []),
     ]
     drawn = [(title, _values(sweep, across, value)) for title, value in measures]
     return [_Panel(title, lines, _spans(lines)) for title, lines in drawn if lines]

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import LogError
-from stretto.report import run_log
+from stretto.report import equal_samples, run_log
+from stretto.report.equal_samples import value_at
+from stretto.report.metrics import as_good as is_as_good
+from stretto.report.metrics import direction, main_metric
 from stretto.report.run_record import Record, record, write_json
 from stretto.report.tables import share
 from stretto.report.target import Target
@@ -38,8 +41,7 @@ def measured(point: Point, folder: Path, target: Target | None) -> Record:
     `bytes_sent_per_worker` is a mean, `waiting_share` a fraction of the total time of all workers.
     """
     run_record = record(folder)
-    evaluations = run_log.read(folder).of("evaluation") if target else []
-    reached = (target.reached(evaluations) if target else None) or {}
+    reached = (target.reached(run_record["evaluations"]) if target else None) or {}
     sent = run_record["bytes_sent"]
     return {
         **_identity(point),
@@ -49,6 +51,7 @@ def measured(point: Point, folder: Path, target: Target | None) -> Record:
         "seconds_to_target": reached.get("seconds"),
         "samples_to_target": reached.get("samples"),
         "metrics": run_record["metrics"],
+        "evaluations": run_record["evaluations"],
         "samples": run_record["samples"],
         "samples_per_second": run_record["samples_per_second"],
         "steps": run_record["steps"],
@@ -63,7 +66,7 @@ def failed(point: Point, error: str) -> Record:
     """Return the record of a failed point."""
     unmeasured = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
     also_unmeasured = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
-    facts = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
+    facts = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}, "evaluations": []}
     return {**_identity(point), **facts, **dict.fromkeys((*unmeasured, *also_unmeasured))}
 
 
@@ -97,22 +100,54 @@ def place(point: Result, across: str) -> float:
 
 
 def compared(point_records: Sequence[Result]) -> list[Record]:
-    """Return the points with `speed_up`, `speed_up_by` and `efficiency`.
+    """Return the points with `speed_up`, `speed_up_by`, `efficiency` and `as_good`.
 
     `speed_up = t_1 / t_N` and `efficiency = speed_up / N`, relative to the point with one worker and all else equal.
     The time t is that to the target if the point with one worker reached it, else that per sample. A point that did not
-    reach the target although one worker did has no speed-up.
+    reach the target although one worker did has no speed-up. `as_good` is True if the main metric of a point, after
+    equal numbers of samples, is as good as that of the fewest workers of its line, and None if it is unknown.
     """
-    one_worker = {name: line[0] for name, line in lines(point_records).items() if line[0]["workers"] == 1}
-    return [_compared(point, one_worker.get(label(point))) for point in point_records]
+    fewest = {name: line[0] for name, line in lines(point_records).items()}
+    return [_compared(point, fewest[label(point)]) for point in point_records]
 
 
-def _compared(point: Result, base: Result | None) -> Record:
+def _compared(point: Result, fewest: Result) -> Record:
+    base = fewest if fewest["workers"] == 1 else None
     by = measure([base]) if base else None
     own_time, base_time = (time(measured, by) if measured and by else None for measured in (point, base))
     speed_up = base_time / own_time if own_time and base_time else None
     efficiency = None if speed_up is None else speed_up / point["workers"]
-    return {**point, "speed_up": speed_up, "speed_up_by": by if speed_up else None, "efficiency": efficiency}
+    speed = {"speed_up": speed_up, "speed_up_by": by if speed_up else None, "efficiency": efficiency}
+    return {**point, **speed, "as_good": as_good([fewest, point])[1]}
+
+
+def as_good(point_records: Sequence[Result]) -> list[bool | None]:
+    """Return for each point if its main metric is as good as that of the best one, after equal numbers of samples.
+
+    The number is the least of any point; None for a point without evaluations near it.
+    """
+    metric, samples = main_metric(metric_names(point_records)), least_samples(point_records)
+    if metric is None or samples is None:
+        return [None] * len(point_records)
+    values = [None if point["failed"] else value_at(dict(point), metric, samples) for point in point_records]
+    known = [value for value in values if value is not None]
+    best = max(known, key=lambda value: value * direction(str(metric)), default=None)
+    return [None if value is None else is_as_good(metric, value, best) for value in values]
+
+
+def metric_names(point_records: Iterable[Result]) -> list[str]:
+    """Return the metrics that any point has, in the order of their first appearance."""
+    return list(dict.fromkeys(name for point in point_records for name in point["metrics"]))
+
+
+def least_samples(point_records: Iterable[Result]) -> int | None:
+    """Return the least number of samples that any complete point trained on."""
+    return min((point["samples"] for point in point_records if point["samples"] and not point["failed"]), default=None)
+
+
+def all_same(point_records: Iterable[Result]) -> bool:
+    """Return True if all complete points trained on equal numbers of samples."""
+    return equal_samples.all_same(dict(point) for point in point_records if point["samples"])
 
 
 def measure(line: Sequence[Result]) -> str:
@@ -152,7 +187,8 @@ def stops_paying(times: Mapping[int, float]) -> int | None:
 def stops(point_records: Sequence[Result]) -> list[Record]:
     """Return where more workers stop paying, for each line with more than one number of workers.
 
-    `workers` is that number, None if even the largest, `most`, still paid; `by` is the measure.
+    `workers` is that number, None if even the largest, `most`, still paid; `by` is the measure. Samples per second
+    count at equal quality only: a point that is not as good is infinitely slow.
     """
     return [_stop(name, line) for name, line in lines(point_records).items() if len(_counts(line)) > 1]
 
@@ -163,7 +199,11 @@ def _counts(line: Sequence[Result]) -> set[int]:
 
 def _stop(name: str, line: Sequence[Result]) -> Record:
     by = measure(line)
-    times = {int(point["workers"]): time(point, by) or math.inf for point in line if not point["failed"]}
+    times = {
+        int(point["workers"]): math.inf if by == PACE and point.get("as_good") is False else time(point, by) or math.inf
+        for point in line
+        if not point["failed"]
+    }
     values = {axis: value for axis, value in line[0]["values"].items() if axis != WORKERS}
     return {"line": name, "values": values, "workers": stops_paying(times), "most": max(times), "by": by}
 
@@ -174,7 +214,7 @@ def _stop(name: str, line: Sequence[Result]) -> Record:
 def save(folder: Path, head: Result, point_records: Sequence[Result]) -> list[Record]:
     """Write sweep.json, and return its points. Raises LogError if it cannot be written."""
     points = compared(point_records)
-    write_json(folder / NAME, {**head, "points": points, "stops_paying": stops(point_records)})
+    write_json(folder / NAME, {**head, "points": points, "stops_paying": stops(points)})
     return points
 
 
