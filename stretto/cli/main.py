@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -295,8 +297,7 @@ def recipes(
         return
     for entry in entries:
         words = [f"    {word:<5} {answer}" for word, answer in entry.words.items()]
-        papers = [f"    {paper}" for paper in entry.papers]
-        print("\n".join([entry.signature, f"    {entry.sentence}", *words, *papers, ""]))
+        _print_wrapped(entry.signature, f"    {entry.sentence}", *words, *(f"    {paper}" for paper in entry.papers))
 
 
 @app.command(epilog=examples("stretto layouts", "stretto layouts --json"))
@@ -309,7 +310,17 @@ def layouts(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = 
         write_json(Path(STANDARD_OUTPUT), entries)
         return
     for entry in entries:
-        print("\n".join([entry["signature"], *(f"    {line}" for line in (entry["sentence"], *entry["papers"])), ""]))
+        _print_wrapped(entry["signature"], *(f"    {line}" for line in (entry["sentence"], *entry["papers"])))
+
+
+def _print_wrapped(*lines: str) -> None:
+    """Print lines and an empty one; those wider than the terminal are broken between words, and the rest indented."""
+    width = shutil.get_terminal_size().columns
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        broken = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(broken))
+    print()
 
 
 if __name__ == "__main__":

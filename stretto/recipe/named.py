@@ -364,14 +364,12 @@ def _entry(make: Callable[..., Recipe]) -> Entry:
 
 
 def markdown_table(entries: Sequence[Entry]) -> str:
-    """Return the recipes as a Markdown table."""
-    head = ["recipe", "what it does", "what", "when", "whom", "how", "then", "papers"]
+    """Return the recipes as a Markdown table of two columns, which fit beside each other on a page."""
+    head = ["recipe, what it does, and papers", "what, when, whom, how, then"]
     rows = [
         [
-            f"`{entry.signature}`",
-            entry.sentence,
-            *(f"`{word}`" for word in entry.words.values()),
-            "; ".join(entry.papers),
+            "<br>".join(filter(None, [f"`{entry.signature}`", entry.sentence, "; ".join(entry.papers)])),
+            "<br>".join(f"`{word}`" for word in entry.words.values()),
         ]
         for entry in entries
     ]

@@ -219,6 +219,20 @@ def test_recipes_are_listed_from_the_code(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name}(" in shown for name in NAMED)
 
 
+@pytest.mark.parametrize("name", ["recipes", "layouts"])
+def test_lists_are_broken_between_words_at_the_width_of_the_terminal(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for columns in (64, 1000):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert command([name]) == 0
+        shown.append(capsys.readouterr().out)
+        assert max(map(len, shown[-1].splitlines())) <= columns
+    assert shown[0].split() == shown[1].split()
+    assert shown[0] != shown[1]
+
+
 def test_help_starts_no_other_process(place: Place) -> None:
     code, out, err = wait_for_end(place, place.stretto())
     assert (code, err) == (0, "")
