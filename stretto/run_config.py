@@ -246,6 +246,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of the script's batches that form one batch."""
     keep_states: bool = False
     """True if the model and optimizer state are written at the end, for a comparison."""
+    private_files: Path | None = None
+    """Folder in which the launcher has made private files of the script; None where it works in its own folder."""
     ranks: int = 1
     """Number of processes of each worker."""
     scaled_workers: int | None = None
@@ -304,7 +306,16 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-NOT_RECORDED = ("out", "retyped", "subcommand", "server_hosts", "scaled_workers", "announced", "launched_from")
+NOT_RECORDED = (
+    "out",
+    "private_files",
+    "retyped",
+    "subcommand",
+    "server_hosts",
+    "scaled_workers",
+    "announced",
+    "launched_from",
+)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ def written_whole(path: Path, synced: bool = False) -> Iterator[Path]:
     ...     part.write_text("complete")
     8
     """
+    sys.audit("open", str(path), "w", os.O_WRONLY | os.O_CREAT)  # as it is for a file that is opened under its name
     if is_stream(path):
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             yield Path(folder) / path.name

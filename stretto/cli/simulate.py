@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from stretto.cli.options import JsonTo, Quiet, configured
 from stretto.errors import LaunchError, RunFailedError, mistyped
 from stretto.launcher.config import server_notice
 from stretto.launcher.entry import typed
+from stretto.launcher.private_files import PrivateFiles, private_files
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.signals import Stopped, handled
 from stretto.masking import masked
@@ -241,10 +243,12 @@ def _run(
             layout = f"{as_option(simulation.config.layout)} " if simulation.config.layout else ""
             display.note(f'measured: {layout}--step-time "{simulation.cost_model}"')
         folder = create_run(simulation, out)
-        display.begin(folder, simulation.config)
+        absolute = folder.absolute()  # the script works in another folder
+        display.begin(absolute, simulation.config)
         try:
             output, errors = ForwardedOutput(display.say), ForwardedOutput(display.say_error, lambda: 2)
-            simulate(simulation, folder, output, throttled(display.poll), err=errors)
+            with private_files(folder / ".files", folder / "files", display.note) as files:
+                simulate(_placed(simulation, files), absolute, output, throttled(display.poll), err=errors)
         except Stopped as stop:
             display.end()
             display.note(f"report of the run so far: stretto report {folder}")
@@ -290,14 +294,26 @@ def _measure_script(simulation: Simulation, notice: Callable[[str], None]) -> Me
     """Measure the script's step time; where workers share processors, with as much contention."""
     from stretto.simulator.compute.step_time import measure
 
-    if simulation.contending_processes is None:
-        return measure(simulation, wall_clock, lambda: None, notice)
+    with (
+        tempfile.TemporaryDirectory(prefix="stretto-") as folder,
+        private_files(Path(folder, ".files"), Path(folder, "files"), lambda _: None) as files,
+    ):
+        placed = _placed(simulation, files)
+        if placed.contending_processes is None:
+            return measure(placed, wall_clock, lambda: None, notice)
 
-    def act() -> Measured:
-        return measure(simulation, contention.seconds, lambda: None, notice)
+        def act() -> Measured:
+            return measure(placed, contention.seconds, lambda: None, notice)
 
-    with contention.beside(simulation.contending_processes, act):
-        return act()
+        with contention.beside(placed.contending_processes, act):
+            return act()
+
+
+def _placed(simulation: Simulation, files: PrivateFiles) -> Simulation:
+    """Return the simulation of the script as it lies in private files."""
+    config = simulation.config
+    script = config.script if config.module else files.place(config.script)
+    return replace(simulation, config=structs.replace(config, script=script))
 
 
 def _measure_transports(simulation: Simulation) -> dict[str, float]:

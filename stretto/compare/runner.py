@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from stretto.compare.trials import Question, Trial, trials
 from stretto.errors import LogError, StrettoError
 from stretto.launcher.local import run as run_order
+from stretto.launcher.private_files import Kept, PrivateFiles
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report.equal_samples import are_same
 from stretto.report.run_record import Record, record, unstarted, write_json
@@ -41,6 +45,7 @@ class Comparison:
         self.trials = trials(question)
         self.records: dict[str, Record] = {}
         self._reporter, self._run_trial = reporter, run
+        self._kept = Kept(0, ())
         self._save()
 
     def run(self) -> None:
@@ -56,6 +61,8 @@ class Comparison:
         finally:
             for trial in self.trials:
                 self._delete_states(trial)
+            for sentence in self._kept.sentences(str(self.folder / "RUN" / "files")):
+                self._reporter.say(sentence)
 
     def failed(self) -> list[Record]:
         """Return the records of the runs that failed."""
@@ -64,10 +71,16 @@ class Comparison:
     def _try(self, trial: Trial) -> None:
         display = self._reporter.begin(trial)
         failed = None
+        files = PrivateFiles(self.folder / ".files", os.getcwd())
+        files.make()
+        config = replace(trial.config(self.question, self.folder), private_files=(self.folder / ".files").resolve())
         try:
-            self._run_trial(trial.config(self.question, self.folder), display)
+            self._run_trial(config, display)
         except StrettoError as error:
             failed = str(error)
+        finally:
+            kept = files.keep(self.folder / trial.name / "files")
+            self._kept = Kept(self._kept.count + kept.count, tuple(dict.fromkeys((*self._kept.changed, *kept.changed))))
         self.records[trial.name] = self._record(trial, failed)
         self._measure_distances(trial)
         self._reporter.end(trial, self.records[trial.name])

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from stretto.events import Event
+from stretto.launcher.private_files import hidden
 from stretto.launcher.seeding import after_import
 
 MOST_FILES = 200
@@ -68,7 +69,7 @@ class Written:
             path = os.fsdecode(path)
         if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
             return
-        path = os.path.abspath(path)
+        path = hidden(os.path.abspath(path))
         if not path.startswith((*self._own, *_NOT_FILES)) and not any(cache in path for cache in _CACHES):
             self.paths[path] = None
 

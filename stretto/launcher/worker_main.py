@@ -34,6 +34,7 @@ from stretto.errors import (
 )
 from stretto.events import Event, LineStore, LogFile, of_process, process_name
 from stretto.launcher.entry import module_file, module_name
+from stretto.launcher.private_files import PrivateFiles, hidden
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import after_import, seed_libraries
 from stretto.membership.worker_status import ReportedError, status
@@ -60,6 +61,10 @@ def main() -> None:
     config = begin(config)
     seed_libraries(config.options.seed)
     after_import("torch", _record_creation)
+    if config.options.private_files is not None:
+        files = PrivateFiles(config.options.private_files, os.getcwd())
+        files.begin()
+        script = script if kind == MODULE else str(files.place(Path(script)))
     written = _watch(config)
     sys.argv = [script, *args]
     try:
@@ -208,7 +213,7 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return f"{error}{_as_module(error)}{_of_missing_file(error)}{_of_shared_files(error)}{_of_parts(error)}"
+    return hidden(f"{error}{_as_module(error)}{_of_missing_file(error)}{_of_shared_files(error)}{_of_parts(error)}")
 
 
 def _as_module(error: BaseException) -> str:
@@ -287,7 +292,7 @@ def short(error: BaseException) -> str:
     lines, message = list(report.format()), list(report.format_exception_only())
     if len(message) == 1 and lines[-1:] == message:
         lines.pop()
-    return "".join(lines) if len(lines) > 1 else ""
+    return hidden("".join(lines)) if len(lines) > 1 else ""
 
 
 def _shorten(report: traceback.TracebackException, without: tuple[str, ...]) -> None:

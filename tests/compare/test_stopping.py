@@ -16,8 +16,9 @@ import pytest
 from stretto.report import html_report
 
 SCRIPT = """
-import pathlib, time
-pathlib.Path("began").write_text("yes")
+import pathlib, sys, time
+pathlib.Path("private").write_text("yes")
+pathlib.Path(sys.argv[1]).write_text("yes")
 time.sleep(600)
 """
 
@@ -26,7 +27,7 @@ time.sleep(600)
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-c", "from stretto.cli.main import main; main()", "compare", "-n", "2"]
-    command += ["--recipe", "allreduce", "--out", "found", "train.py"]
+    command += ["--recipe", "allreduce", "--out", "found", "train.py", str(tmp_path / "began")]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         _wait_for(tmp_path / "began", process)
         workers = psutil.Process(process.pid).children(recursive=True)
@@ -39,6 +40,8 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     assert workers
     assert not psutil.wait_procs(workers, timeout=60)[1]
     assert "0 of 3 runs are done" in said
+    assert not (tmp_path / "private").exists()
+    assert (tmp_path / "found/single-process-seed0/files/private").read_text() == "yes"
     assert json.loads((tmp_path / "found/compare.json").read_text())["runs"] == []
     assert "No run has finished yet" in html_report.write(tmp_path / "found").read_text()
 

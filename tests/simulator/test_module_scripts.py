@@ -39,6 +39,8 @@ def test_a_module_is_simulated_as_python_runs_it(
     (tmp_path / "pkg" / "train.py").write_text(TRAINS)
     line = ["simulate", "-n", "2", "--step-time", "1ms", "--quiet", "--out", "here", "-m", "pkg.train", "-n"]
     assert command(line) == 0
-    assert capfd.readouterr().out == f"__main__ pkg pkg.train ['{tmp_path}/pkg/train.py', '-n'] True\n"
+    assert capfd.readouterr().out == (
+        f"__main__ pkg pkg.train ['{tmp_path}/here/.files/tree{tmp_path}/pkg/train.py', '-n'] True\n"
+    )
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["script"], asked["module"], asked["args"]) == ("pkg.train", True, ["-n"])
