@@ -210,7 +210,7 @@ class PrivateFiles:
     def _fill(
         self, place: str, folder: str, most: int | None = None, *, copies: bool = False, truncates: bool = False
     ) -> list[str] | None:
-        """Make the entries of a folder, at most so many, and return the names of folders; None if there are more.
+        """Make the entries of a folder, no more than `most`, and return the names of folders; None if there are more.
 
         The text of a link to a folder ends with a slash.
         """
