@@ -24,6 +24,8 @@ Output = Literal["rank0", "all", "none"]
 OnNan = Literal["stop", "skip"]
 GlobalBatch = Literal["keep", "split"]
 LrScale = Literal["none", "linear", "sqrt"]
+ResumeStream = Literal["skip", "restart"]
+"""Ways to continue a stream that cannot be brought to its place."""
 
 WORKERS, SERVER, FAILURES = "Workers and recipe", "Parameter server", "Failures and membership"
 HOSTS, CHECKPOINTS, OUTPUT = "Several machines", "Checkpoints", "Output"
@@ -215,6 +217,15 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resume: Annotated[
         Path | None,
         Option("Continue from the newest complete checkpoint of this run.", CHECKPOINTS, "RUN", "a new run"),
+    ] = None
+    resume_stream: Annotated[
+        ResumeStream | None,
+        Option(
+            "With --resume, do not bring a stream to the place where the run stopped: train what it gives now as the "
+            "rest of the epoch (skip), or begin the epoch and its stream again (restart).",
+            CHECKPOINTS,
+            default="read it to its place",
+        ),
     ] = None
     stop_within_s: Annotated[
         float,

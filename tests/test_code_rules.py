@@ -28,7 +28,7 @@ CLOCKED_PACKAGES = (
 CLOCKED = (
     "checkpoint/file_client.py",
     "checkpoint/state_transfer.py",  # carries the random state of Python's module
-    "loader/streams.py",
+    "loader/stream_reader.py",
     "membership/barrier_client.py",
     "membership/event_client.py",
     "membership/client.py",

@@ -6,38 +6,45 @@ got. If workers do not wait for each other, each gets its next batch as soon as 
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
+import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import BatchAssignment, Range
 from stretto.data.leases import PlanName
+from stretto.data.stream_order import StreamOrder, first_untrained
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
     EpochOrder,
     ShardedBatchSampler,
-    cut_stream,
     draw,
     in_parts,
     interleaved,
     is_endless,
     joined,
+    part_of,
     rebuilt,
     samples_in,
 )
 from stretto.loader.global_step import GlobalStep, refuse_too_few
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch, LeasingLoop
-from stretto.loader.streams import common_stream, own_stream, sharded_by
+from stretto.loader.stream_reader import CommonRandom, StreamPlace, StreamReader, read_to_place, stateful
+from stretto.loader.streams import compare_first, sharded_by
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.recipe.when import When, on_arrival
+from stretto.run_config import ResumeStream
+from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.runtime import Runtime
 from stretto.transport import Transport
 from stretto.transport.interface import Change
@@ -239,30 +246,47 @@ class AssignedEpoch:
 class StreamedEpoch:
     """The global steps of a stream of unknown length: in each the workers share how many samples they got.
 
-    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples.
+    All workers read one `order`, and each gets every N-th batch; or its part of each batch, by `part`; or `is_own` and
+    each reads a shard. Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own
+    samples.
     """
 
     dropped = samples = 0
 
     def __init__(
         self,
-        stream: Iterator[Any],
+        reader: StreamReader,
+        order: StreamOrder,
         transport: Transport,
         asynchronous: bool,
         arrangement: Arrangement,
-        splits: bool = False,
+        part: Callable[[Any], Any] | None = None,
+        is_own: bool = False,
+        samples: int = 0,
     ) -> None:
-        self._stream, self._transport, self._asynchronous = stream, transport, asynchronous
-        self._cut = arrangement.cut
-        self._batches = 1 if splits else transport.workers
+        self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
+        self._cut, self._part, self._is_own = arrangement.cut, part, is_own
+        self._members, self._is_dealt = transport.members, not is_own and part is None
+        self._index = transport.worker if self._is_dealt else 0
+        self._batches = 1 if part is not None else transport.workers
         """Number of the stream's batches in a global step, at most."""
-        self._samples_so_far = 0
+        self._read = self._stepped = 0
+        """Number of batches that this worker has read, and of those that were followed by a step."""
+        self._given = dict.fromkeys(self._members, 0)
+        """Number of batches by worker, as far as this worker knows it."""
+        self._carried = dict(self._given)
+        """Number of them whose work is in the agreed state."""
+        self._samples_so_far = samples
 
     def ask_ahead(self) -> None:
-        """Do nothing: a stream is read sequentially."""
+        """Note a step: a stream is read sequentially, and nothing is requested."""
+        self._stepped = self._read
 
     def settle(self, is_counted: Sequence[Any]) -> None:
-        """Do nothing: a stream has no leases."""
+        """Count the batches of the present workers: the agreed state includes all that was given to them so far."""
+        if self._asynchronous:
+            self._given[self._transport.number] = self._stepped
+        self._carried |= {worker: self._given[worker] for worker in self._transport.members if worker in self._given}
 
     def uncount(self) -> None:
         """Do nothing: samples of a stream are not counted."""
@@ -273,7 +297,7 @@ class StreamedEpoch:
 
     def next(self) -> GlobalStep | None:
         """Read this worker's next batch and receive the other workers' sample counts."""
-        batch = next(self._stream, None)
+        batch = self._next_batch()
         own = samples_in(batch) if batch is not None else 0
         batch = self._cut(batch) if batch is not None else None
         if self._asynchronous:
@@ -281,6 +305,8 @@ class StreamedEpoch:
             return GlobalStep(batch, None, own, self._samples_so_far, streamed=self._batches) if own else None
         counts = [struct.unpack("<q", count)[0] for count in self._transport.all_gather_bytes(struct.pack("<q", own))]
         total, root = sum(counts), next((worker for worker, samples in enumerate(counts) if samples), 0)
+        for worker, samples in zip(self._transport.members, counts, strict=True):
+            self._given[worker] = self._given.get(worker, 0) + bool(samples if self._part is None else total)
         self._samples_so_far += total
         streamed = min(len(counts) - counts.count(0), self._batches)
         return (
@@ -289,6 +315,60 @@ class StreamedEpoch:
             else None
         )
 
+    def _next_batch(self) -> Any:
+        """Return this worker's next batch, or part of one; None if the stream has ended, or the part is empty."""
+        while (batch := self.reader.take(self._order.position(self._index, self._read))) is not None:
+            self._read += 1
+            part = self._part(batch) if self._part is not None else batch
+            if part is not None or not self._asynchronous:
+                return part
+        return None
+
+    # --- the place ----------------------------------------------------------------------------------------------
+
+    def _ranges(self, counts: Mapping[int, int]) -> list[Range]:
+        of = [counts[worker] for worker in self._members] if self._is_dealt else [counts[self._transport.number]]
+        return self._order.trained(of)
+
+    def report(self) -> str:
+        """Return what this worker knows of the place, at rest, as text."""
+        self.settle(())
+        known = {self._transport.number: self._carried[self._transport.number]} if self._asynchronous else self._carried
+        place = StreamPlace(
+            workers=len(self._members),
+            is_own=self._is_own,
+            trained=self._ranges(self._carried) if not self._is_dealt else [],
+            counts=dict(known),
+            proofs=[proof] if (proof := self.reader.proof()) is not None else [],
+            start=self.reader.start if self._is_own else b"",
+            before_last=self.reader.before_last() if self._is_own else b"",
+            state=self.reader.state() if self._is_own else None,
+            samples=self._samples_so_far,
+        )
+        return msgspec.json.encode(place).decode()
+
+    def place(self, reports: Sequence[str], is_over: bool) -> str:
+        """Return the place of all workers, from the reports of those that are present, as text."""
+        places = [msgspec.json.decode(text, type=StreamPlace) for text in (reports or [self.report()])]
+        for one in places:
+            self._carried |= {worker: max(count, self._carried[worker]) for worker, count in one.counts.items()}
+        trained = self._ranges(self._carried)
+        goal = first_untrained(trained)
+        state = self.reader.state() if not self._is_own else None
+        place = StreamPlace(
+            workers=len(self._members),
+            is_own=self._is_own,
+            trained=trained,
+            counts=dict(self._carried),
+            proofs=sorted(proof for one in places for proof in one.proofs) if not self._is_own else [],
+            start=self.reader.start if not self._is_own else b"",
+            before_last=self.reader.before_last() if not self._is_own else b"",
+            state=state if state is not None and state.position <= goal else None,
+            samples=self._samples_so_far,
+            is_over=is_over,
+        )
+        return msgspec.json.encode(place).decode()
+
 
 class EpochLoop(LeasingLoop, Protocol):
     """The training loop, as the source of its batches uses it."""
@@ -296,6 +376,11 @@ class EpochLoop(LeasingLoop, Protocol):
     @property
     def peeks(self) -> Sequence[int]:
         """Numbers of the iterations over the loader that were peeks."""
+        ...
+
+    @property
+    def events(self) -> EventWriter:
+        """The events of this worker."""
         ...
 
     def members(self) -> Sequence[int]:
@@ -321,6 +406,8 @@ class Division:
     assignment: Assignment | None
     split: bool
     """True if all workers share each batch of the script: each has an even part of it."""
+    resume_stream: ResumeStream | None = None
+    """Way to continue a stream of a resumed run; None to bring it to its place."""
 
 
 class BatchSource:
@@ -337,6 +424,9 @@ class BatchSource:
     ) -> None:
         assignment, self.splits = division.assignment, division.split
         self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
+        self._clock = runtime.clock
+        self.streamed: StreamedEpoch | None = None
+        """The last epoch over a stream that has begun."""
         self._division, self._global_batch_of = division, division.global_batch_of
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
@@ -393,28 +483,66 @@ class BatchSource:
         """True if samples are counted by index, False for a stream."""
         return self._sampler is not None
 
-    def begin_epoch(self, number: int, begun: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
-        """Begin epoch `number`, or take part in one that other workers have begun."""
+    def resume_notice(self) -> str:
+        """Return how a resumed run continues this stream, at its first checkpoint; empty if that needs no word."""
+        if isinstance(self._loader, list | tuple) or stateful(self._loader) is not None:
+            return ""
+        shards = "; each shard continues with the same number of workers only" if self.assignment == "own" else ""
+        return (
+            "the stream has no state_dict: --resume reads it again to its place, and a digest of the last batch proves "
+            f"that it is the same{shards}; a stream that gives other batches at each start, such as a socket, is "
+            "resumed with --resume-stream skip or restart"
+        )
+
+    @property
+    def is_iterator(self) -> bool:
+        """True if an epoch continues where the last one has stopped, as a generator does."""
+        return not self.is_counted and isinstance(self._loader, Iterator)
+
+    def begin_epoch(
+        self,
+        number: int,
+        begun: tuple[EpochOrder, BatchAssignment] | None = None,
+        place: StreamPlace | None = None,
+    ) -> EpochBatches:
+        """Begin epoch `number`, or take part in one that other workers have begun, or that stopped at a place."""
         if isinstance(self._sampler, LeasedBatchSampler):
             return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
         if self._sampler is not None:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
-        stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader
-        if self.assignment == "own":
-            return self._streamed(own_stream(stream_of_all, self._transport, epoch_of(number) == 1))
-        stream = common_stream(stream_of_all, self._transport, number, self._is_checked)
-        part, parts = self._transport.worker, self._transport.workers
-        if parts == 1:
-            return self._streamed(stream)
-        if self.splits:
-            cut = cut_stream(stream, part, parts)
-            own = (batch for batch in cut if batch is not None) if self._asynchronous else cut
+        is_own, samples = self.assignment == "own", place.samples if place is not None and not place.is_over else 0
+        if place is not None and (way := self._division.resume_stream) is not None:
+            begins_again = way == "restart"
+            samples = 0 if begins_again else samples
+            begins_as_before = begins_again and (not is_own or place.workers == self._transport.workers)
+            place = replace(place, trained=[], proofs=[], state=None) if begins_as_before else None
+        if self.is_iterator and self.streamed is not None:
+            reader = self.streamed.reader
+            trained = [(0, reader.pass_read_ones(self._transport))]
         else:
-            own = islice(stream, part, None, parts)
-        return self._streamed(own, self.splits)
+            reader, trained = self._reader(number, is_own, place), place.trained if place is not None else []
+        if place is not None:
+            read_to_place(reader, place, self._transport, self._clock, self._loop.events)
+        workers = self._transport.workers
+        if workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
+            compare_first(reader, self._transport, is_own)
+        part = None
+        if self.splits and workers > 1 and not is_own:
+            part = functools.partial(part_of, part=self._transport.worker, parts=workers)
+        order = StreamOrder(1 if is_own or part is not None else workers, trained)
+        self.streamed = StreamedEpoch(
+            reader, order, self._transport, self._asynchronous, self._arrangement, part, is_own, samples
+        )
+        return self.streamed
 
-    def _streamed(self, stream: Iterator[Any], splits: bool = False) -> StreamedEpoch:
-        return StreamedEpoch(stream, self._transport, self._asynchronous, self._arrangement, splits)
+    def _reader(self, number: int, is_own: bool, place: StreamPlace | None) -> StreamReader:
+        """Return a reader of the stream from its beginning, with all workers."""
+        loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
+        is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
+        if is_own or is_alone:
+            return StreamReader(loader, None, place)
+        told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
+        return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place)
 
     @property
     def batches_per_step(self) -> int:

@@ -107,12 +107,11 @@ def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
     return start, start + each + (part < over)
 
 
-def cut_stream(batches: Iterable[Any], part: int, parts: int) -> Iterator[Any]:
-    """Yield one part of each batch; None in place of a part without a sample."""
-    for batch in batches:
-        samples = samples_in(batch)
-        start, stop = portion(samples, part, parts)
-        yield _rows(batch, samples, slice(start, stop)) if start < stop else None
+def part_of(batch: Any, part: int, parts: int) -> Any:
+    """Return one part of a batch; None in place of a part without a sample."""
+    samples = samples_in(batch)
+    start, stop = portion(samples, part, parts)
+    return _rows(batch, samples, slice(start, stop)) if start < stop else None
 
 
 def _rows(batch: Any, samples: int, rows: slice) -> Any:
@@ -385,11 +384,9 @@ class _Unbatched:
         return self.convert(items[0])
 
 
-def joined(batches: Iterator[Any], global_batch_of: int) -> Iterator[Any]:
-    """Return the batches of a loader without an order, or sets of `global_batch_of` of them as one."""
-    if global_batch_of == 1:
-        yield from batches
-        return
+def joined(loader: Iterable[Any], global_batch_of: int) -> Iterator[Any]:
+    """Yield sets of `global_batch_of` batches of a loader without an order, as one batch each."""
+    batches = iter(loader)
     while several := list(islice(batches, global_batch_of)):
         yield _concatenated(several)
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 
 from stretto.errors import LoaderError, explain
-from stretto.runtime.device_random import seed_of
+from stretto.loader.stream_reader import StreamReader
 from stretto.transport import Transport
 
 DIGEST_BYTES = 8
@@ -62,79 +60,16 @@ def _attributes(one: Any) -> Mapping[str, Any]:
     return getattr(one, "__dict__", {})
 
 
-class CommonRandom:
-    """The global random generators in a state that all workers share, while they read a stream."""
+def compare_first(reader: StreamReader, transport: Transport, is_own: bool) -> None:
+    """Compare the workers' next batches.
 
-    def __init__(self, text: bytes) -> None:
-        seed = seed_of(text)
-        source = np.random.RandomState(seed % (1 << 32))
-        self._states: tuple[Any, ...] = (
-            torch.Generator().manual_seed(seed).get_state(),
-            random.Random(seed).getstate(),
-            source.get_state(),
-        )
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Draw from the common state, and continue from this worker's own state afterwards."""
-        own = _states()
-        _put(self._states)
-        try:
-            yield
-        finally:
-            self._states = _states()
-            _put(own)
-
-    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate a loader; each batch is made with the common state."""
-        with self.applied():
-            batches = iter(loader)
-        while True:
-            with self.applied():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
-
-def _states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _put(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-
-
-def common_stream(loader: Iterable[Any], transport: Transport, number: int, is_checked: bool) -> Iterator[Any]:
-    """Return the batches of a stream that all workers read in one order.
-
-    Raises LoaderError, at every worker, if `is_checked` and the workers' first batches differ.
+    Raises LoaderError, at every worker, if streams that all workers read in one order differ, or if shards that are
+    each a worker's own are equal: a script that shards by environment variables which are not set reads the whole
+    stream at every worker.
     """
-    if transport.workers == 1:
-        return iter(loader)
-    told = transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
-    stream = CommonRandom(told + f":{number}".encode()).read(loader)
-    if is_checked:
-        first = list(islice(stream, transport.workers))
-        _refuse_different(transport.all_gather_bytes(msgspec.msgpack.encode([digests(one) for one in first])))
-        return chain(first, stream)
-    return stream
-
-
-def own_stream(loader: Iterable[Any], transport: Transport, is_checked: bool) -> Iterator[Any]:
-    """Return the batches of a stream that is a shard of this worker's own.
-
-    Raises LoaderError, at every worker, if `is_checked` and two workers' first batches are equal: a script that shards
-    by environment variables which are not set reads the whole stream at every worker.
-    """
-    stream = iter(loader)
-    if transport.workers == 1 or not is_checked:
-        return stream
-    first = list(islice(stream, 1))
-    _refuse_equal(transport.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first])))
-    return chain(first, stream)
+    first = reader.peek(1 if is_own else transport.workers)
+    found = transport.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first]))
+    (_refuse_equal if is_own else _refuse_different)(found)
 
 
 def _refuse_equal(encoded: Sequence[bytes]) -> None:

@@ -31,7 +31,7 @@ from stretto.checkpoint.storage import State
 from stretto.data.assignment import Ranges
 from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
-from stretto.loader.epoch_order import cut_stream, portion, samples_in
+from stretto.loader.epoch_order import part_of, portion, samples_in
 from stretto.parallel import refusals
 from stretto.parallel.part_operations import act_as_whole
 from stretto.parallel.pass_record import memory_figures
@@ -157,7 +157,7 @@ class ShardedModel(RankParts):
         """Return this rank's samples of a stream's batch, and weight its gradients."""
         samples = samples_in(batch)
         self._weight(samples)
-        own, first = next(cut_stream([batch], self.rank, self._link.ranks)), next(cut_stream([batch], 0, samples))
+        own, first = part_of(batch, self.rank, self._link.ranks), part_of(batch, 0, samples)
         return first if own is None else own
 
     def _weight(self, samples: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,7 +16,7 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import in_words
-from stretto.loader.epoch_batches import AssignedEpoch
+from stretto.loader.epoch_batches import AssignedEpoch, StreamedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
@@ -132,6 +132,8 @@ class CheckpointManager:
             if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
                 trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
+            if self._stream() is not None and (text := trainer.batch_source.resume_notice()):
+                trainer.events.notice(text)
         self._number, before = trainer.progress.rounds, self._number
         if trainer.strategy.asynchronous:
             self._number = max(trainer.progress.rounds, before + 1, self._checkpoints.highest() + 1)
@@ -180,6 +182,7 @@ class CheckpointManager:
             "closing_epoch": trainer.epochs.closing is not None,
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,
+            "stream": self._place_in_stream([facts["stream"] for facts, _ in own.values() if "stream" in facts]),
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "stages": trainer.rank_parts.facts(),
@@ -196,8 +199,21 @@ class CheckpointManager:
             facts, tensors = facts | kept, tensors | kept_tensors
         return State(facts, tensors, own)
 
+    def _stream(self) -> StreamedEpoch | None:
+        """Return the epoch over a stream that is under way, or that an iterator will continue after; None elsewhere."""
+        current, source = self._trainer.epochs.current, self._trainer.batch_source
+        if isinstance(current, StreamedEpoch):
+            return current
+        return source.streamed if source.is_iterator and current is None else None
+
+    def _place_in_stream(self, reports: Sequence[str]) -> str | None:
+        stream = self._stream()
+        return stream.place(reports, is_over=self._trainer.epochs.current is None) if stream is not None else None
+
     def _own(self) -> state_transfer.Own:
         facts, tensors = state_transfer.random_states(self._trainer.loader)
+        if (stream := self._stream()) is not None:
+            facts["stream"] = stream.report()
         states, own = self._trainer.strategy.state.own()
         if self._trainer.strategy.keeps_own_optimizer:
             tensors |= state_transfer.optimizer_tensors(self._trainer.optimizers)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
-from stretto.errors import ScriptError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
+from stretto.errors import LoaderError, ScriptError, explain
+from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, StreamedEpoch, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
+from stretto.loader.stream_reader import StreamPlace
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status
@@ -112,6 +116,9 @@ class ElasticAgent:
                 )
         self._taken = state = trainer.rank_parts.part_of(state)
         facts = state.facts
+        place = self.place_in_stream()
+        if place is not None and place.is_own and not place.is_over and self._context.resume_stream is None:
+            _refuse_other_number(place.workers, trainer.transport.workers)
         own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
@@ -148,15 +155,38 @@ class ElasticAgent:
             return True
         if self._taken is None:
             return False
-        facts = self._taken.facts
-        return bool(number < facts["epochs"] or (number == facts["epochs"] and facts["order"] is None))
+        epoch = self._taken.facts["epochs"]
+        return bool(number < epoch or (number == epoch and not self._is_within_epoch()))
+
+    def _is_within_epoch(self) -> bool:
+        """Return True if the state to continue from was saved before the end of its epoch."""
+        place = self.place_in_stream()
+        has_order = self._taken is not None and self._taken.facts["order"] is not None
+        return has_order or (place is not None and not place.is_over)
 
     def begun_epoch(self, number: int) -> tuple[EpochOrder, BatchAssignment] | None:
         """Return the order and the batch assignment of an epoch that others have begun; None for another epoch."""
-        if self._taken is None or number != self._taken.facts["epochs"]:
+        if self._taken is None or number != self._taken.facts["epochs"] or self._taken.facts["order"] is None:
             return None
         facts = self._taken.facts
         return unpack(facts["order"]), BatchAssignment.restored(facts["assignment"], self._trainer.transport.members)
+
+    def place_in_stream(self) -> StreamPlace | None:
+        """Return the place in a stream at which the state to continue from was saved, that of its own shard or of all.
+
+        None if it was saved elsewhere, or if another epoch has begun since.
+        """
+        text = self._taken.facts.get("stream") if self._taken is not None else None
+        if self._taken is None or text is None:
+            return None
+        own, _ = self._taken.own.get(self._trainer.transport.number, ({}, {}))
+        place = msgspec.json.decode(text, type=StreamPlace)
+        if not place.is_own:
+            return place
+        if "stream" in own:
+            return replace(msgspec.json.decode(own["stream"], type=StreamPlace), is_over=place.is_over)
+        count = place.counts.get(self._trainer.transport.number, 0)  # this worker had failed
+        return replace(place, trained=[(0, count)] if count else [], proofs=[], start=b"", before_last=b"")
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
@@ -207,7 +237,7 @@ class ElasticAgent:
     def _refuse_to_end_before(self, taken: State) -> None:
         """Raise ScriptError if the script has looped, and never reached the epoch in which the state was saved."""
         begun, epoch = self._trainer.progress.epochs, taken.facts["epochs"]
-        if 0 < begun < epoch and taken.facts["order"] is not None:
+        if 0 < begun < epoch and self._is_within_epoch():
             raise ScriptError(
                 explain(
                     f"the run continues in epoch {epoch}, and the script ended after {begun} loops over the loader",
@@ -228,7 +258,8 @@ class ElasticAgent:
 
     def _restore_random_states(self, own: state_transfer.Own | None) -> None:
         if own is not None:
-            state_transfer.restore_random_states(own, self._trainer.loader)
+            is_read = isinstance(self._trainer.epochs.current, StreamedEpoch)  # its generators are at its place
+            state_transfer.restore_random_states(own, None if is_read else self._trainer.loader)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 
@@ -425,6 +456,19 @@ class ElasticAgent:
             self._trainer.progress.uncount_lost(self._counted)
             self._lost, self._counted = [], 0
         return lost
+
+
+def _refuse_other_number(before: int, now: int) -> None:
+    if before != now:
+        raise LoaderError(
+            explain(
+                "each worker of the resumed run was in the middle of a shard of its own",
+                got=f"{now} workers",
+                expected=f"{before}, each of which continues with its shard",
+                to_type=f"-n {before}; or --resume-stream skip, to train what the shards give now as the rest of the "
+                "epoch; or --resume-stream restart, to begin the epoch again",
+            )
+        )
 
 
 def _first(change: Change) -> int:

@@ -71,10 +71,12 @@ class Epochs:
             context.workers,
             arguments.assignment,
             context.split,
+            context.resume_stream,
         )
         self.source = BatchSource(
             trainer.loader, trainer.transport, self, division, context.runtime, trainer.rank_parts
         )
+        self._resume_stream = context.resume_stream
         self.current: EpochBatches | None = None
         """The epoch under way."""
         self.closing: EpochBatches | None = None
@@ -92,6 +94,11 @@ class Epochs:
     def peeks(self) -> Sequence[int]:
         """Numbers of the iterations over the loader that were peeks."""
         return self._progress.peeks
+
+    @property
+    def events(self) -> EventWriter:
+        """The events of this worker."""
+        return self._trainer.events
 
     def members(self) -> Sequence[int]:
         """Return the members that an epoch which begins is assigned to."""
@@ -150,21 +157,23 @@ class Epochs:
             refuse_all_frozen(trainer.model)
         strategy.resume(own=False)
         begun, number = agent.begun_epoch(progress.epochs), trainer.section.epoch_number(progress.epochs)
-        if begun is None:
+        place = agent.place_in_stream()
+        is_continued = begun is not None or (place is not None and not place.is_over)
+        if not is_continued:
             self._divide_model()
         server = self._transport.server
-        is_under_way = begun is not None or (server is not None and server.order[0] == number)
+        is_under_way = is_continued or (server is not None and server.order[0] == number)
         strategy.begin_epoch(together=not is_under_way)
-        if begun is None:
+        if not is_continued or self._resume_stream == "restart":
             progress.begin_epoch()
         agent.epoch_begins()
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
-            self.current = self.source.begin_epoch(number, begun)
+            self.current = self.source.begin_epoch(number, begun, place)
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
-        progress.begin_loop(whole=begun is None or not begun[1].global_step)
+        progress.begin_loop(whole=not is_continued or (begun is not None and not begun[1].global_step))
 
     def _divide_model(self) -> None:
         """Divide the model with workers that call it before this epoch, which are where their last loop ended."""

@@ -156,8 +156,11 @@ class Schedules:
         self._epoch_steps, self._left = 0, self._window_steps
 
     def skip_epoch(self) -> None:
-        """Count an epoch that was over before this worker came."""
-        batches, steps = self._counted(len(self._run.loader))
+        """Count an epoch that was over before this worker came; a stream may not know its length."""
+        try:
+            batches, steps = self._counted(len(self._run.loader))
+        except TypeError:
+            return
         self._pending = self._pending[0] + batches, self._pending[1] + steps
 
     def leave_loop(self) -> None:

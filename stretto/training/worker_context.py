@@ -29,7 +29,7 @@ from stretto.parameter_server.rpc_channel import connect_channels, connect_clien
 from stretto.parameter_server.rpc_server import name_of
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
-from stretto.run_config import RunConfig
+from stretto.run_config import ResumeStream, RunConfig
 from stretto.run_dir import section_folder
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
@@ -103,6 +103,8 @@ class WorkerContext:
     keep: int = KEPT_CHECKPOINTS
     resume: Path | None = None
     """Folder of the run to resume, on the machine of the launcher."""
+    resume_stream: ResumeStream | None = None
+    """Way to continue a stream of the resumed run; None to bring it to its place."""
     barrier: Barrier | None = None
     """Barrier of the script's workers; None for a single worker."""
 
@@ -211,6 +213,7 @@ def _context(config: WorkerConfig) -> WorkerContext:
         checkpoint=every(options.checkpoint_every) if options.checkpoint_every else None,
         keep=options.keep or KEPT_CHECKPOINTS,
         resume=options.resume,
+        resume_stream=options.resume_stream,
         barrier=barrier_of(config),
         ranks_timeout_s=_longest_wait_s(options),
     )

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 import stretto
 from stretto.errors import LoaderError
 from stretto.loader import epoch_order
-from stretto.loader.epoch_order import cut_stream
-from stretto.loader.streams import CommonRandom, digests, sharded_by
+from stretto.loader.epoch_order import part_of
+from stretto.loader.stream_reader import CommonRandom, StreamReader
+from stretto.loader.streams import digests, sharded_by
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd"]
 
@@ -151,7 +152,8 @@ def test_the_common_random_state_gives_one_order_and_restores_the_own_states() -
         random.seed(seed)
         np.random.seed(seed)
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        found.append(list(CommonRandom(b"epoch 1").read(shuffling())))
+        reader = StreamReader(shuffling(), CommonRandom(b"epoch 1"))
+        found.append([reader.take(position) for position in range(4)])
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         assert torch.equal(before[0], after[0])
         assert before[1:] == after[1:]
@@ -178,7 +180,7 @@ def test_an_unknown_assignment_is_refused(deal: Any) -> None:
 
 def test_a_part_of_a_batch_has_the_rows_of_its_samples_and_all_of_other_tensors() -> None:
     batch = {"x": torch.arange(4), "names": list("abcd"), "weights": torch.ones(3), "scale": torch.tensor(2.0)}
-    parts = [next(cut_stream([batch], part, 2)) for part in range(2)]
+    parts = [part_of(batch, part, 2) for part in range(2)]
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"]]
     assert all(len(part["weights"]) == 3 and part["scale"] == 2 for part in parts)

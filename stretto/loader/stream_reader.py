@@ -1,0 +1,336 @@
+"""A stream that is read in its order, and the place in it at which a resumed run continues.
+
+A checkpoint in the middle of an epoch over a stream keeps a `StreamPlace`: the positions that were trained, the random
+states with which the stream was begun, and digests of the last batches. The resumed run begins the stream with these
+random states and reads it again to its place, or, if the stream has `state_dict` and `load_state_dict`, continues from
+the kept state. The digests prove that it is the same stream:
+
+    checkpoint   trained 0 1 2 3 4 5 | 6 7 ...      digests of 4 and 5, the last batches of two workers
+    resume       read    0 1 2 3 4 5 |              compared with the digests; the first batch that is dealt is 6
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from stretto.checkpoint.state_transfer import pack_own, random_states, restore_random_states, unpack_own
+from stretto.data.assignment import Range
+from stretto.data.stream_order import first_untrained
+from stretto.errors import LoaderError, RecipeError, explain
+from stretto.runtime.device_random import seed_of
+from stretto.runtime.event_writer import EventWriter
+from stretto.state import pack, save, unpack
+from stretto.transport import Transport
+from stretto.transport.tensor_bytes import octets
+
+EXCERPT = 1 << 13
+"""Numbers at either end of a tensor that enter the digest of a batch."""
+SLICE_S = 0.5
+"""Seconds for which a worker reads a stream again before it tells the others how far it is."""
+SHOWN_S = 5.0
+"""Seconds between two lines that show how far a stream was read again."""
+DEEPEST = 6
+"""Number of nested containers in a batch, and of nested parts of a data set, that are searched."""
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    """The `state_dict` of a stream after `position` batches, and the random states then."""
+
+    position: int
+    content: bytes
+    random: bytes
+
+
+class StreamPlace(msgspec.Struct, frozen=True):
+    """The place in a stream at which a run stopped, as a checkpoint keeps it."""
+
+    workers: int
+    """Number of workers that the epoch began with."""
+    is_own: bool
+    """True if each worker reads a shard of its own: this place is that of one of them."""
+    trained: list[Range]
+    """Sorted ranges of the positions that were trained."""
+    counts: dict[int, int]
+    """Number of trained batches by worker, as far as one worker knows it."""
+    proofs: list[tuple[int, str]]
+    """Positions and digests of the last trained batches."""
+    start: bytes
+    """Random states with which the stream was begun; empty if they are not known."""
+    before_last: bytes
+    """Random states before the last trained batch, if the stream draws from the generators of the script."""
+    state: StreamState | None
+    samples: int
+    """Number of samples of this epoch that were trained."""
+    is_over: bool = False
+    """True if the epoch has ended: the next one continues the same iterator."""
+
+
+class CommonRandom:
+    """The global random generators in a state that all workers share, while they read a stream."""
+
+    def __init__(self, text: bytes) -> None:
+        seed = seed_of(text)
+        source = np.random.RandomState(seed % (1 << 32))
+        self._states: tuple[Any, ...] = (
+            torch.Generator().manual_seed(seed).get_state(),
+            random.Random(seed).getstate(),
+            source.get_state(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Draw from the common state, and continue from this worker's own state afterwards."""
+        own = _states()
+        _put(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _put(own)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _put(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+class StreamReader:
+    """The batches of a stream in order, one at a time, each with its position from 0.
+
+    They are made with the `common` random state, or with the generators of the script if there is none.
+    """
+
+    def __init__(self, loader: Any, common: CommonRandom | None = None, place: StreamPlace | None = None) -> None:
+        self._loader, self._common = loader, common
+        self._batches: Iterator[Any] | None = None
+        self._ahead: deque[tuple[Any, tuple[Any, ...] | None]] = deque()
+        """Batches that were read before they were taken, with the random states before each."""
+        self.position = 0
+        """Position of the batch that is taken next."""
+        self._expected = dict(place.proofs) if place is not None else {}
+        self.problem = ""
+        """Why this is not the stream that the place is in; empty if it may be."""
+        self._before_last = place.before_last if place is not None else b""
+        self._last_trained = max(self._expected, default=-1)
+        self._taken: tuple[int, list[Any], tuple[Any, ...] | None] | None = None
+        """Position and excerpt of the batch that was taken last, and the random states before it was read."""
+        if place is not None and place.start:
+            self._restore(place.start)
+        self.start = self._random()
+        if place is not None and place.state is not None:
+            self._load(place.state)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def take(self, position: int) -> Any:
+        """Return the batch at a position, and pass those before it; None if the stream has ended before."""
+        while self.position < position and self.skip():
+            pass
+        found = self._next()
+        if self.problem:
+            raise other_stream(self.problem)
+        if found is None:
+            return None
+        batch, before = found
+        self._taken = position, excerpt(batch), before
+        return batch
+
+    def skip(self) -> bool:
+        """Pass one batch. Return False at the end of the stream."""
+        return self._next() is not None
+
+    def peek(self, count: int) -> list[Any]:
+        """Return the next batches without taking them; fewer at the end of the stream."""
+        while len(self._ahead) < count and (found := self._read()) is not None:
+            self._ahead.append(found)
+        return [batch for batch, _ in list(self._ahead)[:count]]
+
+    def pass_read_ones(self, transport: Transport) -> int:
+        """Pass the batches that any worker has read, which an iterator does not give again; return their number."""
+        furthest = max(map(int, transport.all_gather_bytes(str(self.position).encode())))
+        while self.position < furthest and self.skip():
+            pass
+        return furthest
+
+    def _next(self) -> tuple[Any, tuple[Any, ...] | None] | None:
+        found = self._ahead.popleft() if self._ahead else self._read()
+        if found is None:
+            return None
+        expected = self._expected.pop(self.position, None)
+        if expected is not None and digest_of(excerpt(found[0])) != expected:
+            self.problem = f"batch {self.position + 1} is not the batch that was trained there"
+        self.position += 1
+        return found
+
+    def _read(self) -> tuple[Any, tuple[Any, ...] | None] | None:
+        if self._batches is None:
+            with self._applied():
+                self._batches = iter(self._loader)
+        if self._before_last and self.position + len(self._ahead) == self._last_trained:
+            self._restore(self._before_last)
+        before = None if self._common is not None else _states()
+        with self._applied():
+            batch = next(self._batches, None)
+        return None if batch is None else (batch, before)
+
+    def _applied(self) -> AbstractContextManager[None]:
+        return self._common.applied() if self._common is not None else nullcontext()
+
+    # --- the place ----------------------------------------------------------------------------------------------
+
+    def proof(self) -> tuple[int, str] | None:
+        """Return position and digest of the batch that was taken last."""
+        return (self._taken[0], digest_of(self._taken[1])) if self._taken is not None else None
+
+    def before_last(self) -> bytes:
+        """Return the random states before that batch was read; empty if the stream has random states of its own."""
+        before = self._taken[2] if self._taken is not None else None
+        if before is None:
+            return b""
+        now = _states()
+        _put(before)
+        try:
+            return pack_own(random_states(None))
+        finally:
+            _put(now)
+
+    def state(self) -> StreamState | None:
+        """Return the state of the stream after all batches that were read; None if it has none that can be kept."""
+        owner = stateful(self._loader)
+        if owner is None or self._batches is None:
+            return None
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            content = pack_own(({"stream": pack(save(owner.state_dict()), "stream", tensors)}, tensors))
+        except (RecipeError, TypeError, ValueError, OverflowError):  # it holds objects that are not plain
+            return None
+        return StreamState(self.position + len(self._ahead), content, self._random())
+
+    def _load(self, state: StreamState) -> None:
+        """Continue from a state, if the stream takes it."""
+        owner = stateful(self._loader)
+        if owner is not None:
+            self._restore(state.random)
+            facts, tensors = unpack_own(state.content)
+            owner.load_state_dict(unpack(facts["stream"], tensors))
+            self.position = state.position
+
+    def _random(self) -> bytes:
+        """Return the random states with which the stream reads next."""
+        with self._applied():
+            facts, tensors = random_states(self._loader)
+        if self._common is not None:
+            tensors = {name: one for name, one in tensors.items() if not name.startswith("random/device")}
+        return pack_own((facts, tensors))
+
+    def _restore(self, packed: bytes) -> None:
+        with self._applied():
+            restore_random_states(unpack_own(packed), self._loader)
+
+
+def stateful(loader: Any) -> Any:
+    """Return what keeps the state of a stream: the loader, or its data set if no other process reads it; or None.
+
+    The shuffle buffer of `datasets` is none that a state includes.
+    """
+    found = loader
+    if isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
+        found = loader.dataset if loader.num_workers == 0 else None
+    has_both = all(callable(getattr(found, name, None)) for name in ("state_dict", "load_state_dict"))
+    return found if has_both and not _is_buffered(found) else None
+
+
+def _is_buffered(data: Any) -> bool:
+    """Return True for a data set of `datasets` with a shuffle buffer, whose content its state leaves out."""
+    for _ in range(DEEPEST):
+        data = getattr(data, "_ex_iterable", None) or getattr(data, "ex_iterable", None)
+        if "BufferShuffled" in type(data).__name__:
+            return True
+    return False
+
+
+def read_to_place(
+    reader: StreamReader, place: StreamPlace, transport: Transport, clock: Callable[[], float], events: EventWriter
+) -> None:
+    """Read a stream again to its place, with all workers. No worker waits for another one for longer than a batch.
+
+    Raises LoaderError, at every worker, if the stream of any is another one.
+    """
+    goal, began = first_untrained(place.trained), clock()
+    first, shown, is_there = reader.position, began, False
+    while not is_there:
+        until = clock() + SLICE_S
+        while reader.position < goal and not reader.problem and clock() < until:
+            if not reader.skip():
+                reader.problem = f"it ended after {reader.position} batches, and {goal} of it were trained"
+        status = msgspec.msgpack.encode((max(goal - reader.position, 0), reader.problem))
+        found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in transport.all_gather_bytes(status)]
+        if problem := next((problem for _, problem in found if problem), ""):
+            raise other_stream(problem)
+        left, _ = max(found)
+        is_there = not left
+        if clock() - shown > SHOWN_S and not is_there:
+            shown = clock()
+            events.say(f"reads the stream again: in {shown - began:.0f} s up to {left:,} batches before its place")
+    if goal:
+        how = f"continued from its state after {first:,} batches" if first else "was read again"
+        proof = "a digest proves that it is the same" if place.proofs and place.proofs[-1][0] >= first else "unproved"
+        events.notice(f"the stream {how} to batch {goal:,}, where the run stopped: {proof}")
+
+
+def other_stream(problem: str) -> LoaderError:
+    """Return the error of a stream that is not the one which the resumed run has read."""
+    return LoaderError(
+        explain(
+            "the stream cannot be brought to the place where the run stopped",
+            got=problem,
+            expected="the same batches in the same order at each start, or state_dict and load_state_dict",
+            to_type="--resume-stream skip, to train what the stream gives now as the rest of the epoch; "
+            "--resume-stream restart, to begin the epoch and its stream again",
+        )
+    )
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def excerpt(batch: Any, depth: int = DEEPEST) -> list[Any]:
+    """Return copies of the ends of everything in a batch, so that the script may change it: no device is waited for."""
+    if isinstance(batch, torch.Tensor):
+        if batch.layout is not torch.strided:
+            return [str(batch.shape)]
+        row = batch.detach().reshape(-1)
+        return [str(batch.dtype), str(batch.shape), row[:EXCERPT].clone(), row[EXCERPT:][-EXCERPT:].clone()]
+    if isinstance(batch, np.ndarray) and not batch.dtype.hasobject:
+        plain = np.ascontiguousarray(batch).reshape(-1)
+        return [str(batch.dtype), str(batch.shape), plain[:EXCERPT].tobytes(), plain[EXCERPT:][-EXCERPT:].tobytes()]
+    if isinstance(batch, Mapping):
+        return excerpt([*batch.keys(), *batch.values()], depth)
+    if isinstance(batch, list | tuple):
+        parts = (excerpt(one, depth - 1) for one in batch) if depth else ()
+        return [str(len(batch)), *(piece for part in parts for piece in part)]
+    return [repr(batch) if isinstance(batch, str | bytes | int | float | bool | np.generic) else type(batch).__name__]
+
+
+def digest_of(pieces: Sequence[Any]) -> str:
+    """Return the digest of an excerpt."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        plain = octets(piece.cpu()).tobytes() if isinstance(piece, torch.Tensor) else piece
+        digest.update(plain.encode(errors="surrogatepass") if isinstance(plain, str) else plain)
+    return digest.hexdigest()

@@ -1,0 +1,398 @@
+"""A run that is resumed in the middle of an epoch over a stream trains the rest of the stream, each batch once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import thread_workers
+import torch
+from elastic_workers import WorkerKilled, run_elastic_workers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_workers import flat, run_one_worker, run_workers
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import stretto
+from stretto.data.stream_order import StreamOrder, first_untrained
+from stretto.errors import LoaderError
+from stretto.events import read_events
+from stretto.interval import every
+from stretto.loader.stream_reader import StreamPlace, digest_of, excerpt, stateful
+
+pytestmark = pytest.mark.usefixtures("every_checkpoint")
+BATCHES = 30
+
+
+def batch_of(number: int) -> torch.Tensor:
+    return torch.tensor([[2.0 * number], [2.0 * number + 1]])
+
+
+class Stream(IterableDataset):
+    """A stream of batches by their numbers."""
+
+    def __init__(self, numbers: Sequence[int] = range(BATCHES), reads: list[int] | None = None, slow: int = 0):
+        self.numbers, self.reads, self.slow = numbers, reads, slow
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers:
+            if self.reads is not None:
+                self.reads.append(number)
+            time.sleep(0.1 * (number < self.slow))
+            yield batch_of(number)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "generator": lambda: iter(Stream()),
+    "iterable": lambda: DataLoader(Stream(), batch_size=None),
+    "list": lambda: list(Stream()),
+}
+
+
+def reading(make: Callable[[int], Any], epochs: int = 2, **options: Any) -> Callable[[int], list[list[int]]]:
+    """Return a script that trains on a stream, and returns the numbers of the batches in each epoch."""
+
+    def work(worker: int) -> list[list[int]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        loader = stretto.distribute(net, optimizer, make(worker), **options)
+        found = []
+        for _ in range(epochs):
+            found.append(numbers := list[int]())
+            for x in loader:
+                optimizer.zero_grad()
+                net(x).mean().backward()
+                optimizer.step()
+                numbers.append(int(x[0, 0]) // 2)
+        return found
+
+    return work
+
+
+def run_with_checkpoints(workers: int, work: Callable[[int], Any], recipe: str, run: Path, **options: Any) -> Any:
+    run.mkdir(exist_ok=True)
+    return run_workers(workers, work, recipe, run=run, checkpoint=every("2 rounds"), keep=99, **options)
+
+
+def place_in(checkpoint: Path) -> StreamPlace | None:
+    facts = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["facts"]
+    return msgspec.json.decode(facts["stream"], type=StreamPlace) if facts["stream"] else None
+
+
+def only_within(run: Path, part: Path, epoch: int = 1) -> tuple[Path, list[int]]:
+    """Copy a checkpoint from the middle of an epoch into a folder as its only one; return the trained positions."""
+    found = []
+    for checkpoint in sorted((run / "checkpoints").iterdir()):
+        facts = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["facts"]
+        place = place_in(checkpoint)
+        if facts["epochs"] == epoch and place is not None and not place.is_over and place.trained:
+            found.append((checkpoint, place))
+    checkpoint, place = found[(len(found) - 1) // 2]
+    shutil.copytree(checkpoint, part / "checkpoints" / checkpoint.name)
+    return part, [position for start, stop in place.trained for position in range(start, stop)]
+
+
+def trained(found: list[list[list[int]]], epoch: int) -> list[int]:
+    return sorted(itertools.chain.from_iterable(of_worker[epoch] for of_worker in found))
+
+
+def notices(run: Path) -> str:
+    return "\n".join(event["text"] for event in read_events(run / "events.jsonl") if event["event"] == "warning")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_each_batch_of_a_stream_is_dealt_once_however_far_workers_are_when_a_run_stops(runs: list[list[int]]) -> None:
+    """Each run has its number of workers, which have trained these numbers of batches when it stops."""
+    before: list[tuple[int, int]] = []
+    done: set[int] = set()
+    for counts in runs:
+        order = StreamOrder(len(counts), before)
+        ahead = [[order.position(worker, number) for number in range(count)] for worker, count in enumerate(counts)]
+        dealt = [position for of_worker in ahead for position in of_worker]
+        assert all(of_worker == sorted(of_worker) for of_worker in ahead)
+        assert len(set(dealt)) == len(dealt) and not done & set(dealt)
+        assert min(order.position(worker, 0) for worker in range(len(counts))) == first_untrained(before)
+        done |= set(dealt)
+        before = order.trained(counts)
+        assert {position for start, stop in before for position in range(start, stop)} == done
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "workers"),
+    [
+        ("generator", "allreduce", "allreduce", (2, 2)),
+        ("list", "local_sgd(every=3)", "local_sgd(every=3)", (2, 2)),
+        ("iterable", "gossip(graph='ring')", "gossip(graph='ring')", (3, 3)),
+        ("iterable", "local_sgd(every=2)", "allreduce", (2, 3)),
+        ("generator", "diloco(every=2)", "diloco(every=2)", (2, 1)),
+        ("list", "allreduce", "async_sgd", (1, 2)),
+    ],
+)
+def test_resumed_run_trains_the_rest_of_a_stream_once(
+    kind: str, before: str, after: str, workers: tuple[int, int], tmp_path: Path
+) -> None:
+    run_with_checkpoints(workers[0], reading(lambda _: KINDS[kind]()), before, tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    assert 0 < len(done) < BATCHES
+    is_said = "--resume reads it again to its place, and a digest" in notices(tmp_path / "run")
+    assert is_said == (kind != "list")
+    found = run_with_checkpoints(workers[1], reading(lambda _: KINDS[kind]()), after, tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(done))
+    assert trained(found, 1) == (list(range(BATCHES)) if kind != "generator" else [])
+    end = next(event for event in read_events(tmp_path / "resumed" / "events.jsonl") if event["event"] == "epoch")
+    assert after == "async_sgd" or end["samples"] == 2 * BATCHES
+    assert f"to batch {len(done):,}, where the run stopped: a digest proves" in notices(tmp_path / "resumed")
+
+
+def test_second_resume_continues_after_the_first_with_another_number_of_workers(tmp_path: Path) -> None:
+    work = reading(lambda _: KINDS["iterable"](), epochs=1)
+    run_with_checkpoints(2, work, "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    run_with_checkpoints(3, work, "allreduce", tmp_path / "resumed", resume=part)
+    again, later = only_within(tmp_path / "resumed", tmp_path / "again")
+    assert set(done) < set(later)
+    found = run_with_checkpoints(1, work, "allreduce", tmp_path / "last", resume=again)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(later))
+
+
+@pytest.mark.parametrize("kind", ["generator", "list"])
+def test_checkpoint_at_the_end_of_an_epoch_repeats_nothing(kind: str, tmp_path: Path) -> None:
+    """A generator is exhausted then, and the one that the resumed script makes counts as exhausted, too."""
+    work = reading(lambda _: KINDS[kind](), epochs=2)
+    whole = run_with_checkpoints(2, work, "allreduce", tmp_path / "run")
+    found = run_with_checkpoints(2, work, "allreduce", tmp_path / "resumed", resume=tmp_path / "run")
+    assert trained(whole, 1) == (list(range(BATCHES)) if kind == "list" else [])
+    assert trained(found, 0) == trained(found, 1) == []
+
+
+def test_epochs_over_one_iterator_that_the_loop_leaves_continue_where_the_last_one_stopped(tmp_path: Path) -> None:
+    def work(worker: int) -> list[list[int]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        loader = stretto.distribute(net, optimizer, iter(Stream(range(100))))
+        found = []
+        for _ in range(3):
+            found.append(numbers := list[int]())
+            for x in loader:
+                optimizer.zero_grad()
+                net(x).mean().backward()
+                optimizer.step()
+                numbers.append(int(x[0, 0]) // 2)
+                if len(numbers) == 5:
+                    break
+        return found
+
+    whole = run_with_checkpoints(2, work, "allreduce", tmp_path / "run")
+    assert [trained(whole, epoch) for epoch in range(3)] == [[*range(10)], [*range(10, 20)], [*range(20, 30)]]
+    part, done = only_within(tmp_path / "run", tmp_path / "part", epoch=2)
+    found = run_with_checkpoints(2, work, "allreduce", tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == []
+    assert trained(found, 1)[0] == len(done)
+
+
+def test_stream_that_is_another_one_ends_the_resume_with_an_error_that_names_the_option(tmp_path: Path) -> None:
+    run_with_checkpoints(2, reading(lambda _: KINDS["iterable"]()), "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    other = reading(lambda _: DataLoader(Stream(range(100, 100 + BATCHES)), batch_size=None), epochs=1)
+    short = reading(lambda _: DataLoader(Stream(range(3)), batch_size=None), epochs=1)
+    with pytest.raises(LoaderError, match=rf"batch {len(done) - 1} is not the batch .*\n.*\n.*--resume-stream skip"):
+        run_with_checkpoints(2, other, "allreduce", tmp_path / "other", resume=part)
+    with pytest.raises(LoaderError, match=f"it ended after 3 batches, and {len(done)} of it were trained"):
+        run_with_checkpoints(2, short, "allreduce", tmp_path / "short", resume=part)
+    for way in ("skip", "restart"):
+        found = run_with_checkpoints(2, other, "allreduce", tmp_path / way, resume=part, resume_stream=way)
+        assert trained(found, 0) == list(range(100, 100 + BATCHES))
+        ended = [event for event in read_events(tmp_path / way / "events.jsonl") if event["event"] == "epoch"]
+        assert ended[0]["samples"] == 2 * (len(done) + BATCHES)
+
+
+class Stateful(Stream):
+    """A stream that continues from a state of its own; what it read after the state is read again."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        begins, self.at = self.at, 0
+        for number in self.numbers[begins:]:
+            if self.reads is not None:
+                self.reads.append(number)
+            self.at = number + 1
+            yield batch_of(number)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [(2, 2), (1, 1), (2, 3)])
+def test_stream_with_a_state_continues_from_it(workers: tuple[int, int], tmp_path: Path) -> None:
+    reads: list[int] = []
+    make = lambda reads=None: reading(lambda _: DataLoader(Stateful(reads=reads), batch_size=None))  # noqa: E731
+    run_with_checkpoints(workers[0], make(), "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(workers[1], make(reads), "allreduce", tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(done))
+    assert trained(found, 1) == list(range(BATCHES))
+    assert min(reads[: len(reads) // 3]) >= len(done) - workers[0]
+    assert "continued from its state" in notices(tmp_path / "resumed")
+
+
+def test_state_of_a_data_set_that_other_processes_read_or_whose_buffer_it_leaves_out_is_not_used() -> None:
+    shuffled = Stateful()
+    shuffled._ex_iterable = SimpleNamespace(ex_iterable=type("BufferShuffledExamplesIterable", (), {})())  # type: ignore[attr-defined]
+    assert stateful(DataLoader(Stateful())) is not None
+    assert stateful(Stateful()) is not None
+    assert stateful(DataLoader(Stateful(), num_workers=1)) is None
+    assert stateful(DataLoader(shuffled)) is stateful(DataLoader(Stream())) is stateful([1]) is None
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_own_shards_continue_with_the_same_number_of_workers_and_are_refused_with_another(
+    recipe: str, tmp_path: Path
+) -> None:
+    def shard(worker: int) -> Any:
+        return DataLoader(Stream(range(worker, 20 + 7 * worker, 2)), batch_size=None)
+
+    work = reading(shard, deal="own")
+    whole = run_with_checkpoints(2, work, recipe, tmp_path / "run")
+    part, _ = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(2, work, recipe, tmp_path / "resumed", resume=part)
+    for worker in range(2):
+        assert 0 < len(found[worker][0]) < len(whole[worker][0])
+        assert found[worker][0] == whole[worker][0][-len(found[worker][0]) :]
+        assert found[worker][1] == whole[worker][1]
+    with pytest.raises(LoaderError, match=r"got: 3 workers\n.*expected: 2.*\n.*-n 2; or --resume-stream skip"):
+        run_with_checkpoints(3, work, recipe, tmp_path / "three", resume=part)
+    run_with_checkpoints(3, work, recipe, tmp_path / "skipped", resume=part, resume_stream="skip")
+
+
+def test_batches_that_all_workers_split_continue(tmp_path: Path) -> None:
+    work = reading(lambda _: KINDS["iterable"](), epochs=1)
+    run_with_checkpoints(2, work, "allreduce", tmp_path / "run", split=True)
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(2, work, "allreduce", tmp_path / "resumed", resume=part, split=True)
+    assert found[0][0] == found[1][0] == list(range(len(done), BATCHES))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_run_of_one_worker_draws_the_same_random_numbers_after_a_resume(recipe: str, tmp_path: Path) -> None:
+    """The stream and the model's dropout draw from one generator in turn."""
+
+    class Noise(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            order = torch.randperm(12).tolist()
+            return (torch.randn(4, 3) + place for place in order)
+
+    def work(worker: int) -> Any:
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        loader = stretto.distribute(net, optimizer, DataLoader(Noise(), batch_size=None))
+        for _ in range(2):
+            for x in loader:
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+                x.zero_()  # what a script does with its batch is no concern of the digest
+        return flat(net)
+
+    run = tmp_path / "run"
+    run.mkdir()
+    whole = run_one_worker(work, recipe, run=run, checkpoint=every("1 rounds"), keep=99)
+    for epoch in (1, 2):
+        part, _ = only_within(run, tmp_path / f"part{epoch}", epoch)
+        assert torch.equal(run_one_worker(work, recipe, resume=part), whole)
+
+
+def test_stream_that_is_read_again_for_longer_than_the_time_limit_keeps_no_worker_waiting_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(worker: int) -> Any:
+        return DataLoader(Stream(slow=len(done) * worker), batch_size=None)
+
+    done: list[int] = []
+    run_with_checkpoints(2, reading(slow, epochs=1), "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    monkeypatch.setattr(thread_workers, "TIMEOUT_S", limit_s := 1.0)
+    monkeypatch.setattr("stretto.loader.stream_reader.SLICE_S", 0.05)
+    monkeypatch.setattr("stretto.loader.stream_reader.SHOWN_S", 0.2)
+    assert 0.1 * len(done) > limit_s > 0.5
+    found = run_with_checkpoints(2, reading(slow, epochs=1), "allreduce", tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == list(range(len(done), BATCHES))
+
+
+def test_batches_that_a_failed_worker_has_not_trained_are_trained_after_a_resume(tmp_path: Path) -> None:
+    def work(worker: int) -> list[list[int]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        loader = stretto.distribute(net, optimizer, KINDS["list"]())
+        found: list[int] = []
+        for x in loader:
+            if fails and worker == 1 and len(found) == 4:
+                raise WorkerKilled
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            found.append(int(x[0, 0]) // 2)
+        return [found]
+
+    fails = True
+    options = {"checkpoint": every("1 rounds"), "keep": 99}
+    whole, _ = run_elastic_workers(3, work, "allreduce", tmp_path / "run", **options)
+    assert whole[1] is None
+    lost = list(range(1 + 4 * 3, BATCHES, 3))
+    newest = [one for one in sorted((tmp_path / "run" / "checkpoints").iterdir()) if place_in(one) is not None]
+    shutil.copytree(newest[-1], tmp_path / "part" / "checkpoints" / newest[-1].name)
+    fails = False
+    place = place_in(newest[-1])
+    assert place is not None
+    done = {position for start, stop in place.trained for position in range(start, stop)}
+    assert not done & set(lost)
+    found, _ = run_elastic_workers(2, work, "allreduce", tmp_path / "resumed", resume=tmp_path / "part")
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - done)
+
+
+def test_section_continues_its_stream(tmp_path: Path) -> None:
+    def work(worker: int) -> list[list[int]]:
+        first = reading(lambda _: KINDS["list"](), epochs=1)(worker)
+        return [*first, *reading(lambda _: KINDS["generator"](), epochs=1)(worker)]
+
+    run_with_checkpoints(2, work, "allreduce", tmp_path / "run")
+    within = sorted((tmp_path / "run" / "section-2" / "checkpoints").iterdir())
+    found = [one for one in within if (place := place_in(one)) is not None and not place.is_over]
+    place = place_in(found[5])
+    assert place is not None
+    done = place.trained[0][1]
+    shutil.copytree(tmp_path / "run", part := tmp_path / "part")
+    for one in within:
+        if one != found[5]:
+            shutil.rmtree(part / "section-2" / "checkpoints" / one.name)
+    resumed = run_with_checkpoints(2, work, "allreduce", tmp_path / "resumed", resume=part)
+    assert trained(resumed, 0) == []
+    assert trained(resumed, 1) == list(range(done, BATCHES))
+
+
+def test_digest_depends_on_all_kinds_of_content_and_on_both_ends_of_long_tensors() -> None:
+    long = torch.arange(100_000.0)
+    changed = [long.clone(), long.clone()]
+    changed[0][0], changed[1][-1] = 5, 5
+    batches: list[Any] = [
+        *(long, *changed, long.view(10, -1)),
+        *({"x": long}, {"y": long}, [long, "one"], [long, "two"], (torch.ones(2), 1), (torch.ones(2), 2)),
+        *(long.numpy(), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bool)),
+    ]
+    assert len({digest_of(excerpt(batch)) for batch in batches}) == len(batches)
+    assert digest_of(excerpt(long)) == digest_of(excerpt(long.clone()))
