@@ -74,7 +74,8 @@ class Progress:
         if self.updates:
             facts.append(f"staleness {self.staleness / self.updates:.1f} mean, {self.stalest} max")
         if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
-            facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
+            workers = len({worker for worker, _ in self.counts})
+            facts.append(f"sent {sent / workers / MEGABYTE:,.1f} MB per worker")
         if (compression := self.compression()) is not None:
             facts.append(f"encoded in {formatting.times(compression)} fewer bytes")
         return [fact for fact in facts if fact]

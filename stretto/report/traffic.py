@@ -166,7 +166,8 @@ def summary(record: Mapping[str, Any]) -> str:
     )
     ratios = {direction: formatting.times(record["compression"][direction]) for direction in ("sent", "received")}
     texts = [
-        f"encoded: {sent} MB of {raw} sent ({ratios['sent']} less), {received} received ({ratios['received']} less)"
+        f"encoded, per worker: {sent} MB of {raw} sent ({ratios['sent']} less), {received} received "
+        f"({ratios['received']} less)"
     ]
     if record["values_sent_share"] is not None:
         texts.append(f"{formatting.percent(record['values_sent_share'])} of the values")

@@ -36,13 +36,19 @@ NO_RATES = Rates()
 
 
 def compare(
-    transport: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], rates: Rates, when: str
+    transport: Transport,
+    wholes: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
+    rates: Rates,
+    when: str,
+    steps: Sequence[int] = (),
 ) -> None:
-    """Raise ReplicasDifferError unless all workers hold the same bits, and have the same learning rates by number.
+    """Raise ReplicasDifferError unless all workers hold the same bits, learning rates by number, and numbers of steps.
 
     `wholes` are hashed each time; `parts`, the named tensors in them, only to name a difference. Every worker raises.
     """
-    chosen = zlib.crc32(msgspec.msgpack.encode(rates.by_number))
+    counted = msgspec.msgpack.encode(steps)
+    chosen = zlib.crc32(counted, zlib.crc32(msgspec.msgpack.encode(rates.by_number)))
     mine = struct.pack(f"<{1 + len(wholes)}I", chosen, *(crc(one) for one in wholes.values()))
     if len(set(transport.all_gather_bytes(mine))) == 1:
         return
@@ -50,9 +56,12 @@ def compare(
     sums = transport.all_gather_bytes(struct.pack(f"<{len(parts)}I", *(crc(one) for one in parts.values())))
     if len(set(sums)) > 1:  # not so if one worker alone has stepped a scheduler by a number, to the same rates
         raise ReplicasDifferError(_difference(list(parts), sums, when))
+    made = [msgspec.msgpack.decode(one, type=list[int]) for one in transport.all_gather_bytes(counted)]
+    if any(one != made[0] for one in made):
+        raise ReplicasDifferError(f"the workers have made different numbers of steps {when}: {made} by worker")
 
 
-def check_rates(packed: Sequence[bytes], of: str) -> None:
+def check_rates(packed: Sequence[bytes], of: str, when: str = "") -> None:
     """Raise ReplicasDifferError unless these are equal: the learning rates of each worker, or process of one."""
     if len(set(packed)) == 1:
         return
@@ -60,10 +69,12 @@ def check_rates(packed: Sequence[bytes], of: str) -> None:
     shown = "; ".join(", ".join(f"{rate:g}" for rate in rates) for rates in each)
     raise ReplicasDifferError(
         explain(
-            f"learning rates differ by {of}: they were chosen by other numbers, such as the loss of each",
+            f"learning rates differ by {of}{when}: they were chosen by other numbers, such as the loss of each, or "
+            "after other batches",
             got=f"learning rates {shown} by {of}",
             expected="the same number everywhere; the loss of a batch is that of the samples of one process",
-            to_type="scheduler.step(validation_loss), of data that each process evaluates whole after the epoch",
+            to_type="scheduler.step(validation_loss), of data that each process evaluates whole after the epoch; in an "
+            "epoch count with i of enumerate(loader), not over epochs: workers may have fewer batches than others",
         )
     )
 

@@ -26,6 +26,18 @@ class ExchangeObserver(Protocol):
     def exchange_ended(self, blocked_s: float) -> None:
         """Note that an exchange has ended, which blocked this worker for `blocked_s` seconds."""
 
+    def mark(self, index: int | None = None) -> int | None:
+        """Return the mark of the step of this optimizer, or of the gradients of all; None without a batch."""
+
+    def batch(self) -> int:
+        """Return the number of the global step that this worker is in."""
+
+    def refuse_apart(self, batches: Mapping[int, int] | None = None) -> None:
+        """Raise the error that names workers that take part in one exchange in different steps.
+
+        All workers call this, or some with what they know: `batches` are those that other workers are in, by rank.
+        """
+
     def settle(self, leases: list[Lease]) -> None:
         """Note that a server has applied the work on these leases."""
 

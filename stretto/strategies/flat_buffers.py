@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from stretto.strategies.marks import COUNTS
 from stretto.strategies.parameter_view import ParameterView, parameter_view
 
 ALIGNMENT_BYTES = 64
+SPARE = 1 + COUNTS
+"""Number of elements in which flags and marks of an exchange travel with the parameters."""
 
 
 @dataclass(eq=False)
@@ -105,8 +108,8 @@ def in_buffers(parts: Sequence[FlatBuffer]) -> Iterator[None]:
 class FlatParameters:
     """All flat buffers of a model. The last parameters come first, as the backward pass reaches them.
 
-    With `spare` the last element of every buffer belongs to no parameter. `tables` are the ids of parameters whose rows
-    are exchanged by themselves: each has a buffer of its own, after the others.
+    With `spare` the last SPARE elements of every buffer belong to no parameter, and are zero. `tables` are the ids of
+    parameters whose rows are exchanged by themselves: each has a buffer of its own, after the others.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ def _flat_buffer(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuf
         slots.append(slot)
         start = _aligned(slot.stop, local.element_size())
     last = slots[-1]
-    return FlatBuffer(slots, _aligned(last.stop + 1, last.source.local.element_size()) if spare else start)
+    return FlatBuffer(slots, _aligned(last.stop + SPARE, last.source.local.element_size()) if spare else start)
 
 
 def _table(name: str, parameter: Parameter) -> FlatBuffer:

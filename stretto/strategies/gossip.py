@@ -58,19 +58,26 @@ class GossipStrategy(RoundStrategy):
             buffers.take(mixed[len(theta) :])
 
     def _mixed(self, own: Sequence[Tensor], share: float, number: int) -> list[Tensor]:
-        """Return the mixed tensors. A worker sends empty tensors to a peer that gives it no weight."""
+        """Return the mixed tensors. A worker sends empty tensors to a peer that gives it no weight.
+
+        The last message says the share, and in which global step the worker does the round.
+        """
         rank, rows = self._transport.worker, mixing_matrix(self.recipe.whom, number, self._transport.workers)
         row, tally = rows[rank], self._context.tally
         message = [(one, tally.account("parameters")) for one in own]
         device = own[0].device if own else torch.device("cpu")
-        message.append((torch.tensor([share], dtype=torch.float64, device=device), tally.account("counts")))
+        place = torch.tensor([share, self._observer.batch()], dtype=torch.float64, device=device)
+        message.append((place, tally.account("counts")))
         runners = {
             peer: [self._swap(peer, one if rank in other else one[:0], account) for one, account in message]
             for peer, other in enumerate(rows)
             if peer != rank and (rank in other or peer in row)
         }
         received = {peer: finish(each) for peer, each in runners.items()}
-        shares = {peer: float(received[peer][-1]) if peer != rank else share for peer in row}
+        places = {peer: each[-1].tolist() for peer, each in received.items() if each[-1].numel()}
+        if any(batch != self._observer.batch() for _, batch in places.values()):
+            self._observer.refuse_apart({peer: int(batch) for peer, (_, batch) in places.items()})
+        shares = {peer: places[peer][0] if peer != rank else share for peer in row}
         weights = weighted_by_samples(row, shares)
         mixed = [one.clone() for one in own]
         for peer in sorted(received.keys() & row.keys()):
@@ -112,9 +119,9 @@ class GossipStrategy(RoundStrategy):
         self._has_differed = self._has_differed and not is_changed
         return is_changed
 
-    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES, steps: Sequence[int] = ()) -> bool:
         """Compare the replicas if they must be equal now. Return False if there is nothing to compare."""
-        return (self._averaged is not None or not self._has_differed) and super().check(when, rates)
+        return (self._averaged is not None or not self._has_differed) and super().check(when, rates, steps)
 
 
 def weighted_by_samples(row: Mapping[int, float], shares: Mapping[int, float]) -> Mapping[int, float]:

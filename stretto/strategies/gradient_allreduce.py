@@ -13,7 +13,8 @@ already the mean, and are not copied.
 
 A codec that does not encode elementwise gets all gradients of a flat buffer in one bucket. One more all-reduce then
 carries, for each parameter, how many workers have a gradient for it, and how many workers have a gradient that is not
-finite: such a gradient is not encoded, and all workers get NaN in its place, as they would without an encoding.
+finite: such a gradient is not encoded, and all workers get NaN in its place, as they would without an encoding. The
+mark of the step and of the learning rates is among the counts: workers in different steps end the run in this exchange.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,6 +39,7 @@ from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice, hold, let_go, zeros
+from stretto.strategies.marks import COUNTS, counts_of, differ
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.transport.device_memory import Writers
 
@@ -110,14 +113,17 @@ class GradientBuffers:
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
         self.copied = [gradient_slot for gradient_slot in self.gradient_slots if gradient_slot.slot.source.copies]
         """Gradients whose memory is not in the buckets, and that get a copy of the result."""
-        size, device = len(flat_parameters.slots) + 2, self._flats[-1].device if self._flats else "cpu"
+        size, device = len(flat_parameters.slots) + 2 + COUNTS, self._flats[-1].device if self._flats else "cpu"
         self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(size, device=device)
         """Counts over the workers, summed by the exchange.
 
         For each parameter the number of workers that have a gradient for it, then the number of workers whose set of
-        trained parameters has changed. Where the codec does not let the counts ride with the last bucket, also the
-        number of workers that have a gradient that is not finite.
+        trained parameters has changed, then the counts of the workers' marks. Where the codec does not let the counts
+        ride with the last bucket, also the number of workers that have a gradient that is not finite.
         """
+
+        self.flags = self.counts[len(flat_parameters.slots) :][: 1 + COUNTS]
+        """The counts that follow those of the parameters."""
 
     def let_go(self) -> None:
         """Give up the memory of the buckets until `hold`; no gradient is in it yet."""
@@ -172,6 +178,8 @@ class GradientAllReduce:
             for other in others:
                 other.state = bucket.state
         self.codec_states = CodecStates([bucket.state for bucket in self.buckets], self._elastic)
+        self._flags = np.zeros(1 + COUNTS, np.float32)
+        """This worker's part of `GradientBuffers.flags`."""
         self._own_gradients: dict[int, Tensor] = {}
         """This worker's own gradients of this backward pass, by the id of their slot, while a retry may need them."""
         self._without_gradient: list[GradientSlot] = []
@@ -233,8 +241,14 @@ class GradientAllReduce:
                 raise ModelError(_not_exchanged(gradient_slot))
 
     def take_part(self) -> None:
-        """Take part in an exchange without a gradient of this worker: with zeros of weight 0."""
+        """Take part in an exchange without a batch of this worker: with zeros of weight 0.
+
+        Gradients that the worker has accumulated before, and not sent, have their weight.
+        """
         self._observer.exchange_begins()
+        if self._share() > 0:
+            self.exchange(idle=False)
+            return
         self._begin(idle=True)
         self._write_all()
         self._complete()
@@ -384,7 +398,8 @@ class GradientAllReduce:
         """Write into the counts which parameters have a gradient at this worker; an idle worker has none."""
         counts, gradient_slots = self._buffer_sets[0].counts, self._buffer_sets[0].gradient_slots
         counts.fill_(0.0 if self._idle else 1.0)
-        counts[len(gradient_slots)] = float(self._has_changed())
+        self._flags[:] = [float(self._has_changed()), *counts_of(self._observer.mark())]
+        self._buffer_sets[0].flags.copy_(torch.from_numpy(self._flags))
         if self._without_gradient and not self._idle:
             without = set(map(id, self._without_gradient))
             counted = counts[: len(gradient_slots)]
@@ -444,12 +459,14 @@ class GradientAllReduce:
                 gradient_slot.place()
             else:
                 gradient_slot.slot.parameter.grad = None
-        has_changed = numbers[len(gradient_slots) - first] > 0
+        has_changed, *marks = numbers[len(gradient_slots) - first :]
         self._running = False
         self._own_gradients.clear()
         self.codec_states.end()
         self._observer.exchange_ended(self._timer.spent["exchanging"] - self._began)
-        if has_changed:
+        if differ(marks):
+            self._observer.refuse_apart()
+        if has_changed > 0:
             self._on_changed(self._idle)
 
     def _retry(self) -> list[Tensor]:
@@ -469,7 +486,7 @@ def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) ->
     flats: list[Tensor] = []
     buckets: list[Bucket] = []
     for part in flat_parameters.parts:
-        tail = len(flat_parameters.slots) + 1 if part is flat_parameters.parts[-1] and counts_in_tail else 0
+        tail = len(flat_parameters.slots) + 1 + COUNTS if part is flat_parameters.parts[-1] and counts_in_tail else 0
         flat = zeros(part.theta.numel() + tail, part.slots)
         flats.append(flat)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES

@@ -37,7 +37,8 @@ class LocalStrategy(RoundStrategy):
         now = self._context.events.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
         self._exchanging, parameter_set.has_stepped = parameter_set, False
-        has_changed = rounds.run(parameter_set.weights.share, measure, parameter_set.has_changed())
+        mark = self._observer.mark(self.sets.index(parameter_set))
+        has_changed = rounds.run(parameter_set.weights.share, mark, measure, parameter_set.has_changed())
         if measure:
             self._drift_at = now
         return has_changed
@@ -51,7 +52,7 @@ class LocalStrategy(RoundStrategy):
             return []
         rounds = self._create_rounds(FlatParameters(new, spare=True), parameter_set)
         parameter_set.agreed_values(rounds)
-        rounds.run(parameter_set.weights.share)
+        rounds.run(parameter_set.weights.share, self._observer.mark(self.sets.index(parameter_set)))
         return rounds.ranges
 
     def _create_exchange(self, parameter_set: ParameterSet) -> None:

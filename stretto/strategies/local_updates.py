@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from stretto.recipe.what import OfParameters, parameters
 from stretto.strategies.codec_state import CodecStates
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.context import ExchangeObserver, StrategyContext
-from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, in_buffers
+from stretto.strategies.flat_buffers import SPARE, FlatBuffer, FlatParameters, in_buffers
+from stretto.strategies.marks import counts_of, differ
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
 
 
@@ -33,6 +35,12 @@ class RoundRange:
         """Swap the two scratch tensors: another worker may still need the last round's results, which may be in one."""
         other = torch.empty_like(self.scratch) if self._other is None else self._other
         self.scratch, self._other = other, self.scratch
+
+    def clear_spare(self) -> None:
+        """Set the elements that belong to no parameter to zero again: flags of a round were in them."""
+        for tensor in (self.part.theta, self.state.agreed, self.state.velocity):
+            if tensor is not None:
+                tensor[-SPARE:] = 0
 
 
 class LocalUpdates:
@@ -59,8 +67,10 @@ class LocalUpdates:
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
         device = flat_parameters.parts[0].theta.device if flat_parameters.parts else None
-        self._flag = None if recipe.how.elementwise and flat_parameters.parts else torch.zeros(1, device=device)
-        """Flag of a change of the trained parameters; None where the spare element of each buffer carries it."""
+        rides = recipe.how.elementwise and bool(flat_parameters.parts)
+        self._flag = None if rides else torch.zeros(SPARE, device=device)
+        """A change of the trained parameters, and the mark; None where the spare elements of a buffer carry them."""
+        self._own_flags = np.zeros(SPARE, np.float32)
         with in_buffers(flat_parameters.parts):
             self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]
         self.drift: float | None = None
@@ -73,21 +83,26 @@ class LocalUpdates:
         return self._what.optimizer_state if isinstance(self._what, parameters) else "keep"
 
     @torch.no_grad()
-    def run(self, share: Callable[[], float], measure_drift: bool = False, changed: bool = False) -> bool:
+    def run(
+        self, share: Callable[[], float], mark: int | None, measure_drift: bool = False, changed: bool = False
+    ) -> bool:
         """Do one round. `share` returns this worker's fraction of the samples since the last; all fractions sum to 1.
+
+        `mark` is that of the step, which all workers must have in common (see marks.py).
 
         When a worker fails during the round, the remaining workers repeat the round from its beginning. Returns True if
         any worker has `changed` what it trains since the workers last agreed on that.
         """
         with in_buffers([round_range.part for round_range in self.ranges]):
-            return self._run(share, measure_drift, changed)
+            return self._run(share, mark, measure_drift, changed)
 
-    def _run(self, share: Callable[[], float], measure_drift: bool, changed: bool) -> bool:
+    def _run(self, share: Callable[[], float], mark: int | None, measure_drift: bool, changed: bool) -> bool:
         before = self._timer.switch("encoding")
         self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]
-        self._mark(changed)
+        self._own_flags[:] = [float(changed), *counts_of(mark)]
         if self._flag is not None:
+            self._flag.copy_(torch.from_numpy(self._own_flags))
             extras.append(FlatTensors([self._flag]))
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
@@ -98,6 +113,10 @@ class LocalUpdates:
             lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
         )
         self._observer.exchange_ended(self._timer.spent["exchanging"] - self._began)
+        flags = extra_means[1][0] if self._flag is not None else means[0][-SPARE:]
+        has_changed, *marks = flags.tolist()
+        if differ(marks):
+            self._observer.refuse_apart()
         self._refuse_not_finite(means)
         if measure_drift:
             self.drift = _relative_distance(self.ranges, means)
@@ -106,31 +125,14 @@ class LocalUpdates:
             extra.take(averaged)
         self.codec_states.end()
         self._timer.switch(before)
-        return self._is_marked(means)
-
-    def _mark(self, changed: bool) -> None:
-        """Mark a change for the other workers, in the flag or in the spare element of each buffer."""
-        if self._flag is not None:
-            self._flag.fill_(float(changed))
-        elif changed:
-            for round_range in self.ranges:
-                round_range.part.theta[-1] = 1
-
-    def _is_marked(self, means: list[Tensor]) -> bool:
-        if self._flag is not None:
-            return bool(self._flag > 0)
-        marked = any(bool(mean[-1] > 0) for mean in means)
-        for round_range in self.ranges if marked else ():
-            round_range.part.theta[-1] = round_range.state.agreed[-1] = 0
-            if round_range.state.velocity is not None:
-                round_range.state.velocity[-1] = 0
-        return marked
+        return bool(has_changed > 0)
 
     def _exchange(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return the means of all contributions and extras; a single worker encodes nothing."""
         state = self._tally.account("state")
         if self._transport.workers == 1:
             self._contribute(share)
+            self._add_flags()
             return [round_range.scratch for round_range in self.ranges], [
                 finish(extra.ask_mean(self._transport, share)) for extra in extras
             ]
@@ -145,9 +147,15 @@ class LocalUpdates:
         for round_range in self.ranges:
             self._what.bring(round_range.part.theta, round_range.state.agreed, share, round_range.scratch)
 
+    def _add_flags(self) -> None:
+        """Write this worker's flags into the spare elements that are sent, if they travel there."""
+        if self._flag is None:
+            self.ranges[0].scratch[-SPARE:].copy_(torch.from_numpy(self._own_flags))
+
     def _start_all(self, share: float) -> list[CollectiveRunner]:
         self._contribute(share)
         norm = self._tally.norm_of([round_range.scratch for round_range in self.ranges])
+        self._add_flags()
         try:
             operations = [self._start(round_range) for round_range in self.ranges]
         except NotFiniteError as error:
@@ -188,6 +196,8 @@ class LocalUpdates:
             return
         for round_range, mean in zip(self.ranges, means, strict=True):
             self._then.apply(round_range.part.theta, mean, round_range.state)
+        if self._flag is None:
+            self.ranges[0].clear_spare()
         if self._state_rule == "reset":
             self._optimizer_state.reset()
 
@@ -211,7 +221,8 @@ def _relative_distance(ranges: list[RoundRange], means: list[Tensor]) -> float |
     """Return this worker's distance from the mean of all workers, relative to the norm of the mean."""
     distance = norm_of_mean = 0.0
     for round_range, mean in zip(ranges, means, strict=True):
-        theta = round_range.state.agreed + mean
-        distance += float((round_range.part.theta - theta).norm()) ** 2
+        stop = round_range.part.slots[-1].stop  # flags follow
+        theta = round_range.state.agreed[:stop] + mean[:stop]
+        distance += float((round_range.part.theta[:stop] - theta).norm()) ** 2
         norm_of_mean += float(theta.norm()) ** 2
     return (distance / norm_of_mean) ** 0.5 if norm_of_mean else None

@@ -247,7 +247,7 @@ class RecipeStrategy(Strategy):
         with self._context.timer.on("exchanging"):
             flat.take(self._transport.attempt(means))
 
-    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES, steps: Sequence[int] = ()) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare."""
         if self._transport.workers == 1:
             return False
@@ -262,7 +262,7 @@ class RecipeStrategy(Strategy):
         others = {name: one for name, one in by_name.items() if id(one) not in compared}
         buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
         with in_buffers(parts):
-            compare(self._transport, buffers | others, by_name, rates, when)
+            compare(self._transport, buffers | others, by_name, rates, when, steps)
         return True
 
 

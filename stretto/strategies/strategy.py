@@ -139,12 +139,12 @@ class Strategy:
         """Last measured distance of this worker's parameters from the mean, relative to the norm of the mean."""
         return self._averaged.drift if self._averaged is not None else None
 
-    def check(self, when: str, rates: Rates = NO_RATES) -> bool:
+    def check(self, when: str, rates: Rates = NO_RATES, steps: Sequence[int] = ()) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare.
 
         Parameters that no optimizer trains are compared, too: none may have changed at one worker alone. The parameters
         of an optimizer that has stepped since their last exchange are compared only while the averaged model is in
-        place. So are learning rates that schedulers have chosen by a number.
+        place. So are learning rates that schedulers have chosen by a number, and the `steps` of each optimizer.
         """
         return False
 

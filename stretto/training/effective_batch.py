@@ -52,19 +52,46 @@ class ScaledRate:
 
 
 def batch_of(loader: Any) -> int | None:
-    """Return the number of samples in a batch of the script's loader, where the loader knows it."""
+    """Return the number of samples in the first batch of the script's loader, where the loader knows it."""
     for source in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(source, "batch_size", None)
         if isinstance(size, int) and not isinstance(size, Tensor):
-            return size
+            samples = _length_of(getattr(source, "sampler", None))
+            return size if samples is None else min(size, samples)
     return None
 
 
-def describe(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float, added: float = 1.0) -> str:
-    """Return one line on the samples of a step and the learning rate; `added` is the recipe's `step_of_all`.
+def batches_of(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of the script's loader, where the loader knows it."""
+    return _length_of(loader)
+
+
+def _length_of(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def describe(
+    workers: int,
+    batch: int | None,
+    *,
+    split: bool,
+    waits: bool,
+    factor: float,
+    added: float = 1.0,
+    batches: int | None = None,
+) -> str:
+    """Return one line on the samples of a global batch and the learning rate; `added` is the recipe's `step_of_all`.
+
+    The line says nothing of a step: a step may have several batches, or those of one worker. Of fewer `batches` in an
+    epoch than workers each goes to one worker.
 
     >>> describe(4, 32, split=False, waits=True, factor=1.0)
-    '4 workers x 32 = 128 samples a step; learning rate as in the script'
+    '4 workers x 32 = 128 samples a global batch; learning rate as in the script'
+    >>> describe(3, 37, split=False, waits=True, factor=1.0, batches=1)
+    '1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it); learning rate as in the script'
     >>> describe(4, 32, split=True, waits=True, factor=2.0)
     "4 workers share each batch of 32 samples; learning rate 2 x the script's"
     """
@@ -77,6 +104,11 @@ def describe(workers: int, batch: int | None, *, split: bool, waits: bool, facto
         return line + (sums if added > 1 else "")
     if split:
         return f"{workers} workers share each batch{samples}; {rate}"
-    if batch is None:
-        return f"{workers} workers x 1 batch of the script's a step; {rate}"
-    return f"{workers} workers x {batch} = {workers * batch} samples a step; {rate}"
+    training = workers if batches is None else min(workers, batches)
+    size = f"{training} batch{'es' * (training != 1)} of the script's"
+    if batch is not None:
+        size = f"{training * batch} samples"
+    if training < workers:
+        has = "has a batch" if training == 1 else "have a batch"
+        return f"{training} of {workers} workers {has}: {size} a global batch (--batch split shares it); {rate}"
+    return f"{workers} workers x {'1' if batch is None else batch} = {size} a global batch; {rate}"

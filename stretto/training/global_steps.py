@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,9 +22,10 @@ from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.context import Push, StrategyContext
 from stretto.strategies.create import create_strategy
-from stretto.strategies.model_sync import SeveralModels
+from stretto.strategies.marks import mark_of
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.step_hooks import StepHooks
@@ -34,11 +35,12 @@ from stretto.training.effective_batch import ScaledRate
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
 from stretto.training.last_model import LastModel
-from stretto.training.not_finite import GradientCheck, has_non_finite_gradient
+from stretto.training.left_out import LeftOutSteps
+from stretto.training.not_finite import GradientCheck
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
-from stretto.training.step_record import StepRecord
+from stretto.training.step_record import StepRecord, in_different_batches
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
@@ -121,6 +123,11 @@ class GlobalSteps:
             trainer.model, optimizers, lambda: self._progress.global_steps if self.current is not None else None
         )
         watch(self._outside.before_step)
+        self._left_out: LeftOutSteps | None = None
+        """The steps that this worker leaves out, where the rounds of the others count them."""
+        if self.strategy.in_rounds:
+            self._left_out = LeftOutSteps(trainer.model, optimizers, self._count_left_out)
+            self._left_out.watch()
         self._hooks = [
             StepHooks(
                 optimizer, functools.partial(self._before_step, index), functools.partial(self._after_step, index)
@@ -135,6 +142,8 @@ class GlobalSteps:
     def close(self) -> None:
         """Remove all hooks when the section has ended."""
         unwatch()
+        if self._left_out is not None:
+            self._left_out.unwatch()
         for hook in self._hooks:
             hook.remove()
         for rate in self._rates:
@@ -160,6 +169,8 @@ class GlobalSteps:
             self.strategy.add_samples(global_step.own, global_step.total, global_step.parts)
         self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
         self._stepped_here.clear()
+        if self._left_out is not None:
+            self._left_out.begin_global_step()
         self._rounds_before = self._progress.rounds
         status.note(self._progress.place())
         self._accumulated = False
@@ -183,24 +194,25 @@ class GlobalSteps:
             return
         self._timer.switch("other")
         self.pace.go_on()
+        if self._left_out is not None and not left and not self.current.idle:
+            for index in self._left_out.found():
+                self._count_left_out(index)
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped
-        if self.strategy.exchanges_gradients and not global_step.idle:
+        if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
         if not global_step.idle:
             if left and len(self._leases) > self._worked:  # the script left without a step with these batches
                 progress.drop_batch(global_step.own)
                 del self._leases[self._worked :]
-            if not left:
-                self._count_skipped_step(global_step)
-            self._idle_workers.end(global_step)
+            self._idle_workers.end(global_step, self.strategy.exchanges_gradients)
             self._notice_accumulation()
             self._trainer.rank_parts.end_batch(has_stepped)
         if self._trainer.recipe is None:
             self.settle_leases()
         with self._naming_step():
-            self.strategy.end_global_step(bool(self._stepped_here))
+            self.strategy.end_global_step(has_stepped)
         if self.strategy.exchanges_gradients:
             self._check_if_due()
         if self._transport.workers == 1 and progress.global_steps % CHECK_EVERY_ROUNDS == 0:
@@ -253,6 +265,8 @@ class GlobalSteps:
         if not self._is_held:
             self._outside.check_held()
             self._is_held = True
+        if self._left_out is not None:
+            self._left_out.before_step(index)
         before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
         self.strategy.before_step(index, self._idle_workers.is_following or progress.rounds > before)
 
@@ -262,12 +276,14 @@ class GlobalSteps:
         self.pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._raise_not_finite(self._gradient_check.after_step(optimizer, self._progress.steps + 1))
+        if self._left_out is not None:
+            self._left_out.after_step(index)
         self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients)
         self._count_step(index)
         self._timer.switch(before)
 
-    def _count_step(self, index: int, is_done: bool = True) -> None:
-        self._progress.count_step(index, is_done)
+    def _count_step(self, index: int) -> None:
+        self._progress.count_step(index)
         self._stepped_here.add(index)
         self._worked = len(self._leases)
         if self._trainer.epoch_batches is not None:
@@ -277,26 +293,13 @@ class GlobalSteps:
         if is_equal:
             self._check_if_due()
 
-    def _count_skipped_step(self, global_step: GlobalStep) -> None:
-        """Count a step that a gradient scaler skipped at this worker only: the others would wait for its exchange."""
-        if not self.strategy.in_rounds or self._accumulated or self._is_evaluating():
-            return
-        progress = self._progress
-        trained_steps = progress.global_steps - progress.stepless_global_steps
-        for index in [other for other in range(len(self._optimizers)) if other not in self._stepped_here]:
-            steps_each_time = progress.steps_of[index] > 0 and progress.steps_of[index] == trained_steps - 1
-            is_non_finite = has_non_finite_gradient(self._optimizers.each[index])
-            if (steps_each_time and len(self._optimizers) == 1) or is_non_finite:
-                action = idle_worker.step_of(index) if is_non_finite else idle_worker.COUNT
-                self._idle_workers.announce(global_step, action)
-                self._count_step(index, is_done=is_non_finite)
-
-    def _is_evaluating(self) -> bool:
-        """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
-        model = self._trainer.model
-        models = model.given if isinstance(model, SeveralModels) else [model]
-        is_training = torch.is_grad_enabled() and any(one.training for one in models)
-        return not self._progress.has_stepped_in_epoch and not is_training
+    def _count_left_out(self, index: int) -> None:
+        """Count a step that this worker leaves out since gradients are not finite: the others would wait for it."""
+        before = self._timer.switch("other")
+        self.pace.go_on()
+        self._idle_workers.announce(self.current, idle_worker.step_of(index))
+        self._count_step(index)
+        self._timer.switch(before)
 
     def refuse_not_finite(self) -> None:
         """Raise NotFiniteError if a gradient of the last step was not finite: on a device it is found one step late."""
@@ -340,6 +343,41 @@ class GlobalSteps:
         if self.strategy.carried():
             self._trainer.agent.carried()
             self.settle_leases()
+
+    def mark(self, index: int | None = None) -> int | None:
+        """Return the mark of the step of this optimizer, or of the gradients of all with the learning rates.
+
+        None at a worker that follows another one, which may have changed its settings in this global step.
+        """
+        if self._idle_workers.is_following:
+            return None
+        progress = self._progress
+        if index is not None:
+            return mark_of(progress.global_steps, index, progress.steps_of[index])
+        rates = [one for group in self._optimizers.param_groups if isinstance(one := group.get("lr"), int | float)]
+        return mark_of(progress.global_steps, progress.steps_of, rates)
+
+    def batch(self) -> int:
+        """Return the number of the global step that this worker is in."""
+        return self._progress.global_steps
+
+    def refuse_apart(self, batches: Mapping[int, int] | None = None) -> None:
+        """Raise the error that names workers that are in different steps, or have different learning rates."""
+        progress, transport = self._progress, self._transport
+        epoch, batch = progress.epochs, progress.global_steps_of_epoch
+        text = None
+        if batches is None:
+            if self.strategy.exchanges_gradients:
+                when = f" at batch {batch} of epoch {epoch}"
+                check_rates(transport.all_gather_bytes(self._trainer.schedules.rates().packed()), "worker", when)
+            if self.current is not None and self._stepped_here:
+                self._step_record.note(epoch, batch, has_stepped=True)
+            text = self._step_record.difference(transport, transport.members)
+            told = transport.all_gather_bytes(struct.pack("<q", progress.global_steps))
+            batches = {rank: struct.unpack("<q", one)[0] for rank, one in enumerate(told)}
+        before = progress.global_steps - batch
+        places = {transport.members[rank]: other - before for rank, other in batches.items()}
+        raise ReplicasDifferError(text or in_different_batches(epoch, {transport.number: batch} | places))
 
     def push(self, push: Push) -> None:
         """Push the work that no exchange has carried yet to a server."""
@@ -385,7 +423,8 @@ class GlobalSteps:
     def check(self, when: str) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if nothing is to be compared."""
         try:
-            is_compared = self.strategy.check(when, self._trainer.schedules.rates())
+            steps = [] if self.strategy.asynchronous else self._progress.steps_of
+            is_compared = self.strategy.check(when, self._trainer.schedules.rates(), steps)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(
                 self._step_record.difference(self._transport, self._transport.members) or str(error)

@@ -13,23 +13,25 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from stretto.errors import ModelError, explain
 from stretto.loader.global_step import GlobalStep
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers, parameters_of
-from stretto.strategies.parameter_view import is_held
+from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import broadcast_from, follow
 from stretto.training.schedule import Schedules
 from stretto.training.schedulers import schedulers_of
 from stretto.transport import Transport
 
-EXCHANGE, COUNT, DIVIDE, END = b"exchange", b"count", b"divide", b"end"
+NONE, ZERO, KEPT = range(3)
+"""State of an optimizer's gradients at the end of a global step: none, zeros, or others."""
+EXCHANGE, DIVIDE, END = b"exchange", b"divide", b"end"
 STEP = b"step "
-"""Prefix of a step's message; the optimizer's index in the script's list follows."""
+"""Prefix of a step's message; the optimizer's index in the script's list follows. Gradients follow if exchanged."""
 Plain = dict[str, Any]
 
 
@@ -63,6 +65,20 @@ def broadcast_gradients(transport: Transport, root: int, parameters: list[nn.Par
     follow(transport, [parameter.grad for parameter in parameters if parameter.grad is not None], root)
 
 
+def clear_gradients_alike(transport: Transport, root: int, optimizers: Optimizers) -> None:
+    """Clear, at the idle workers, the gradients of each optimizer that the root's script has cleared after its step.
+
+    An idle worker runs no line of the script: the next backward pass would add to the gradients of this step.
+    """
+    held = [[one for one in parameters_of(each) if is_held(one) and one.grad is not None] for each in optimizers]
+    grads: list[list[Tensor]] = [[one.grad for one in each if one.grad is not None] for each in held]
+    state = [NONE if not each else KEPT if any(bool(local(one).any()) for one in each) else ZERO for each in grads]
+    states = transport.broadcast_bytes(bytes(state), root)
+    for parameters, at_root in zip(held, states, strict=True):
+        for parameter in parameters if at_root != KEPT else ():
+            parameter.grad = None if at_root == NONE else torch.zeros_like(parameter)
+
+
 class IdleWorkers:
     """Both sides of a global step in which some workers have no batch: the root's, and that of an idle worker."""
 
@@ -82,23 +98,27 @@ class IdleWorkers:
         if with_gradients and global_step is not None and global_step.incomplete and not self.is_following:
             broadcast_gradients(self._transport, global_step.root, parameters_of(self._optimizers.each[index]))
 
-    def end(self, global_step: GlobalStep) -> None:
+    def end(self, global_step: GlobalStep, with_gradients: bool) -> None:
         """End a global step at the root: broadcast that it ends, and the settings that it has changed."""
         self.announce(global_step, END)
         if global_step.incomplete:
-            self._settings.broadcast(self._transport, global_step.root)
+            self._end_alike(global_step, with_gradients)
+
+    def _end_alike(self, global_step: GlobalStep, with_gradients: bool) -> None:
+        if with_gradients:
+            clear_gradients_alike(self._transport, global_step.root, self._optimizers)
+        self._settings.broadcast(self._transport, global_step.root)
 
     def follow(
         self,
         global_step: GlobalStep,
         strategy: Strategy,
-        count_step: Callable[[int, bool], None],
+        count_step: Callable[[int], None],
         divide: Callable[[], None],
     ) -> None:
         """Follow the root in a global step that has no batch for this worker.
 
-        `count_step` counts a step of an optimizer; it is called with True if the root's optimizer has stepped. `divide`
-        takes part in the division of the model.
+        `count_step` counts a step of an optimizer. `divide` takes part in the division of the model.
         """
         if not global_step.incomplete:  # no other worker has a batch that this one lacks: another rank has it
             return
@@ -108,16 +128,14 @@ class IdleWorkers:
                 strategy.take_part()
             elif action == DIVIDE:
                 divide()
-            elif action == COUNT:
-                count_step(0, False)
             elif (index := stepped(action)) is not None:
                 if strategy.exchanges_gradients:
                     optimizer = self._optimizers.each[index]
                     broadcast_gradients(self._transport, global_step.root, parameters_of(optimizer))
                     optimizer.step()
                 else:
-                    count_step(index, True)
-        self._settings.broadcast(self._transport, global_step.root)
+                    count_step(index)
+        self._end_alike(global_step, strategy.exchanges_gradients)
         self.is_following = False
 
     def _receive(self, global_step: GlobalStep) -> bytes:

@@ -19,8 +19,7 @@ class _EpochStart:
     """The counts when the epoch began."""
 
     steps: int = 0
-    """Number of steps, without steps that are only counted."""
-    counted: int = 0
+    """Number of steps of all optimizers."""
     global_steps: int = 0
     own_samples: int = 0
     whole: bool = False
@@ -37,13 +36,14 @@ class LoopProgress:
         self.peeks: list[int] = []
         """Numbers of the iterations that were peeks: at most one batch and no optimizer step."""
         self.global_steps = 0
-        self.stepless_global_steps = 0
-        """Global steps of epochs in which no step was made or counted."""
         self.step_requests = self.step_requests_before = step_requests
         """Number of requests for a global step, including those at the end of an epoch, which return none; and their
         number before this epoch."""
         self.steps_of = [0] * optimizers
-        """Number of steps of each optimizer."""
+        """Number of steps of each optimizer, those included that a worker left out for gradients that are not finite.
+
+        Equal at all workers that wait for each other.
+        """
         self.steps = 0
         """Number of steps of the optimizer that has made most."""
         self.rounds = 0
@@ -53,11 +53,9 @@ class LoopProgress:
         self.unstepped_here = 0
         """This worker's part of the samples of this epoch that do not count."""
         self.unstepped = 0
-        """Number of samples assigned in this epoch that do not count, since no step was done."""
+        """Number of samples assigned in this epoch that do not count, since no step was made."""
         self._untrained = 0
         """Number of samples of epochs in which no worker did a step."""
-        self._done_steps = 0
-        """Number of steps, without steps that are only counted because a gradient scaler may have skipped them."""
         self._phase, self._steps_before = COMING, 0
         self._repeats_epoch = False
         """True if the next epoch has the number of the last one, which was only peeked."""
@@ -98,7 +96,7 @@ class LoopProgress:
 
     def begin_loop(self, whole: bool) -> None:
         """Begin the loop of an epoch; `whole` if this worker takes part from the first global step."""
-        self._start = _EpochStart(self._done_steps, self.steps, self.global_steps, self.own_samples, whole)
+        self._start = _EpochStart(sum(self.steps_of), self.global_steps, self.own_samples, whole)
 
     @property
     def samples_of_epoch(self) -> int:
@@ -113,7 +111,7 @@ class LoopProgress:
     @property
     def has_stepped_in_epoch(self) -> bool:
         """True if an optimizer has stepped since the epoch began."""
-        return self._done_steps != self._start.steps
+        return sum(self.steps_of) != self._start.steps
 
     def is_peek(self) -> bool:
         """Return True if one batch was given in this epoch, or none, and the optimizer made no step."""
@@ -146,8 +144,7 @@ class LoopProgress:
         self.unstepped_here += self.own_samples - begun.own_samples
         self.unstepped += self._uncount(only_own)
         self.global_steps = done
-        self.stepless_global_steps += done - begun.global_steps - (self.steps - begun.counted)
-        self._start = replace(begun, global_steps=done, counted=self.steps)
+        self._start = replace(begun, global_steps=done)
 
     def take_unstepped(self) -> int:
         """Return the number of samples of the ending epoch that do not count, and reset it."""
@@ -180,11 +177,10 @@ class LoopProgress:
         """Remove a batch of `own` samples that the script has left without a step."""
         self.own_samples -= own
 
-    def count_step(self, index: int, is_done: bool) -> None:
-        """Count a step of an optimizer; not `is_done` if a gradient scaler may have skipped it."""
+    def count_step(self, index: int) -> None:
+        """Count a step of an optimizer."""
         self.steps_of[index] += 1
         self.steps = max(self.steps_of)
-        self._done_steps += is_done
 
     def count_round(self) -> None:
         """Count an exchange."""
@@ -219,7 +215,6 @@ class LoopProgress:
             "step_requests": self.step_requests,
             "step_requests_before": self.step_requests_before,
             "global_steps": self.global_steps,
-            "stepless_global_steps": self.stepless_global_steps,
             "rounds": self.rounds,
             "samples": self.samples,
             "samples_before": self.samples_before,
@@ -230,6 +225,5 @@ class LoopProgress:
         self.steps, self.steps_of, self.rounds = facts["steps"], list(facts["steps_of"]), facts["rounds"]
         self.step_requests, self.step_requests_before = facts["step_requests"], facts["step_requests_before"]
         self.global_steps = facts["global_steps"]
-        self.stepless_global_steps = facts.get("stepless_global_steps", 0)
         self.samples, self.samples_before = facts["samples"], facts["samples_before"]
         self.peeks = list(facts["peeks"])

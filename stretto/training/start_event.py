@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stretto.training.effective_batch import batch_of, describe
+from stretto.training.effective_batch import batch_of, batches_of, describe
 from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 
@@ -25,7 +25,10 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
     if recipe is not None and workers > 1:
         batch, waits = batch_of(trainer.loader), not recipe.asynchronous
         added = recipe.step_of_all(workers)
-        line = describe(workers, batch, split=source.splits, waits=waits, factor=context.lr_factor, added=added)
+        batches = None if source.assignment == "own" else batches_of(trainer.loader)
+        line = describe(
+            workers, batch, split=source.splits, waits=waits, factor=context.lr_factor, added=added, batches=batches
+        )
         trainer.events.say(line)
     if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):
         shards = f" ({source.library})" if source.library else ""

@@ -1,12 +1,14 @@
-"""Records after which batches a worker has stepped, to name the cause where replicas differ.
+"""Records after which batches a worker has stepped, to name the cause where workers are in different steps.
 
 Workers have different numbers of batches in an epoch. A script that accumulates gradients with a counter that is not
-reset in each epoch then steps after other batches at each worker, though all exchange the same gradients.
+reset in each epoch then steps after other batches at each worker, though all exchange the same gradients. So does a
+script that leaves out a batch at one worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -15,19 +17,18 @@ from stretto.membership.loop_positions import named
 from stretto.transport import Transport
 
 MOST = 4096
-"""Number of batches that are recorded between two comparisons."""
+"""Number of batches that are recorded: the last ones since a comparison."""
 
 
 class StepRecord:
     """The batches since the last comparison of the replicas, as (epoch, batch, True if the worker stepped after it)."""
 
     def __init__(self) -> None:
-        self._batches: list[tuple[int, int, bool]] = []
+        self._batches: deque[tuple[int, int, bool]] = deque(maxlen=MOST)
 
     def note(self, epoch: int, batch: int, has_stepped: bool) -> None:
         """Record a batch of this worker; numbers count from 1."""
-        if len(self._batches) < MOST:
-            self._batches.append((epoch, batch, has_stepped))
+        self._batches.append((epoch, batch, has_stepped))
 
     def clear(self) -> None:
         """Forget all batches: the replicas are equal."""
@@ -35,7 +36,7 @@ class StepRecord:
 
     def difference(self, transport: Transport, workers: Sequence[int]) -> str | None:
         """Return the error text for workers that stepped after different batches, or None. Every worker calls it."""
-        encoded = transport.all_gather_bytes(msgspec.msgpack.encode(self._batches))
+        encoded = transport.all_gather_bytes(msgspec.msgpack.encode(list(self._batches)))
         return difference(
             {
                 worker: msgspec.msgpack.decode(one, type=list[tuple[int, int, bool]])
@@ -61,11 +62,32 @@ def difference(records: dict[int, list[tuple[int, int, bool]]]) -> str | None:
         return None
     epoch, batch = apart
     some, others = stepped[apart][True], stepped[apart][False]
-    return explain(
+    return _explained(
         f"the workers step after different batches: {named(some)} stepped after batch {batch} of epoch {epoch}, "
-        f"{named(others)} did not",
-        got="most likely a counter of accumulated batches that is not reset in each epoch, as that of "
+        f"{named(others)} did not"
+    )
+
+
+def in_different_batches(epoch: int, batches: Mapping[int, int]) -> str:
+    """Return the error text for workers that take part in one exchange in these batches of an epoch.
+
+    >>> print(in_different_batches(2, {1: 9, 0: 8, 2: 8}).splitlines()[0])
+    the workers step after different batches: one exchange of epoch 2 is in batch 8 at workers 0 and 2, 9 at worker 1
+    """
+    workers: dict[int, list[int]] = {}
+    for worker in sorted(batches):
+        workers.setdefault(batches[worker], []).append(worker)
+    each = ", ".join(f"{batch} at {named(workers[batch])}" for batch in sorted(workers))
+    return _explained(f"the workers step after different batches: one exchange of epoch {epoch} is in batch {each}")
+
+
+def _explained(problem: str) -> str:
+    return explain(
+        problem,
+        got="a step that a worker leaves out, or a counter of batches that is not reset in each epoch, as that of "
         "accelerator.accumulate: workers may have different numbers of batches in an epoch",
-        expected="a step after the same batches at every worker",
-        to_type="(i + 1) % k == 0 or i + 1 == len(loader), with i from enumerate(loader) in each epoch",
+        expected="a step after the same batches at every worker; only a step with gradients that are not finite may be "
+        "left out",
+        to_type="(i + 1) % k == 0 or i + 1 == len(loader), with i from enumerate(loader) in each epoch; for a batch "
+        "that is left out, (0 * loss).backward() and a step",
     )

@@ -60,7 +60,7 @@ def test_order_of_the_values() -> None:
         "loss 0.1235",
         "accuracy 0.5",
         "waiting 25%",
-        "sent 3.0 MB",
+        "sent 1.5 MB per worker",
     ]
 
 

@@ -65,6 +65,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "map-style": lambda: DataLoader(numbers(26), batch_size=6),
     "stream": lambda: list(torch.arange(26.0).view(-1, 1).split(6)),
 }
+WHOLE = [torch.arange(26.0).view(-1, 1)]
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
@@ -145,7 +146,8 @@ def test_a_comparison_of_split_batches_refers_to_the_single_process() -> None:
 @pytest.mark.parametrize(
     ("recipe", "line"),
     [
-        ("allreduce", "2 workers x 8 = 16 samples a step; learning rate as in the script"),
+        ("allreduce", "2 workers x 8 = 16 samples a global batch; learning rate as in the script"),
+        ("local_sgd(every=4)", "2 workers x 8 = 16 samples a global batch; learning rate as in the script"),
         ("async_sgd", "2 workers that do not wait for each other, each with a batch of 8 samples a step; learning"),
         ("async_sgd", "the updates of 2 workers are added: a step of up to 2 x that rate"),
     ],
@@ -153,3 +155,20 @@ def test_a_comparison_of_split_batches_refers_to_the_single_process() -> None:
 def test_a_run_prints_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_workers(2, training(regression(32), 8), recipe)
     assert capfd.readouterr().err.count(line) == 1
+
+
+@pytest.mark.parametrize("batch", [37, 64])
+@pytest.mark.parametrize(("split", "line"), [
+    (False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
+    (True, "3 workers share each batch of 37 samples"),
+])  # fmt: skip
+def test_a_batch_of_all_data_is_that_of_one_worker(
+    batch: int, split: bool, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_workers(3, training(regression(37), batch), "allreduce", split=split)
+    assert capfd.readouterr().err.count(line) == 1
+
+
+def test_of_a_list_the_number_of_batches_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    run_workers(3, reading(lambda: WHOLE), "local_sgd(every=1)")
+    assert "1 of 3 workers has a batch: 1 batch of the script's a global batch" in capfd.readouterr().err

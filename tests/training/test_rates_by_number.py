@@ -77,3 +77,26 @@ def test_processes_of_a_worker_have_the_same_rates() -> None:
     in_threads(2, work(0.0))
     with pytest.raises(ReplicasDifferError, match=r"got: learning rates 0\.1; 0\.2 by process of a worker"):
         in_threads(2, work(0.1))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", 'allreduce(how=cast("bf16"))', "power_sgd(rank=1)"])
+def test_rates_that_a_counter_of_batches_changes_are_named_in_the_exchange_where_they_differ(recipe: str) -> None:
+    """Of 14 batches worker 2 has 4, the others 5: it steps the scheduler a batch later in the second epoch."""
+
+    def work(worker: int) -> None:
+        net, batches = small_net(), 0
+        optimizer = SGD(net.parameters(), lr=0.1)
+        plateau = ReduceLROnPlateau(optimizer, "max", patience=0, factor=0.5)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(56), batch_size=4))
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse_loss(net(x), y).backward()
+                optimizer.step()
+                batches += 1
+                if batches % 2 == 0:
+                    plateau.step(0.5)
+
+    with pytest.raises(ReplicasDifferError, match="learning rates differ by worker at batch 2 of epoch 2") as caught:
+        run_workers(3, work, recipe)
+    assert "got: learning rates 0.025; 0.025; 0.05 by worker" in str(caught.value)
