@@ -35,13 +35,13 @@ class LeftOutSteps:
         self._begun = [0] * len(optimizers)
         """Number of steps that each optimizer has begun."""
         self._begun_before = list(self._begun)
-        """That number when the global step began."""
+        """Number of steps that each had begun before this global step."""
         self._stepped_with: list[tuple[TensorWeakRef, int] | None] = [None] * len(optimizers)
         """A gradient of each optimizer's last step, and its version: the script may free it, or add to it."""
         self._cleared: set[int] = set()
         """Optimizers whose gradients were cleared in this global step before a step."""
         self._not_finite: set[int] = set()
-        """Those of them whose gradients were new, and not finite."""
+        """Optimizers whose gradients were cleared while they were new, and not finite."""
 
     def watch(self) -> None:
         """Watch the gradient scalers of this worker's script, and where it clears gradients."""
