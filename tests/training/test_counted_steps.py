@@ -1,4 +1,4 @@
-"""What counts as a step: a step of an optimizer, and one that a worker leaves out for gradients that are not finite.
+"""Steps that are counted: those of an optimizer, and those left out at a worker for gradients that are not finite.
 
 Loops accumulate gradients in the usual way, and as the examples of Hugging Face do (`i % k == 0 or i + 1 == n`).
 """
@@ -63,7 +63,7 @@ def end_of(run: Path) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("recipe", IN_ROUNDS)
 @pytest.mark.parametrize(("style", "steps"), [("hf", 14), ("usual", 12)])
 def test_rounds_count_the_steps_of_the_optimizer(recipe: str, style: str, steps: int, tmp_path: Path) -> None:
-    """18 batches of each worker in an epoch: `hf` steps after 1, 4, ..., 16 and 18."""
+    """Each worker has 18 batches in an epoch: `hf` steps after 1, 4, ..., 16 and 18."""
     found = run_workers(2, accumulating(style, 144), recipe, run=tmp_path)
     assert [(made, counted) for _, made, counted in found] == [(steps, steps)] * 2
     assert end_of(tmp_path) == [(steps, steps // 4)] * 2
