@@ -178,7 +178,7 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
         event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
         if is_evicted:
             event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {error}"}
-        cause = None if is_evicted else f"{report.kind}: {report.text}"
+        cause = None if is_evicted or is_unreachable else f"{report.kind}: {report.text}"
         _append(log, {**event, "t": _leave_training(cause), **of_process(number, rank)})
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)

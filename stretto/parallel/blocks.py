@@ -156,16 +156,20 @@ class BlockRing(RankParts):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Hold the whole model and the whole state of the optimizer within; all ranks call this."""
-        if self._column is None:
-            yield
-            return
         was_hidden = self._is_hidden
-        self._gather()
+        if self._column is not None:
+            self._gather()
         try:
             yield
         finally:
             if was_hidden:
                 self._hide()
+            self._mapped.release()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if each rank holds the whole model."""
+        return self._column is None
 
     def _hold_all(self) -> None:
         """Hold the whole model, and do not belong to a column block any more."""

@@ -114,6 +114,11 @@ class RankParts(Arrangement):
     def end_epoch(self, is_left: bool, number: int) -> None:
         """Note the end of epoch `number`, from 1, at all ranks together, unless the script has left it early."""
 
+    @property
+    def is_whole(self) -> bool:
+        """False while ranks leave the model divided between two epochs."""
+        return True
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let each rank hold all rows of the tensors that it holds within; all ranks call this."""

@@ -80,10 +80,11 @@ class LastModel:
         """Keep the model, on which all workers agree now, after this number of complete epochs.
 
         All ranks of all workers call this. A model with a NaN, or with an infinite parameter, is not kept: the one
-        before stays. `if_due`: only if that is due, and workers are of one process.
+        before stays, as it does if the ranks of a worker leave the model divided. `if_due`: only if that is due, and
+        workers are of one process.
         """
         trainer, began = self._trainer, self._clock()
-        if self._files is None:
+        if self._files is None or not trainer.rank_parts.is_whole:
             return
         if trainer.transport.worker:  # another worker is the first, and keeps newer models
             self.give_up()

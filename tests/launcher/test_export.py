@@ -139,6 +139,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert done.stdout == f"{out}: 7 tensors, 22 numbers, from the checkpoint of round 20\n"
     wanted = {"run": str(run), "file": str(out), "round": 20, "tensors": 7, "numbers": 22, "bytes": out.stat().st_size}
+    wanted |= dict.fromkeys(("epoch", "step", "cause"))
     assert json.loads(found.read_text()) == wanted
     again = CliRunner().invoke(app, [str(run), str(out), "--force", "--json", "-"])
     assert json.loads(again.stdout) == wanted
