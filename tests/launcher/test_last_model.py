@@ -115,6 +115,27 @@ def test_failed_script_leaves_its_last_model(how: str, cause: str, tmp_path: Pat
     assert load_file(tmp_path / "out.safetensors").keys() == load_file(tmp_path / "run" / LAST).keys()
 
 
+@pytest.mark.parametrize("layout", ["pipeline(2)", "sharded(2)"])
+def test_worker_of_several_processes_leaves_its_whole_last_model(layout: str, tmp_path: Path) -> None:
+    with ended(started(tmp_path, "raise", options=["--layout", layout])) as process:
+        said = process.communicate(timeout=LIMIT_S)[1].splitlines()
+    model = newest(tmp_path / "run")
+    assert model is not None and (model.epoch, model.is_complete) == (20, False), said
+    assert is_own(tmp_path, LAST)
+    assert "run/last.safetensors" in said[-1]
+
+
+def test_torchrun_leaves_the_last_model_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "raise at 0", "16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode != 0
+    (run,) = (tmp_path / "runs").iterdir()
+    model = newest(run)
+    assert model is not None and (model.epoch, model.cause) == (20, "ValueError: the plot failed"), done.stderr
+    assert f"stretto: the last model on which the workers agreed, after epoch 20, step 40: {model.path}" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_run_leaves_its_last_model(number: signal.Signals, tmp_path: Path) -> None:
     """A killed launcher can't ask for the newest: it leaves the file that was written when it was due."""

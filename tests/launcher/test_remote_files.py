@@ -15,6 +15,7 @@ from run_place import Place, config_of, until
 from safetensors.torch import load_file
 
 from stretto.checkpoint.folder import DamagedError, checked
+from stretto.checkpoint.model_file import newest
 from stretto.checkpoint.storage import Checkpoints
 from stretto.events import read_events
 
@@ -157,6 +158,18 @@ def test_checkpoints_and_model_of_workers_without_the_run_directory_are_in_it(re
     if recipe.startswith("local"):
         again, there = (load_file(Path(out, LAST)) for out in ("again", "there"))
         assert all(again[name].equal(tensor) for name, tensor in there.items())
+
+
+def test_last_model_of_a_stopped_run_is_in_it(remote_place: Place) -> None:
+    beside("stop").touch()
+    run = start(remote_place, 3, "--recipe", "local_sgd(every=2)")
+    until(lambda: len(events("here", "epoch")) == 2 if Path("here/events.jsonl").exists() else False, limit_s=90)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=120)
+    model = newest(Path("here"))
+    assert model is not None and (model.epoch, model.cause) == (2, "stopped by SIGINT"), err.decode()
+    assert load_file(model.path)["0.weight"].shape == (100_000, 8)
+    assert err.decode().splitlines()[-1].startswith("the last model on which the workers agreed, after epoch 2")
 
 
 def test_checkpoint_of_a_killed_sender_is_not_there_and_the_next_one_is(remote_place: Place) -> None:
