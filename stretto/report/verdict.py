@@ -300,17 +300,34 @@ def _beside_script_batch(
         return judged
     text = f"The single process with the script's batch trained on {formatting.count(_samples(script))} samples"
     final, seconds = script.median(lambda record: record["metrics"].get(metric)), script.median(_seconds)
-    if final is None or seconds is None or direction == 0 or not run.records[0].get("evaluations"):
+    if final is None or seconds is None or direction == 0 or not all(one.get("evaluations") for one in run.records):
         return judged.noting(f"{text}.")
     goal = Target(metric, ">=" if direction > 0 else "<=", final)
-    time = run.median(lambda record: (goal.reached(record.get("evaluations") or ()) or {}).get("seconds"))
+    time = run.median(lambda record: _seconds_to(goal, record))
     had = f"{metric} {formatting.figure(final, 4)} after {formatting.seconds(seconds)}"
-    own = "did not have that" if time is None else f"had that after {formatting.seconds(time)}"
+    own = "was not evaluated before it had that" if time is None else f"had that after {formatting.seconds(time)}"
+    own = "did not have that" if time == math.inf else own
     easier = f"{metric}{goal.comparison}{final - 0.001 * direction * abs(final):.4g}"
     hint = "" if target else f' Compare the times to such a value with --target "{easier}".'
-    if judged.worth and (time is None or time > seconds):
+    if judged.worth and time is not None and time > seconds:
         judged = replace(judged, worth=None, sentence=judged.sentence.replace(WORTH, NOT_SCRIPT, 1))
     return judged.noting(f"{text}: {had}; {_name(run)} {own}.{hint}")
+
+
+def _seconds_to(goal: Target, record: Record) -> float | None:
+    """Return the training time to a goal, interpolated between evaluations; infinite if the run did not reach it.
+
+    None if the first evaluation is the one that satisfies the goal.
+    """
+    evaluations = record["evaluations"]
+    first = next((place for place, seen in enumerate(evaluations) if goal.satisfied(seen["metrics"])), None)
+    if not first:
+        return math.inf if first is None else None
+    before, after = evaluations[first - 1 : first + 1]
+    low, high = (seen["metrics"].get(goal.metric) for seen in (before, after))
+    share = 1.0 if low is None or high == low else (goal.number - low) / (high - low)
+    seconds: float = before["training_s"] + share * (after["training_s"] - before["training_s"])
+    return seconds
 
 
 def _of_unknown_quality(unknown: Sequence[_Pair], singles: Sequence[Group], metric: str | None) -> Verdict:

@@ -252,10 +252,10 @@ GLOBAL = "single process (global batch)"
 def test_with_unequal_samples_the_baseline_is_the_global_batch() -> None:
     script = counted("single process", {500: 0.6, 1000: 0.7}, 0.001)
     whole = counted(GLOBAL, {2000: 0.8, 4000: 0.9}, 0.002)
-    judged = judge(script, whole, counted("a()", {2000: 0.8, 4000: 0.9}, 0.001))
+    judged = judge(script, whole, counted("a()", {1000: 0.6, 2000: 0.8, 4000: 0.9}, 0.001))
     assert judged.worth is None  # the script's batch had its final metric sooner
     slower_script = counted("single process", {500: 0.6, 1000: 0.7}, 0.003)
-    judged = judge(slower_script, whole, counted("a()", {2000: 0.8, 4000: 0.9}, 0.001))
+    judged = judge(slower_script, whole, counted("a()", {1000: 0.6, 2000: 0.8, 4000: 0.9}, 0.001))
     assert judged.sentence == (
         f"{WORTH}a() on 4 workers took 4.00 s; a single process with the global batch (×4) needed 8.00 s, "
         "2.0 times as long for the same 4,000 samples."
@@ -273,6 +273,9 @@ def test_the_script_that_had_its_metric_sooner_is_in_the_way_of_a_verdict() -> N
     assert judged.worth is None
     assert judged.sentence.startswith(NOT_SCRIPT)
     assert "acc 0.9756 after 1.00 s; a() on 4 workers had that after 4.00 s" in str(judged)
+    coarse = judge(script, whole, counted("a()", {4000: learning(4000, 400)[4000]}, 0.001))
+    assert coarse.sentence.startswith(WORTH)
+    assert "a() on 4 workers was not evaluated before it had that." in str(coarse)
     assert '--target "acc>=0.9746"' in str(judged)
 
 

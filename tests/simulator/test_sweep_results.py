@@ -160,7 +160,7 @@ def test_report_of_unequal_samples_has_no_seconds_of_different_work(tmp_path: Pa
     assert "26.7 s" not in text and "20.0 s" not in text
     silent = [trained(w, 200 * w, 10 * w, []) for w in (1, 2)]
     unmeasured = written(tmp_path / "silent", silent, workers=["1", "2"])
-    assert "`evaluate_every=`" in unmeasured
+    assert "<code>evaluate_every=</code>" in unmeasured
 
 
 # Records and the report

@@ -68,4 +68,7 @@ def summary(result: Record) -> str:
     metrics = [f"{name} {formatting.figure(value, 4)}" for name, value in result["metrics"].items()]
     reached = result["seconds_to_target"]
     target = f"target after {formatting.seconds(reached)}" if reached is not None else ""
-    return ", ".join(filter(None, [f"{formatting.seconds(result['seconds'])} of virtual time", target, *metrics]))
+    trained = (
+        f"{formatting.seconds(result['seconds'])} of virtual time on {formatting.count(result['samples'])} samples"
+    )
+    return ", ".join(filter(None, [trained, target, *metrics]))
