@@ -382,3 +382,15 @@ def test_a_baseline_that_ended_sooner_than_the_target_was_reached_is_named() -> 
     judged = judge(script, whole, counted("a()", learning(4000, 400), 0.001, target=TARGET), target=TARGET)
     assert judged.worth is True
     assert "Not compared: a single process ended sooner, without acc>=0.9, after 500 samples." in judged.caveats
+
+
+def test_without_a_baseline_of_as_many_samples_the_global_batch_is_compared_after_equal_samples() -> None:
+    script = counted("single process", learning(1000, 100, 9), 0.001)
+    whole = counted(GLOBAL, learning(2000, 200), 0.003)
+    judged = judge(script, whole, counted("a()", learning(4000, 400), 0.0015))
+    assert judged.by == PACE
+    assert judged.sentence.endswith(
+        "a() on 4 workers trained on 667 samples/s; a single process with the global batch (×4) trained on "
+        "333 samples/s, 2.0 times as long for as many samples."
+    )
+    assert "After 2,000 samples, acc: 0.9524, in a single process 0.9524" in judged.caveats[0]
