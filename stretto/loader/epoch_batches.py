@@ -327,8 +327,10 @@ class StreamedEpoch:
     # --- the place ----------------------------------------------------------------------------------------------
 
     def _ranges(self, counts: Mapping[int, int]) -> list[Range]:
-        of = [counts[worker] for worker in self._members] if self._is_dealt else [counts[self._transport.number]]
-        return self._order.trained(of)
+        if self._is_dealt:
+            return self._order.trained([counts[worker] for worker in self._members])
+        is_split_apart = self._asynchronous and not self._is_own  # a batch counts when all parts of it do
+        return self._order.trained([min(counts.values()) if is_split_apart else counts[self._transport.number]])
 
     def report(self) -> str:
         """Return what this worker knows of the place, at rest, as text."""
@@ -343,7 +345,6 @@ class StreamedEpoch:
             start=self.reader.start if self._is_own else b"",
             before_last=self.reader.before_last() if self._is_own else b"",
             state=self.reader.state() if self._is_own else None,
-            samples=self._samples_so_far,
         )
         return msgspec.json.encode(place).decode()
 
@@ -364,7 +365,6 @@ class StreamedEpoch:
             start=self.reader.start if not self._is_own else b"",
             before_last=self.reader.before_last() if not self._is_own else b"",
             state=state if state is not None and state.position <= goal else None,
-            samples=self._samples_so_far,
             is_over=is_over,
         )
         return msgspec.json.encode(place).decode()
@@ -504,17 +504,19 @@ class BatchSource:
         number: int,
         begun: tuple[EpochOrder, BatchAssignment] | None = None,
         place: StreamPlace | None = None,
+        samples: int = 0,
     ) -> EpochBatches:
-        """Begin epoch `number`, or take part in one that other workers have begun, or that stopped at a place."""
+        """Begin epoch `number`, or take part in one that other workers have begun, or that stopped at a place.
+
+        `samples` is the number of samples that were trained of one over a stream.
+        """
         if isinstance(self._sampler, LeasedBatchSampler):
             return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
         if self._sampler is not None:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
-        is_own, samples = self.assignment == "own", place.samples if place is not None and not place.is_over else 0
+        is_own = self.assignment == "own"
         if place is not None and (way := self._division.resume_stream) is not None:
-            begins_again = way == "restart"
-            samples = 0 if begins_again else samples
-            begins_as_before = begins_again and (not is_own or place.workers == self._transport.workers)
+            begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
             place = replace(place, trained=[], proofs=[], state=None) if begins_as_before else None
         if self.is_iterator and self.streamed is not None:
             reader = self.streamed.reader

@@ -69,8 +69,6 @@ class StreamPlace(msgspec.Struct, frozen=True):
     before_last: bytes
     """Random states before the last trained batch, if the stream draws from the generators of the script."""
     state: StreamState | None
-    samples: int
-    """Number of samples of this epoch that were trained."""
     is_over: bool = False
     """True if the epoch has ended: the next one continues the same iterator."""
 

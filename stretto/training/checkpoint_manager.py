@@ -29,6 +29,8 @@ LAST_S, LAST_REMOTE_S = 60.0, 3600.0
 """Seconds that the last checkpoint may take after the script has ended, on a disk here and at the launcher.
 
 Sending ends earlier if the coordinator takes nothing."""
+BATCHES_BEFORE_PACE = 16
+"""Number of batches up to the next meeting within a stream, while the pace of a worker is not known."""
 _NUMBER = struct.Struct("<q")
 """Number of a worker, before its state."""
 
@@ -43,6 +45,8 @@ class CheckpointManager:
         self._every = copy.copy(context.checkpoint)
         self.saved_at = 0
         """Number of rounds at the last checkpoint."""
+        self._met = 0.0, 0
+        """Time, and number of this worker's batches, at the last meeting within a stream."""
         self._writer: BackgroundWriter | None = None
         self._number = 0
         """Number of the last checkpoint; it may be above `rounds_done`, which differs among asynchronous workers."""
@@ -82,6 +86,24 @@ class CheckpointManager:
             return b"no" if server.agreed(not is_due) else b"save"
 
         return trainer.transport.broadcast_bytes(asks) == b"save"
+
+    @property
+    def is_asked(self) -> bool:
+        """True if the run writes checkpoints."""
+        return self._every is not None
+
+    def batches_to_meeting(self, batches: int) -> int:
+        """Return the number of batches up to the next meeting within a stream, of a worker that has trained `batches`.
+
+        Asked for a time, workers meet twice in it: each estimates from its own pace how many batches that takes.
+        """
+        due, recipe, t = self._every, self._trainer.strategy.recipe, self._trainer.events.t()
+        (met_at, before), self._met = self._met, (t, batches)
+        if due is None or due.seconds is None:
+            return (due.rounds or 1 if due is not None else 1) * getattr(recipe.when if recipe else None, "every", 1)
+        if batches == before:
+            return BATCHES_BEFORE_PACE
+        return max(round((batches - before) / max(t - met_at, 1e-6) * due.seconds / 2), 1)
 
     def restore(self, saved_at: int) -> None:
         """Continue after a checkpoint that was written after this number of rounds."""

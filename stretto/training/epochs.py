@@ -10,7 +10,7 @@ from torch import nn
 
 from stretto.checkpoint.state_transfer import pack_own
 from stretto.errors import ScriptError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches, StreamedEpoch
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.membership.loop_positions import CLOSED, COMING, LOOP
 from stretto.membership.worker_status import status
@@ -85,6 +85,8 @@ class Epochs:
         """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
         self._schedules_before: dict[str, Any] = {}
         """The schedules' state at the beginning of this epoch."""
+        self._batches_to_meeting = 0
+        """Number of batches before the next meeting in an epoch over a stream, of workers that do not wait."""
         self.is_stopped = False
         """True if the run ends before the script does."""
 
@@ -169,7 +171,7 @@ class Epochs:
         agent.epoch_begins()
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
-            self.current = self.source.begin_epoch(number, begun, place)
+            self.current = self.source.begin_epoch(number, begun, place, progress.samples_of_epoch)
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
@@ -193,6 +195,7 @@ class Epochs:
             return None
         while True:
             agent.rest()
+            self._meet_within_stream()
             if self._is_limit_reached():
                 self.is_stopped = True
                 raise StopTraining
@@ -213,6 +216,30 @@ class Epochs:
                 self._timer.switch("computing")
                 return global_step.batch
             steps.follow(global_step)
+
+    def _meet_within_stream(self, has_ended: bool = False) -> None:
+        """Meet the other workers for checkpoints within a stream, if they do not wait for each other.
+
+        No service leases a stream's batches, so each worker counts its own up to the next meeting. One that has ended
+        its epoch meets the others until all have.
+        """
+        checkpoints, strategy = self._trainer.agent.checkpoints, self._trainer.strategy
+        if not isinstance(self.current, StreamedEpoch) or not strategy.asynchronous or not checkpoints.is_asked:
+            return
+        self._batches_to_meeting -= 1
+        if self._batches_to_meeting >= 0 and not has_ended:
+            return
+        all_have_ended = False
+        while not all_have_ended:
+            with self._timer.on("waiting"):
+                replies = self._transport.all_gather_bytes(b"ended" if has_ended else b"more")
+            all_have_ended = set(replies) == {b"ended"}
+            if not all_have_ended:
+                self.on_snapshot()
+            if not has_ended:
+                break
+        own = checkpoints.batches_to_meeting(self._progress.global_steps)
+        self._batches_to_meeting = int(self._trainer.rank_parts.gathered(str(own).encode())[0])
 
     def _is_limit_reached(self) -> bool:
         """Return True if the run ends before the next global step; all sections count."""
@@ -292,6 +319,7 @@ class Epochs:
         self.push_all()
         if left and isinstance(self.current, LeasedEpoch):
             self.current.leave()
+        self._meet_within_stream(has_ended=True)
         progress.enter(CLOSED)
         status.note(progress.place())
         has_more = isinstance(self.current, AssignedEpoch) and self.current.has_more
@@ -360,5 +388,5 @@ class Epochs:
             for count in self._transport.all_gather_bytes(struct.pack("<q?", own, self._has_peeked))
         ]
         samples = [count for count, _ in counts]
-        self._progress.count_all(max(samples) if is_counted else sum(samples))
+        self._progress.count_all(max(samples) if is_counted else self._progress.samples_resumed + sum(samples))
         self._all_peeked = all(peeked for _, peeked in counts)

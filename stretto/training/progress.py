@@ -50,6 +50,8 @@ class LoopProgress:
         """Number of exchanges."""
         self.samples = self.samples_before = self.own_samples = 0
         """Samples of all workers, those before this epoch, and those of this worker."""
+        self.samples_resumed = 0
+        """Samples of the checkpoint that the run continues from."""
         self.unstepped_here = 0
         """This worker's part of the samples of this epoch that do not count."""
         self.unstepped = 0
@@ -226,4 +228,5 @@ class LoopProgress:
         self.step_requests, self.step_requests_before = facts["step_requests"], facts["step_requests_before"]
         self.global_steps = facts["global_steps"]
         self.samples, self.samples_before = facts["samples"], facts["samples_before"]
+        self.samples_resumed = self.samples
         self.peeks = list(facts["peeks"])
