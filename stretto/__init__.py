@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto import codecs as how
-    from stretto.api import distribute, finish, is_resuming, log, no_sync
+    from stretto.api import distribute, epoch_step, finish, is_last_batch, is_resuming, log, no_sync, steps
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
@@ -35,6 +35,9 @@ _FROM = {
     "log": "api",
     "no_sync": "api",
     "is_resuming": "api",
+    "steps": "api",
+    "epoch_step": "api",
+    "is_last_batch": "api",
     "checkpointed": "training.checkpointed",
     "rank": "identity",
     "world_size": "identity",
@@ -72,8 +75,10 @@ __all__ = [
     "check_transport",
     "checkpointed",
     "distribute",
+    "epoch_step",
     "finish",
     "how",
+    "is_last_batch",
     "is_main",
     "is_resuming",
     "layouts",
@@ -88,6 +93,7 @@ __all__ = [
     "run",
     "save",
     "spark",
+    "steps",
     "then",
     "what",
     "when",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -31,15 +31,19 @@ from stretto.training import schedule as schedules
 from stretto.training.arguments import Arguments
 from stretto.training.checkpointed import script_state
 from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, given_recipe, overruled
+from stretto.training.epochs import Epochs
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
+from stretto.training.plain_loop import PlainBatches, PlainLoop
 from stretto.training.sections import Sections
 from stretto.training.termination import heed_termination
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext, current_context, find_context
 
+Found = TypeVar("Found")
 _current: ContextVar[Trainer | Literal["plain"] | None] = ContextVar("current", default=None)
 _sections: ContextVar[Sections | None] = ContextVar("sections", default=None)
+_plain_loop: ContextVar[PlainLoop | None] = ContextVar("plain_loop", default=None)
 
 
 def distribute(
@@ -110,7 +114,8 @@ def distribute(
     if context is None:
         build(whole)
         build_states(optimizers)
-        return PlainLoader(whole, loader, evaluate, evaluate_every)
+        _plain_loop.set(loop := PlainLoop(loader, list(whole.parameters())))
+        return PlainLoader(whole, loader, evaluate, evaluate_every, loop)
     refuse_shared_parameters(whole, optimizers)
     refuse_foreign_shards(whole)
     workers, sections = chosen_layout(context, scripted_layout), _sections_of(context)
@@ -178,6 +183,52 @@ def log(**values: float | torch.Tensor) -> None:
     trainer = _current.get()
     if isinstance(trainer, Trainer) and not script_state().is_passing:
         trainer.events.record(trainer.progress.global_steps, trainer.progress.samples, values)
+
+
+def steps() -> int:
+    """Return the number of global batches of this training before the one that the loop has, or by now between epochs.
+
+    A global batch is one step of all workers, the unit of `len(loader)`. Those before a resume, a restart or an epoch
+    left early count. Use it in place of `epoch * len(loader) + i`. Under recipes whose workers wait for each other it
+    is the same at all workers; under others it follows the batches that all workers have received. It begins at 0 with
+    each `distribute`.
+
+    >>> steps()
+    0
+    """
+    return _position(lambda loop: loop.global_batches(of_epoch=False), 0)
+
+
+def epoch_step() -> int:
+    """Return the number of global batches of this epoch before the one that the loop has; after it, those of the epoch.
+
+    Use it in place of `i` in `for i, batch in enumerate(loader)`, which begins at 0 after a resume within an epoch.
+
+    >>> epoch_step()
+    0
+    """
+    return _position(lambda loop: loop.global_batches(of_epoch=True), 0)
+
+
+def is_last_batch() -> bool:
+    """Return True in the last global step of an epoch: accumulated gradients are stepped there.
+
+    A worker that has no batch in that step, since the batches do not divide by the workers, steps with the others.
+    Where the length is not known (a stream, or workers that do not wait), the worker's next batch is read or leased to
+    find out. Where a worker fails in that step, its batches follow, and the last of these is marked, too.
+
+    >>> is_last_batch()
+    False
+    """
+    return _position(lambda loop: loop.is_last_batch(), False)
+
+
+def _position(of: Callable[[Epochs | PlainLoop], Found], without: Found) -> Found:
+    """Return what the loop over the distributed loader says, of this run or of a plain script."""
+    if (trainer := connected()) is not None:
+        return of(trainer.epochs)
+    plain = _plain_loop.get()
+    return of(plain) if plain is not None else without
 
 
 def is_resuming() -> bool:
@@ -297,16 +348,17 @@ class OverLoader(_DistributedLoader):
 class PlainLoader(_DistributedLoader):
     """Loader of the script, unchanged, for a single worker; calls `evaluate` after each epoch or number of batches."""
 
-    def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None, loop: PlainLoop
+    ) -> None:
         super().__init__(loader)
-        self._model, self._evaluate, self._every = model, evaluate, every
+        self._model, self._evaluate, self._every, self._loop = model, evaluate, every, loop
         self._epochs = self._batches = 0
 
     def __iter__(self) -> Iterator[Any]:
         other_libraries.refuse_loops(sys._getframe(1))
-        if self._evaluate is None:
-            return iter(self._loader)
-        return self._evaluated(iter(self._loader))
+        batches = PlainBatches(self._loop, iter(self._loader))
+        return batches if self._evaluate is None else self._evaluated(batches)
 
     def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

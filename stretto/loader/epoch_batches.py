@@ -84,6 +84,10 @@ class EpochBatches(Protocol):
         """Return the next global step; None when no worker has a batch left."""
         ...
 
+    def is_last(self) -> bool:
+        """Return True if no batch follows the global step that `next` has returned, unless a worker fails in it."""
+        ...
+
 
 class UncommittedWork:
     """Work of an epoch that no exchange has carried. Batches are listed only for workers that failed."""
@@ -135,6 +139,10 @@ class AssignedEpoch:
     def has_more(self) -> bool:
         """True if some samples are not assigned yet."""
         return self.batch_assignment.assigned_samples < self.batch_assignment.samples
+
+    def is_last(self) -> bool:
+        """Return True if all samples are assigned."""
+        return not self.has_more
 
     def at_rest(self) -> BatchAssignment:
         """Return the assignment at a rest point, with all of it committed; workers of the last step may have left."""
@@ -277,6 +285,15 @@ class StreamedEpoch:
         self._carried = dict(self._given)
         """Number of them whose work is in the agreed state."""
         self._samples_so_far = samples
+
+    def is_last(self) -> bool:
+        """Return True if the stream has ended, which is read to the first batch of the next global step for it.
+
+        Workers that do not wait, or have a shard each, look for their own next batch.
+        """
+        first = self._index if self._asynchronous else 0
+        count = self._order.position(first, self._read) - self.reader.position + 1
+        return len(self.reader.peek(count)) < count
 
     def ask_ahead(self) -> None:
         """Note a step: a stream is read sequentially, and nothing is requested."""

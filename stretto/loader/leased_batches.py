@@ -36,7 +36,7 @@ class LeasedBatchSampler(BatchSampler):
         barrier_every: int | None,
         plan: PlanName,
     ) -> None:
-        self._draw, self.transport, self._barrier_every, self._plan = draw, transport, barrier_every, plan
+        self._draw, self.transport, self._barrier_every, self.plan = draw, transport, barrier_every, plan
         self._order: EpochOrder | None = None
         self._begun: tuple[EpochOrder, list[int]] | None = None
         """Order of an epoch that another run began, and the batches of it that were done there."""
@@ -46,6 +46,8 @@ class LeasedBatchSampler(BatchSampler):
         self._bounds: Sequence[int] = ()
         self.leased: deque[tuple[Lease, int]] = deque()
         """Leased batches that the loader has not returned yet, with the samples leased to all workers by then."""
+        self.is_looking_ahead = False
+        """True while a step is under way, within which a worker cannot roll back."""
         self.barriers_due = 0
         self.snapshots_due = 0
         """Number of barriers that are due for a snapshot alone."""
@@ -65,7 +67,7 @@ class LeasedBatchSampler(BatchSampler):
                 self.transport.store_order(self._number, pack(self._order))
             if self._begun is not None:
                 self.transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
-            self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._plan, settled)
+            self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self.plan, settled)
         return self._order
 
     def _draw_or_fetch(self) -> EpochOrder:
@@ -80,7 +82,7 @@ class LeasedBatchSampler(BatchSampler):
         """Raise LoaderError unless the rest of the epoch has a batch for each worker, where the plan gives one."""
         workers, settled = self.transport.workers, self._begun[1] if self._begun is not None else []
         batches = len(self) - len(settled)
-        if self._plan == "one-each" and batches < workers:
+        if self.plan == "one-each" and batches < workers:
             raise LoaderError(
                 explain(
                     f"each worker of several processes needs a batch in an epoch, and there are {workers} workers",
@@ -166,6 +168,8 @@ class LeasedBatchSampler(BatchSampler):
             try:
                 return self.transport.lease(request), self.transport.recovery_epoch
             except RollbackRequiredError:
+                if self.is_looking_ahead:
+                    raise
                 if request[1] == self.transport.recovery_epoch:
                     self.transport.roll_back()
 
@@ -201,6 +205,8 @@ class LeasedEpoch:
         self._loads_ahead = loader.num_workers > 0
         sampler.begin(number, begun)
         self._batches: Iterator[Any] = iter(loader)
+        self._ahead: list[Any] = []
+        """Batch that `is_last` has leased."""
         self.order = sampler.order()
         self.dropped = self.order.dropped
         self.samples = begun[1].samples if begun is not None else self.order.bounds[-1]
@@ -235,7 +241,7 @@ class LeasedEpoch:
     def next(self) -> GlobalStep | None:
         """Return this worker's next batch, or None when none are left and no worker holds one."""
         while True:
-            batch = next(self._batches, None)
+            batch = self._ahead.pop() if self._ahead else next(self._batches, None)
             if batch is None or self._sampler.transport.has_parameters:  # the model is divided when all first call it
                 self._wait_at_due_barriers()
             if batch is None and self._is_over():
@@ -246,6 +252,29 @@ class LeasedEpoch:
             lease, assigned_samples = self._sampler.leased.popleft()
             if lease.recovery_epoch == self._sampler.transport.recovery_epoch:
                 return GlobalStep(batch, lease, lease.samples, assigned_samples)
+
+    def is_last(self) -> bool:
+        """Return True if this worker gets no further batch; its next one is leased for it.
+
+        A rollback, which all workers make together, waits until the step under way has ended.
+        """
+        if self._ahead:
+            return self._ahead[0] is None
+        self._sampler.is_looking_ahead = True
+        try:
+            self._ahead.append(next(self._batches, None))
+        except RollbackRequiredError:
+            self._sampler.leased.clear()
+            self._batches = iter(self._loader)
+            return False
+        finally:
+            self._sampler.is_looking_ahead = False
+        return self._ahead[0] is None
+
+    @property
+    def is_in_turn(self) -> bool:
+        """True if each worker gets one batch in each round."""
+        return self._sampler.plan == "in-turn"
 
     def leave(self) -> None:
         """Wait for the other workers, which do the remaining batches, after the script has left the epoch.

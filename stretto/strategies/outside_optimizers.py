@@ -100,7 +100,7 @@ def refuse_step_outside(iterations: int, is_same_thread: bool, is_in_epoch: bool
                 got="a step after the loop, as for list(loader), itertools.cycle(loader), a wrapper that reads ahead, "
                 "or gradients that are left over",
                 expected="each step in the loop, before the next batch is taken",
-                to_type="for batch in loader: ..., with the step for what is left over at i + 1 == len(loader); "
+                to_type="for batch in loader: ..., with the step for what is left over at stretto.is_last_batch(); "
                 "a wrapper around the script's own loader: stretto.distribute(model, optimizer, Prefetch(loader)); "
                 "stretto.finish() before training without the loader",
             )

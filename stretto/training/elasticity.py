@@ -99,7 +99,8 @@ class ElasticAgent:
     def _join(self, position: JoinPosition) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
         self._epochs_over, peeks = epoch_of(position.epoch_number) - 1, unpack(position.order).peeks
-        self._trainer.progress.joined(peeks)
+        length = self._trainer.batch_source.length() if self._trainer.batch_source.is_counted else 0
+        self._trainer.progress.joined(peeks, (self._epochs_over - len(peeks)) * length)
         self._trainer.evaluator.restore([self._epochs_over - len(peeks), None])
         self._trainer.events.join(position.clock_zeros)
 

@@ -186,6 +186,21 @@ class Epochs:
 
     # --- batches ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_batch(self) -> bool:
+        """True while the script's loop has a batch."""
+        return self._trainer.global_steps.current is not None and not self._trainer.schedules.is_left
+
+    def global_batches(self, of_epoch: bool) -> int:
+        """Return the number of global batches of this epoch, or of all, before the one that the script's loop has."""
+        progress = self._progress
+        before = 0 if of_epoch else progress.global_batches_before
+        return before + progress.global_batches - self.has_batch
+
+    def is_last_batch(self) -> bool:
+        """Return True if the script's loop has a batch of the last global step of its epoch."""
+        return self.has_batch and self.current is not None and self.current.is_last()
+
     def next_batch(self) -> Any:
         """End the last global step, and return this worker's next batch; None when the epoch is over."""
         self._refuse_if_over()
@@ -337,12 +352,16 @@ class Epochs:
             return False
         if strategy.asynchronous and self._end_asynchronous(self.current):
             return True
+        if isinstance(self.current, LeasedEpoch):
+            progress.count_global_batch(self.source.length())
         if not strategy.is_carried:
             agent.keep_uncommitted(self.current)
         steps.settle_leases()
         if progress.unstepped:
             trainer.schedules.take(self._schedules_before)
         self._notice_unstepped()
+        if not left:
+            steps.notice_unstepped()
         trainer.schedules.end_epoch()
         steps.check("at the end of an epoch")
         trainer.last_model.keep(trainer.evaluator.epoch + 1)
@@ -360,6 +379,7 @@ class Epochs:
         if self._all_peeked:
             self._progress.note_peek()
             self._progress.take_unstepped()
+            self._progress.count_global_batch(0)
             self.current = None
             self._trainer.schedules.take(self._schedules_before)
         return self._all_peeked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from stretto.data.leases import Lease
 from stretto.errors import NotFiniteError, ReplicasDifferError
-from stretto.loader.epoch_batches import EpochBatches
+from stretto.loader.epoch_batches import BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
+from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
@@ -26,8 +28,9 @@ from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.context import Push, StrategyContext
 from stretto.strategies.create import create_strategy
 from stretto.strategies.marks import mark_of
-from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
+from stretto.strategies.parameter_view import local
 from stretto.strategies.step_hooks import StepHooks
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
@@ -73,6 +76,8 @@ class SteppedTrainer(Protocol):
     rank_parts: RankParts
     last_model: LastModel
     start_sums: Mapping[str, int]
+    loader: Any
+    batch_source: BatchSource
 
     @property
     def agent(self) -> ExchangeListener:
@@ -105,6 +110,8 @@ class GlobalSteps:
         self._accumulated = False
         self.stepped_last = True
         """True if the optimizer stepped in the last global step."""
+        self._unstepped: int | None = 0
+        """Number of this worker's batches since an optimizer has stepped last; None once the notice was written."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._step_record = StepRecord()
@@ -168,6 +175,7 @@ class GlobalSteps:
         if global_step.total:
             self.strategy.add_samples(global_step.own, global_step.total, global_step.parts)
         self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
+        self._progress.count_global_batch(self._global_batches())
         self._stepped_here.clear()
         if self._left_out is not None:
             self._left_out.begin_global_step()
@@ -176,6 +184,22 @@ class GlobalSteps:
         self._accumulated = False
         if global_step.lease is not None:
             self._leases.append(global_step.lease)
+
+    def _global_batches(self) -> int:
+        """Return the number of global batches that have begun in this epoch, by the samples that all workers lease."""
+        trainer, progress, current = self._trainer, self._progress, self._trainer.epoch_batches
+        samples, before, size = (
+            progress.samples_of_epoch,
+            progress.global_batches,
+            getattr(trainer.loader, "batch_size", 0),
+        )
+        is_counted = not isinstance(current, LeasedEpoch) or (current.is_in_turn and not progress.has_just_joined)
+        progress.has_just_joined = False
+        if not isinstance(current, LeasedEpoch) or is_counted:
+            return before + 1
+        if not size:  # the batches have lengths of their own
+            return max(before, -(-bisect_left(current.order.bounds, samples) // self._transport.workers))
+        return max(before, -(-samples // (int(size) * trainer.batch_source.batches_per_step)))
 
     def follow(self, global_step: GlobalStep) -> None:
         """Follow the other workers through a global step that has no batch for this worker."""
@@ -200,6 +224,8 @@ class GlobalSteps:
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped
+        if self._unstepped is not None:
+            self._unstepped = 0 if has_stepped else self._unstepped + (not global_step.idle)
         if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
         if not global_step.idle:
@@ -240,6 +266,22 @@ class GlobalSteps:
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
         return self.strategy.is_carried and self.current is None and self.stepped_last
+
+    def notice_unstepped(self) -> None:
+        """Write a notice, once, if the epoch that ends leaves accumulated gradients without a step."""
+        batches = self._unstepped
+        if not batches or not self._progress.has_stepped_in_epoch:
+            return
+        gradients = (one.grad for each in self._optimizers for one in parameters_of(each) if one.grad is not None)
+        if not any(bool(local(gradient).any()) for gradient in gradients):
+            return
+        self._unstepped = None
+        left = f"{batches} batch{'es' * (batches != 1)} and no step after them"
+        self._events.own_notice(
+            f"worker {self._transport.number} ends epoch {self._progress.epochs} with gradients of {left}: the first "
+            "step of the next epoch has them, unless zero_grad() drops them; nothing has them after the last. Step at "
+            "its end, too: if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): ..."
+        )
 
     def _notice_accumulation(self) -> None:
         """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""

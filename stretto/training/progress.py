@@ -58,6 +58,10 @@ class LoopProgress:
         """Number of samples assigned in this epoch that do not count, since no step was made."""
         self._untrained = 0
         """Number of samples of epochs in which no worker did a step."""
+        self.global_batches_before = self.global_batches = 0
+        """Global batches of the epochs before this one, and those that have begun in this one, by any worker."""
+        self.has_just_joined = False
+        """True from this worker's join within an epoch to its first batch there."""
         self._phase, self._steps_before = COMING, 0
         self._repeats_epoch = False
         """True if the next epoch has the number of the last one, which was only peeked."""
@@ -91,6 +95,7 @@ class LoopProgress:
     def begin_epoch(self) -> None:
         """Begin an epoch with all workers."""
         self.samples_before, self.step_requests_before = self.samples, self.step_requests
+        self.global_batches_before, self.global_batches = self.global_batches_before + self.global_batches, 0
 
     def begin_leased(self, samples: int) -> None:
         """Begin an epoch of this number of samples, which other workers may have begun."""
@@ -126,6 +131,7 @@ class LoopProgress:
     def end_peek(self) -> None:
         """Undo an epoch that all workers have only peeked at; the next one has its number."""
         self._uncount(only_own=False)
+        self.global_batches = 0
         self._repeats_epoch = True
         self.note_peek()
 
@@ -163,6 +169,10 @@ class LoopProgress:
             self._untrained += samples
 
     # --- global steps -------------------------------------------------------------------------------------------
+
+    def count_global_batch(self, begun: int) -> None:
+        """Note that this number of global batches of the epoch have begun."""
+        self.global_batches = begun
 
     def request_step(self) -> None:
         """Count a request for a global step."""
@@ -203,9 +213,10 @@ class LoopProgress:
         """Continue an epoch that had ended: its end was no global step."""
         self.step_requests_before += 1
 
-    def joined(self, peeks: Sequence[int]) -> None:
-        """Take the peeks of a run over a server that this worker has joined."""
-        self.peeks = list(peeks)
+    def joined(self, peeks: Sequence[int], global_batches_before: int) -> None:
+        """Take the peeks of a run over a server that this worker has joined, and its global batches so far."""
+        self.peeks, self.global_batches_before = list(peeks), global_batches_before
+        self.has_just_joined = True
 
     def facts(self) -> dict[str, Any]:
         """Return the counts for a state of the run."""
@@ -217,6 +228,7 @@ class LoopProgress:
             "step_requests": self.step_requests,
             "step_requests_before": self.step_requests_before,
             "global_steps": self.global_steps,
+            "global_batches": [self.global_batches_before, self.global_batches],
             "rounds": self.rounds,
             "samples": self.samples,
             "samples_before": self.samples_before,
@@ -227,6 +239,7 @@ class LoopProgress:
         self.steps, self.steps_of, self.rounds = facts["steps"], list(facts["steps_of"]), facts["rounds"]
         self.step_requests, self.step_requests_before = facts["step_requests"], facts["step_requests_before"]
         self.global_steps = facts["global_steps"]
+        self.global_batches_before, self.global_batches = facts.get("global_batches", [self.global_steps, 0])
         self.samples, self.samples_before = facts["samples"], facts["samples_before"]
         self.samples_resumed = self.samples
         self.peeks = list(facts["peeks"])

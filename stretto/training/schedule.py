@@ -100,7 +100,9 @@ class Schedules:
         """Held until the end: the last checkpoint is written when the script's own names may be gone."""
         self._by_number: list[LRScheduler] = []
         """Schedulers that the script has stepped with a number."""
-        self._inside = self._is_left = self._has_notified = False
+        self._inside = self._has_notified = False
+        self.is_left = False
+        """True if the script has left its loop since the last global step began."""
         self._divisor = 0
         """Batches a global step when the script asked for the length of the loader; 0 before."""
         self._done: Both = (0.0, 0.0)
@@ -144,7 +146,7 @@ class Schedules:
         self._window_steps += 1
         self._epoch_steps += 1
         self._streamed += streamed
-        self._is_left = False
+        self.is_left = False
 
     def end_epoch(self) -> None:
         """End an epoch. What others have got since this worker's last step belongs to its next."""
@@ -165,7 +167,7 @@ class Schedules:
 
     def leave_loop(self) -> None:
         """Note that the script iterates no longer: what it steps now is stepped once an epoch."""
-        self._is_left = True
+        self.is_left = True
 
     def state(self) -> dict[str, Any]:
         """Return the position as plain values: the same on all workers that wait for each other."""
@@ -259,7 +261,7 @@ class Schedules:
         if self._mode == "per-step":
             return self._as_called(scheduler, record, step)
         is_single = self._run.transport.workers * max(self._global_batch_of, self._divisor) == 1
-        counts = not (is_single or self._run.global_step is None or self._is_left or self._is_once_an_epoch())
+        counts = not (is_single or self._run.global_step is None or self.is_left or self._is_once_an_epoch())
         if self._run.global_step is not None:
             self._is_called, self._at_call, self._is_called_last = True, self._now(), self._is_last()
         times = self._until_end(scheduler, record, self._times(scheduler)) if counts else 1

@@ -88,6 +88,6 @@ def _explained(problem: str) -> str:
         "accelerator.accumulate: workers may have different numbers of batches in an epoch",
         expected="a step after the same batches at every worker; only a step with gradients that are not finite may be "
         "left out",
-        to_type="(i + 1) % k == 0 or i + 1 == len(loader), with i from enumerate(loader) in each epoch; for a batch "
+        to_type="if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): optimizer.step(); for a batch "
         "that is left out, (0 * loss).backward() and a step",
     )
