@@ -96,7 +96,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     servers: tuple[str, ...] = ()
     """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
     relay: str | None = None
-    """Address of the relay between hosts, host:port; None where workers connect with each other."""
+    """Address of the relay, host:port; None where the run has none, or is not encrypted."""
+    servers_by_relay: bool = False
+    """True if the relay passes the traffic with the parameter server on, whose ports this machine does not reach."""
 
     @property
     def world_size(self) -> int:
@@ -105,8 +107,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
 
     @property
     def coordinator_host(self) -> str:
-        """Host of the coordinator; this machine's loopback address without one."""
-        return (self.coordinator or "127.0.0.1:0").rpartition(":")[0]
+        """Address of this machine toward others of the run, or else of the coordinator; loopback without one."""
+        return self.options.host or (self.coordinator or "127.0.0.1:0").rpartition(":")[0]
 
     @property
     def joins(self) -> bool:
@@ -164,13 +166,16 @@ class CoordinatorConfig(ServiceConfig, frozen=True, kw_only=True, tag="coordinat
     snapshot_interval_s: float | None = None
     """Seconds between two snapshots of a parameter server."""
     services: tuple[str, ...] = ()
-    """Addresses of the coordinator and of the parameter server, for workers that join."""
-    relay: str | None = None
-    """Address of the relay, for workers that join."""
+    """Addresses of the relay and of the parameter server, for workers that join."""
 
 
 class RelayConfig(Config, frozen=True, kw_only=True, tag="relay"):
-    """Configuration of the relay between hosts."""
+    """Configuration of the relay."""
+
+    coordinator: str
+    """Address of the coordinator."""
+    services: tuple[str, ...] = ()
+    """Addresses of the batch dispatcher and of the shards."""
 
 
 _RECEIVED: list[tuple[str, ...]] = []

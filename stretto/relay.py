@@ -1,16 +1,23 @@
-"""Relay for workers whose hosts cannot reach each other, but all reach the launcher (`--relay`).
+"""Relay at the port of a run with `--listen`: the one port of the launcher's machine that others have to reach.
+
+The first bytes of a connection say where it leads. Those of ZeroMQ lead to the coordinator, which all joined processes
+use: the relay forwards the connection. A worker's greeting of the relay asks for a stream, or for a shard or the batch
+dispatcher, for workers that cannot connect with each other or with the ports of the services.
 
 A stream is one direction between two workers in one generation. Both ask the relay for their end of it, signed with the
 run's secret and a number that the relay draws for the connection; it joins the two ends and forwards bytes:
 
     worker 2, which sends                  relay                            worker 3, which receives
+      | -- greeting ---------------------> |  <- greeting ----------------------- |
       | <- random number ----------------- |  -- random number -----------------> |
       | -- "s" 2, 3, generation, MAC ----> |  <-- "r" 2, 3, generation, MAC ----- |
       |                                    |  has both ends of the stream         |
       | <- joined ------------------------ |  -- joined ------------------------> |
       | <= handshake with the key of worker 3, encrypted messages ==============> |
 
-Encryption and authentication are those of the two workers, so the relay reads nothing of a message, and a receiver
+A request for a service, "c", has the digest of its address in place of the receiver; the relay connects with it.
+
+Encryption and authentication are those of the two ends, so the relay reads nothing of a message, and a receiver
 knows the sender by its key. The relay stores at most `BUFFERED_BYTES` of each direction, and a read: a slow receiver
 slows its sender down. If one end closes, the other is closed. Nothing outlasts a connection, so a restarted relay is
 like a new one: all generations break, and their workers connect again.
@@ -24,7 +31,7 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from stretto.security import log
@@ -38,10 +45,15 @@ NONCE_BYTES = ID_BYTES = MAC_BYTES = 16
 _STREAM = struct.Struct(f"<c{ID_BYTES}s{ID_BYTES}sI")
 REQUEST_BYTES = _STREAM.size + MAC_BYTES
 JOINED = b"+"
+GREETING = b"stretto relay 1\n"
+"""First bytes of a worker that has a request."""
+OF_ZEROMQ = b"\xff"
+"""First byte of a connection of ZeroMQ."""
 IDLE_S, PROBE_S, PROBES = 5, 5, 3
 """Seconds without data after which the kernel probes the other end; between two probes; and lost ones that end it."""
-End: TypeAlias = Literal[b"s", b"r"]
-"""Sending or receiving end of a stream."""
+End: TypeAlias = Literal[b"s", b"r", b"c"]
+"""Sending or receiving end of a stream, or connection with a service."""
+Address: TypeAlias = tuple[str, int]
 
 
 class Stream(NamedTuple):
@@ -53,8 +65,13 @@ class Stream(NamedTuple):
 
 
 def digest(public: bytes) -> bytes:
-    """Return the name of a worker process at the relay."""
+    """Return the name of a worker process at the relay, by its public key, or of a service, by its address."""
     return hashlib.blake2b(public, digest_size=ID_BYTES).digest()
+
+
+def stream_to(address: str) -> Stream:
+    """Return what is requested for a connection with the service at an address."""
+    return Stream(bytes(ID_BYTES), digest(address.encode()), 0)
 
 
 def signed(end: End, stream: Stream, nonce: bytes, secret: bytes) -> bytes:
@@ -135,9 +152,17 @@ class Pump(asyncio.Protocol):
             self._other.close()
 
 
-def serve(listener: socket.socket, secret: bytes) -> None:
-    """Serve at a listening socket until the process ends."""
-    asyncio.run(serving(listener, Relay(secret)))
+def serve(listener: socket.socket, secret: bytes, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
+    """Serve at a listening socket until the process ends.
+
+    Connections of ZeroMQ lead to the address of the coordinator, and requests to those of the services.
+    """
+    asyncio.run(serving(listener, Relay(secret, coordinator=coordinator, services=services)))
+
+
+def _parts(address: str) -> Address:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 async def serving(listener: socket.socket, relay: Relay) -> None:
@@ -156,8 +181,18 @@ class Relay:
     All else is in the connections.
     """
 
-    def __init__(self, secret: bytes, notice: Callable[[str], None] = log) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        notice: Callable[[str], None] = log,
+        coordinator: str | None = None,
+        services: Sequence[str] = (),
+    ) -> None:
+        """Without a secret, no request is signed."""
         self._secret, self._notice = secret, notice
+        self._coordinator = _parts(coordinator) if coordinator is not None else None
+        self._services = {stream_to(one): _parts(one) for one in services}
+        self._connecting = set[asyncio.Task[None]]()
         self._strangers: dict[_Connection, None] = {}
         self._waiting: dict[_Place, _Connection] = {}
         self._places: dict[_Connection, _Place] = {}
@@ -187,9 +222,17 @@ class Relay:
         connection.close()
 
     def asked(self, connection: _Connection, request: bytes, nonce: bytes) -> _Connection | None:
-        """Return the other end of the stream, if it waits. Raise ValueError for a request that is not signed."""
-        end, stream = checked(request, nonce, self._secret)
+        """Return the other end of the stream, if it waits, or connect with the service.
+
+        Raise ValueError for a request that is not signed, and for an unknown service.
+        """
+        end, stream = checked(request, nonce, self._secret) if self._secret else (b"", None)
+        if stream is None or end not in (b"s", b"r", b"c") or (end == b"c" and stream not in self._services):
+            raise ValueError("a request that no worker of this run sends")
         del self._strangers[connection]
+        if end == b"c":
+            self._connect(connection, self._services[stream], JOINED)
+            return None
         other = self._waiting.get((b"r" if end == b"s" else b"s", stream))
         if other is not None:
             self.left(other)
@@ -201,6 +244,30 @@ class Relay:
         self._waiting[end, stream], self._places[connection] = connection, (end, stream)
         return None
 
+    def greeted_by_zeromq(self, connection: _Connection, received: bytes) -> None:
+        """Connect with the coordinator, which closes the connection of a stranger. Raise ValueError without one."""
+        if self._coordinator is None:
+            raise ValueError("a connection of ZeroMQ")
+        self._strangers.pop(connection, None)
+        self._connect(connection, self._coordinator, received=received)
+
+    def _connect(self, connection: _Connection, to: Address, reply: bytes = b"", received: bytes = b"") -> None:
+        """Join a connection with a service, send it a reply, and forward what was received."""
+        connection.transport.pause_reading()
+        task = asyncio.get_running_loop().create_task(self._connected(connection, to, reply, received))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connected(self, connection: _Connection, to: Address, reply: bytes, received: bytes) -> None:
+        try:
+            _, service = await asyncio.get_running_loop().create_connection(_Service, *to)
+        except OSError:  # it is being restarted, and the other end connects again
+            connection.close()
+            return
+        connection.transport.write(reply)
+        service.join(connection)
+        connection.join(service, received)
+
     def left(self, connection: _Connection) -> None:
         """Forget a connection, unless it is one of two that were joined."""
         self._strangers.pop(connection, None)
@@ -209,13 +276,21 @@ class Relay:
             del self._waiting[place]
 
 
+class _Service(Pump):
+    """Connection with a service, which is not read before it is joined."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.pause_reading()
+
+
 class _Connection(Pump):
     """One end of a stream, or a connection that has not asked for one."""
 
     def __init__(self, relay: Relay) -> None:
         super().__init__()
         self._relay = relay
-        self._nonce, self._request = secrets.token_bytes(NONCE_BYTES), b""
+        self._nonce, self._request = b"", b""
         self.address = ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -225,17 +300,30 @@ class _Connection(Pump):
         self._relay.arrived(self)
         loop = asyncio.get_running_loop()
         self._limit = loop.call_later(HANDSHAKE_S, self._refuse, f"no request within {HANDSHAKE_S:g} s")
-        self.transport.write(self._nonce)
 
     def data_received(self, data: bytes) -> None:
         if self._other is not None:
             super().data_received(data)
             return
         self._request += data
-        if len(self._request) > REQUEST_BYTES:
+        if not self._nonce and self._request.startswith(OF_ZEROMQ):
+            self._forward()
+        elif not self._nonce and not GREETING.startswith(self._request):
+            self._refuse("no greeting of a worker")
+        elif not self._nonce and self._request == GREETING:
+            self._nonce, self._request = secrets.token_bytes(NONCE_BYTES), b""
+            self.transport.write(self._nonce)
+        elif len(self._request) > REQUEST_BYTES:
             self._refuse("more than a request")
-        elif len(self._request) == REQUEST_BYTES:
+        elif self._nonce and len(self._request) == REQUEST_BYTES:
             self._ask()
+
+    def _forward(self) -> None:
+        self._limit.cancel()
+        try:
+            self._relay.greeted_by_zeromq(self, self._request)
+        except ValueError as error:
+            self._refuse(str(error))
 
     def _ask(self) -> None:
         self._limit.cancel()

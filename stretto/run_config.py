@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import msgspec
 
+from stretto import free_ports
 from stretto.host_list import parse as parse_hosts
 from stretto.run_dir import cores
 from stretto.units import spelled
@@ -143,7 +144,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[
         str | None,
         Option(
-            "Address of this machine, and port, at which `stretto join` on other machines reaches the run.",
+            "Address of this machine, and port, at which `stretto join` on other machines reaches the run: the one "
+            "port that has to be open.",
             HOSTS,
             "ADDRESS[:PORT]",
             "this machine alone",
@@ -200,11 +202,20 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relay: Annotated[
         bool,
         Option(
-            "With --listen, pass what workers of different hosts exchange through a relay on this machine: for hosts "
-            "that reach this machine and not each other.",
+            "With --listen, pass all that workers of different hosts exchange through the port of --listen, without an "
+            "attempt to connect directly.",
             HOSTS,
         ),
     ] = False
+    ports: Annotated[
+        str | None,
+        Option(
+            "With --listen, the ports that workers, shards and the batch dispatcher take, on all machines.",
+            HOSTS,
+            "A-B",
+            "free ones",
+        ),
+    ] = None
     port: Annotated[int | None, Option("Rendezvous port.", FAILURES, "N", "a free one")] = None
     faults: Annotated[str | None, Option('Faults to inject: "kill worker every 20s".', FAILURES, "FAULTS", "none")] = (
         None
@@ -301,6 +312,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """Name of the program, for the name of a run folder."""
         return str(self.script) if self.module else self.script.stem
+
+    @property
+    def port_range(self) -> range | None:
+        """Ports of workers and shards; None for any that are free."""
+        return free_ports.parse(self.ports) if self.ports is not None else None
 
     def threads_each(self) -> int:
         """Return the threads of each worker: as given, else an equal share of the cores, at least one."""

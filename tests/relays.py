@@ -7,7 +7,7 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stretto.relay import Relay, serving
@@ -27,10 +27,15 @@ def received(one: socket.socket, count: int) -> bytes:
 class RecordingRelay(Relay):
     """Relay whose connections can all be closed, as by the end of its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
         self.notices = list[str]()
         self._connections = list[Any]()
-        super().__init__(SECRET, self.notices.append)
+        super().__init__(SECRET, self.notices.append, coordinator, services)
+
+    @property
+    def made(self) -> int:
+        """Number of connections so far."""
+        return len(self._connections)
 
     def connection(self) -> asyncio.Protocol:
         """Return the protocol of a new connection."""
@@ -47,10 +52,10 @@ class RecordingRelay(Relay):
 class RelayThread:
     """Relay at a port of its own, which can be stopped and started again there."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.port = self._listener.getsockname()[1]
-        self.relay = RecordingRelay()
+        self.relay = RecordingRelay(coordinator, services)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(serving(self._listener, self.relay))
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
@@ -72,9 +77,9 @@ class RelayThread:
 
 
 @contextlib.contextmanager
-def relay() -> Iterator[RelayThread]:
+def relay(coordinator: str | None = None, services: Sequence[str] = ()) -> Iterator[RelayThread]:
     """Yield a relay."""
-    made = RelayThread()
+    made = RelayThread(0, coordinator, services)
     try:
         yield made
     finally:

@@ -296,7 +296,12 @@ def _without_listen(option: str, hosts: str) -> LaunchError:
 
 
 def _check_relay(config: RunConfig) -> None:
-    """Raise LaunchError for a relay that no worker would use."""
+    """Raise LaunchError for a relay or ports that no worker would use."""
+    if config.port_range is not None and (config.host is None or config.plain):
+        problem, expected = "ports are limited for other machines, in encrypted runs", "an encrypted run with --listen"
+        got = f"--ports {config.ports}" + " --no-encryption" * config.plain
+        to_type = f"--listen 10.0.0.1:7878 --ports {config.ports}"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
     if not config.relay:
         return
     got = "--relay" + f" --listen {config.host}" * bool(config.host) + " --no-encryption" * config.plain

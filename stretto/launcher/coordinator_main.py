@@ -94,7 +94,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
 
 def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> Inviter:
     options = config.options
-    invite = invitation_of(options, config.services, config.relay, config.keys)
+    invite = invitation_of(options, config.services, config.keys)
     workers, ranks = coordinator.workers, options.ranks
 
     def give(name: str, processes: int, first: int | None, replaces: bool) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ class Servers:
     """Listening sockets of the batch dispatcher and of each shard, or none; of the coordinator; of the relay.
 
     All keys are derived from `secret`; it is None where traffic is not encrypted. `coordinator` and `relay` are None
-    where the run has none. `elsewhere` are the addresses of services that another launcher has started: the
-    coordinator's, the batch dispatcher's and the shards'; `relay_elsewhere` is that of its relay. The keys of this
-    launcher and its workers are `given` then, by role.
+    where the run has none. `elsewhere` are the addresses of services that another launcher has started: the relay's,
+    which leads to the coordinator, the batch dispatcher's and the shards'. The keys of this launcher and its workers
+    are `given` then, by role.
     """
 
     sockets: tuple[socket, ...] = ()
@@ -28,22 +28,28 @@ class Servers:
     coordinator: socket | None = None
     elsewhere: tuple[str, ...] = ()
     relay: socket | None = None
-    relay_elsewhere: str | None = None
     hosted: tuple[str, ...] = ()
     """Addresses of the shards on other hosts, which this launcher has started there."""
     given: Mapping[str, KeyTexts] = field(default_factory=dict, repr=False)
 
     @property
     def coordinator_at(self) -> str | None:
-        """Address of the coordinator, if there is one."""
+        """Address at which processes of this machine reach the coordinator, if there is one."""
         if self.coordinator is not None:
             return address(self.coordinator)
         return self.elsewhere[0] if self.elsewhere else None
 
     @property
     def relay_at(self) -> str | None:
-        """Address of the relay, if there is one."""
-        return address(self.relay) if self.relay is not None else self.relay_elsewhere
+        """Address of the relay, at which other machines reach the run, if they do."""
+        if self.relay is not None:
+            return address(self.relay)
+        return self.elsewhere[0] if self.elsewhere else None
+
+    @property
+    def joined_at(self) -> str | None:
+        """Address at which launchers join the run: the relay's, or the coordinator's on this machine alone."""
+        return self.relay_at or self.coordinator_at
 
     @property
     def shards(self) -> int:
@@ -101,19 +107,20 @@ def servers_for(
     coordinated: bool = False,
     host: str | None = None,
     port: int | None = None,
-    relayed: bool = False,
     hosted: bool = False,
+    ports: range | None = None,
 ) -> Iterator[Servers]:
-    """Open sockets at `host` for the shards and, if `coordinated`, for a coordinator; make a new secret unless `plain`.
+    """Open sockets for the shards and, if `coordinated`, for a coordinator; make a new secret unless `plain`.
 
-    The coordinator listens on `port`, by default a free one. If `relayed`, there is a socket for a relay. If the shards
-    are `hosted`, other hosts have their sockets.
+    With a `host`, an address that other machines reach, the shards listen there, on free ones of the `ports`, and a
+    relay on `port`, by default a free one; the coordinator is behind it. If the shards are `hosted`, other hosts have
+    their sockets.
     """
     opened = (1 if hosted else shards + 1) if shards else 0
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(listening(host=host)) for _ in range(opened)]
-        coordinator = stack.enter_context(listening(port, host)) if coordinated else None
-        relay = stack.enter_context(listening(host=host)) if relayed else None
+        relay = stack.enter_context(listening(port, host)) if coordinated and host is not None else None
+        sockets = [stack.enter_context(listening(host=host, ports=ports)) for _ in range(opened)]
+        coordinator = stack.enter_context(listening()) if coordinated else None
         secret = None if plain or not (shards or coordinated) else _new_secret()
         yield Servers(tuple(sockets), secret, coordinator, relay=relay)
 

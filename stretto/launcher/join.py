@@ -82,9 +82,9 @@ class JoinRequest:
 
 def write_join_key(folder: Path, servers: Servers) -> Path:
     """Write `join.key`, whole, readable by its owner only. Raises LogError if the disk does not take it."""
-    assert servers.coordinator_at is not None
+    assert servers.joined_at is not None
     path = folder / JOIN_KEY
-    text = msgspec.json.encode(JoinKey(servers.coordinator_at, servers.keys_of(b"joining"))) + b"\n"
+    text = msgspec.json.encode(JoinKey(servers.joined_at, servers.keys_of(b"joining"))) + b"\n"
     try:
         with written_whole(path) as part:
             part.touch(0o600, exist_ok=False)
@@ -96,23 +96,27 @@ def write_join_key(folder: Path, servers: Servers) -> Path:
 
 def invited(key: Path, servers: Servers) -> list[str]:
     """Return the command for other machines, and a sentence on encryption."""
-    line = f"on other machines, with a copy of {key}: stretto join {servers.coordinator_at} --key {key.name}"
+    line = f"on other machines, with a copy of {key}: stretto join {servers.joined_at} --key {key.name}"
     if not servers.is_encrypted:
         return [line, "no traffic is encrypted, and a host that reaches the ports can change or end the run"]
     return [line, "all traffic between workers and services is encrypted; the key lets its holder in"]
 
 
 def route(options: RunConfig, servers: Servers) -> list[str]:
-    """Return a sentence on the way of tensors between workers of different hosts; none if they go to a server."""
-    if servers.relay_at is not None:
+    """Return a sentence on the ports that other machines have to reach."""
+    if options.relay:
         return [f"workers of different hosts exchange through the relay at {servers.relay_at}"]
-    if servers.addresses or options.servers or not options.elastic:
+    if servers.relay_at is None or not options.elastic:
         return []
-    return ["workers of different hosts connect with each other; --relay is for hosts that can't"]
+    ports = f"on the ports {options.ports}" if options.ports else "on free ports (--ports limits them)"
+    who = "workers connect with the parameter server" if servers.addresses else "workers of different hosts connect"
+    if not servers.is_encrypted:
+        return [f"{who} {ports}" if servers.addresses else f"{who} on free ports"]
+    return [f"{who} {ports}, or where these are closed through {servers.relay_at}, which suffices"]
 
 
 def invitation_of(
-    options: RunConfig, services: tuple[str, ...], relay: str | None, secret: Sequence[str] | None
+    options: RunConfig, services: tuple[str, ...], secret: Sequence[str] | None
 ) -> Callable[[tuple[int, ...]], Invitation]:
     """Return the function that makes an invitation to a run for workers of these numbers.
 
@@ -126,7 +130,7 @@ def invitation_of(
     encoded = msgspec.json.encode(replace(options, announced=0, launched_from=os.getcwd()), enc_hook=str)
 
     def invite(numbers: tuple[int, ...]) -> Invitation:
-        return Invitation(numbers, services, encoded, versions(), relay, _keys_of(numbers, secret))
+        return Invitation(numbers, services, encoded, versions(), _keys_of(numbers, secret))
 
     return invite
 
@@ -156,7 +160,7 @@ def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> Pro
 
     If the launcher of the run has started this one, a signal ends this process when its standard input ends.
     """
-    from stretto.launcher.join_client import JoinClient  # imports zmq
+    from stretto.launcher.join_client import JoinClient, closed_ports  # imports zmq
     from stretto.security import AGENT, JOINING
 
     if request.workers < 1:
@@ -183,7 +187,10 @@ def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> Pro
         )
     check(config.script, config.module)
     sees_run = request.key is None
-    servers = Servers(elsewhere=invitation.services, relay_elsewhere=invitation.relay, given=invitation.keys)
+    servers = Servers(elsewhere=(key.address, *invitation.services[1:]), given=invitation.keys)
+    closed = closed_ports(invitation.services[1:]) if invitation.keys else []
+    if closed:
+        note(f"this machine does not reach {', '.join(closed)}: the parameter server is reached through {key.address}")
     return ProcessPlan(
         config,
         folder,
@@ -193,6 +200,7 @@ def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> Pro
         incarnation=invitation.incarnation,
         sees_run=sees_run,
         workdir=workdir,
+        servers_by_relay=bool(closed),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ CONNECT_S, REPLY_S = 5.0, 20.0
 """Limits of the waits for a connection and for a reply: the coordinator may be being restarted."""
 SHOWN_S = 5.0
 """Seconds between two lines on the code that has arrived."""
+CLOSED_S, MOST_ATTEMPTS = 2.0, 32
+"""Seconds after which an attempt to connect with a service has failed, and largest number of concurrent ones."""
 REPEAT_MS = 500
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 MAX_REFUSALS = 3
@@ -98,6 +101,24 @@ class JoinClient:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._refused += MAX_REFUSALS if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else 1
         return self._refused >= MAX_REFUSALS
+
+
+def closed_ports(addresses: Sequence[str]) -> list[str]:
+    """Return those of these addresses that this machine cannot connect with."""
+
+    def is_closed(address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), CLOSED_S).close()
+        except OSError:
+            return True
+        return False
+
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(min(len(addresses), MOST_ATTEMPTS)) as attempts:
+        found = list(attempts.map(is_closed, addresses))
+    return [address for address, closed in zip(addresses, found, strict=True) if closed]
 
 
 def _connected_from(address: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 
 from stretto.errors import LaunchError, explain
+from stretto.free_ports import PortsInUseError, at_free_port
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -19,10 +20,17 @@ BACKLOG = 1024
 
 
 @contextlib.contextmanager
-def listening(port: int | None = None, host: str | None = None) -> Iterator[socket.socket]:
-    """Listen on a port, by default a free one, of the address `host`, by default loopback. Raises LaunchError."""
+def listening(port: int | None = None, host: str | None = None, ports: range | None = None) -> Iterator[socket.socket]:
+    """Listen on a port, by default a free one of `ports`, of the address `host`, by default loopback.
+
+    Raises LaunchError.
+    """
+
+    def opened(one: int) -> socket.socket:
+        return socket.create_server((host or LOOPBACK_ADDRESS, one), backlog=BACKLOG)
+
     try:
-        listener = socket.create_server((host or LOOPBACK_ADDRESS, port or 0), backlog=BACKLOG)
+        listener = opened(port or 0) if port is not None or ports is None else at_free_port(ports, opened)
     except OSError as error:
         if host is not None and error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise _not_ours(host) from error
@@ -61,6 +69,8 @@ def _not_ours(host: str) -> LaunchError:
 
 
 def _refused(port: int | None, error: OSError) -> LaunchError:
+    if isinstance(error, PortsInUseError):
+        return LaunchError(str(error))
     if not port:
         return LaunchError(f"no port can be listened on: {error.strerror}")
     is_in_use = error.errno == errno.EADDRINUSE

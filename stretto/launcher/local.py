@@ -76,8 +76,8 @@ def _run(
             config.elastic,
             config.host,
             config.listen_port,
-            config.relay,
             config.server_hosts is not None,
+            config.port_range,
         ) as servers,
         handled(lambda number: inbox.put(Signalled(number))),
     ):

@@ -86,6 +86,8 @@ class ProcessPlan:
     """False for workers of another machine, which do not see the directory of the run; `folder` is their own then."""
     workdir: Path | None = None
     """Working folder of the script; None for that of this launcher."""
+    servers_by_relay: bool = False
+    """True if this machine does not reach the ports of the parameter server."""
 
     @property
     def numbers_shown(self) -> range:
@@ -140,7 +142,8 @@ class ProcessPlan:
             store=address(self.listener) if self.listener is not None else None,
             coordinator=servers.coordinator_at,
             servers=servers.addresses,
-            relay=servers.relay_at,
+            relay=servers.relay_at if servers.relay_secret else None,
+            servers_by_relay=self.servers_by_relay,
             keys=servers.keys_of_worker(number),
         )
 
@@ -176,17 +179,24 @@ class ProcessPlan:
             zero=self.zero,
             keys=(servers.secret,) if servers.secret else None,
             servers=servers.addresses if is_asynchronous(self.config) else (),
-            services=(address(servers.coordinator), *servers.addresses),
-            relay=servers.relay_at,
+            services=(servers.joined_at or "", *servers.addresses),
             snapshot_interval_s=_snapshot_interval_s(self.config),
         )
         return service_spec(COORDINATOR, 1, "coordinator_main", process, fds)
 
     def _relay(self) -> ProcessSpec:
-        relay, secret = self.servers.relay, self.servers.relay_secret
+        servers, relay = self.servers, self.servers.relay
         assert relay is not None
+        assert servers.coordinator is not None
         fd = relay.fileno()
-        process = RelayConfig(options=self.config, run=self._run, listen_fd=fd, keys=secret)
+        process = RelayConfig(
+            options=self.config,
+            run=self._run,
+            listen_fd=fd,
+            keys=servers.relay_secret,
+            coordinator=address(servers.coordinator),
+            services=servers.addresses,
+        )
         return service_spec(RELAY, 1, "relay_main", process, [fd])
 
     @property

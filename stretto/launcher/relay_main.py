@@ -1,4 +1,4 @@
-"""Entry point of the process that relays what workers of different hosts exchange.
+"""Entry point of the process at the port of `--listen`, which leads to the coordinator and relays between hosts.
 
 Started as `python -P -m stretto.launcher.relay_main`, with its configuration in the environment.
 """
@@ -21,7 +21,8 @@ def main() -> None:
     try:
         from stretto.relay import serve  # imports zmq: SIGTERM has its handler before that
 
-        serve(socket.socket(fileno=config.listen_fd), "".join(config.keys or ()).encode())
+        secret = "".join(config.keys or ()).encode()
+        serve(socket.socket(fileno=config.listen_fd), secret, config.coordinator, config.services)
     except BaseException as error:
         fail(error, RELAY, log_in(config.run))
 

@@ -76,7 +76,7 @@ def agent_specs(plan: ProcessPlan, replaces: bool = False) -> list[AgentSpec]:
     With `replaces` they are those that take the places of lost ones.
     """
     config, servers, first = plan.config, plan.servers, plan.config.workers
-    address, passed_on, specs = servers.coordinator_at or "", typed_options(config, PASSED_ON), []
+    address, passed_on, specs = servers.joined_at or "", typed_options(config, PASSED_ON), []
     shown = ["--output", config.output]
     if config.on is not None:  # the run's log files have the output; a line for each of many workers would hide it
         shown = ["--output", "none", "--quiet"]

@@ -48,12 +48,10 @@ class Invitation(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
     numbers: tuple[int, ...]
     services: tuple[str, ...]
-    """Addresses of the coordinator and, in a run over a parameter server, of the batch dispatcher and the shards."""
+    """Addresses of the relay and, in a run over a parameter server, of the batch dispatcher and the shards."""
     options: bytes
     """RunConfig as JSON."""
     versions: dict[str, str]
-    relay: str | None = None
-    """Address of the relay, in a run that has one."""
     keys: dict[str, tuple[str, str, str]] = {}
     """Keys of the workers and of their launcher, by role; empty where traffic is not encrypted."""
     incarnation: int = 0

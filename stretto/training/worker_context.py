@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -36,11 +36,9 @@ from stretto.security import worker_keys
 from stretto.transport import Transport
 from stretto.transport.device_memory import accelerator
 from stretto.transport.elastic import ElasticTransport, Rendezvous
+from stretto.transport.relay_tunnels import RelayAccess, ServiceTunnels
 from stretto.transport.siblings import Siblings
 from stretto.transport.single_worker import SingleWorkerTransport
-
-if TYPE_CHECKING:
-    from stretto.transport.relay_tunnels import RelayAccess
 
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
@@ -49,6 +47,10 @@ REPORT_S = 5.0
 """Seconds from the end of the failure timeout in which a failure is reported to all processes."""
 FIRST_S = 60.0
 """Seconds that a worker waits for the coordinator's first message."""
+DIRECT_S = 2.0
+"""Seconds in which workers of different hosts connect directly, before they use the relay."""
+SENT_S = 2.0
+"""Seconds that the last messages to a parameter server may take to reach the relay."""
 
 
 def _single_worker(device: torch.device) -> Transport:  # noqa: ARG001
@@ -251,9 +253,7 @@ def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
 def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
     """Return the rendezvous of generations: encrypted if workers of other hosts may join, or no worker has a GPU."""
     if config.keys is not None and (config.options.host is not None or accelerator() is None):
-        from stretto.transport.relay_tunnels import RelayAccess
-
-        relay = None if config.relay is None else RelayAccess(config.relay, config.keys[3].encode())
+        relay = None if config.relay is None else _relay_access(config)
         return _encrypted_rendezvous(config, device, config.options.timeout_s, relay)
     from stretto.transport.rendezvous import GroupRendezvous
 
@@ -266,7 +266,15 @@ def _encrypted_rendezvous(
     from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 
     limits_s = config.options.failure_timeout_s, timeout_s
-    return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay)
+    return EncryptedRendezvous(config.coordinator_host, *limits_s, device, relay, config.options.port_range)
+
+
+def _relay_access(config: WorkerConfig) -> RelayAccess:
+    """Return the access of a worker to the relay, which it uses for members that it does not reach in a while."""
+    assert config.relay is not None
+    assert config.keys is not None
+    after_s = 0.0 if config.options.relay else min(DIRECT_S, config.options.failure_timeout_s / 4)
+    return RelayAccess(config.relay, config.keys[3].encode(), after_s)
 
 
 def _siblings(config: WorkerConfig) -> Siblings | None:
@@ -291,12 +299,17 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
     """Return the connection to the launcher's parameter server. With a coordinator a run survives failed servers."""
     if not config.servers:
         return None
-    addresses = [f"tcp://{one}" for one in config.servers]
     keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
     options = config.options
     away_s = options.failure_timeout_s + RETURN_S if is_elastic else None
     limit_s = _longest_wait_s(options) if is_elastic else options.timeout_s
-    open_client = functools.partial(connect_client, config.worker, config.world_size, addresses, keys, limit_s)
+
+    def open_client(*further: Any) -> ParameterServerClient:
+        addresses, tunnels = _server_addresses(config)
+        client = connect_client(config.worker, config.world_size, addresses, keys, limit_s, *further)
+        if tunnels is not None:
+            client.on_close(functools.partial(tunnels.close, SENT_S))
+        return client
 
     def connect(recipe: Recipe) -> Transport:
         if not is_elastic:
@@ -315,7 +328,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
             client = (
                 open_client(config.incarnation, away_s, config.joins)
                 if siblings is None
-                else _client_of_ranks(config, siblings, view, addresses, away_s)
+                else _client_of_ranks(config, siblings, view, away_s)
             )
         except RunOverError:
             membership.leave()
@@ -327,8 +340,14 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
     return connect
 
 
+def _server_addresses(config: WorkerConfig) -> tuple[list[str], ServiceTunnels | None]:
+    """Return the addresses of the parameter server, and connections through the relay if its ports are not reached."""
+    tunnels = ServiceTunnels(_relay_access(config), config.servers) if config.servers_by_relay else None
+    return [f"tcp://{one}" for one in (tunnels.addresses if tunnels is not None else config.servers)], tunnels
+
+
 def _client_of_ranks(
-    config: WorkerConfig, siblings: Siblings, view: GenerationView, addresses: Sequence[str], away_s: float | None
+    config: WorkerConfig, siblings: Siblings, view: GenerationView, away_s: float | None
 ) -> ParameterServerClient:
     """Return one rank's client of the launcher's parameter server."""
     from stretto.parallel.server_ranks import RanksClient
@@ -336,14 +355,17 @@ def _client_of_ranks(
     siblings.connect(view, config.worker)
     assert siblings.group is not None
     name, keys = name_of(config.worker, config.incarnation), worker_keys(config.keys)
-    shards, group, waiting = len(addresses) - 1, siblings.group, siblings.waiting
+    shards, group, waiting = len(config.servers) - 1, siblings.group, siblings.waiting
     if config.rank:
         client = RanksClient(config.worker, config.world_size, [], shards, group, waiting)
     else:
         context = new_context()
+        addresses, tunnels = _server_addresses(config)
         channels = connect_channels(context, addresses, name, keys, _longest_wait_s(config.options), away_s)
         client = RanksClient(config.worker, config.world_size, channels, shards, group, waiting)
         client.on_close(context.term)
+        if tunnels is not None:
+            client.on_close(functools.partial(tunnels.close, SENT_S))
     client.on_close(siblings.close)
     if config.joins:
         client.join()

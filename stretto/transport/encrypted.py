@@ -52,6 +52,7 @@ class EncryptedTransport(Transport):
         members: Sequence[tuple[int, Endpoint]],
         timeout_s: float,
         relay: RelayAccess | None = None,
+        closed: set[str] | None = None,
     ) -> None:
         super().__init__(rank, len(members))
         self.timeout_s = timeout_s
@@ -61,7 +62,7 @@ class EncryptedTransport(Transport):
             one: PeerStream(self._names[rank], self._names[one], _room)
             for one in range(len(members)) if one != rank
         }  # fmt: skip
-        self._sockets = MemberSockets(port, rank, [end for _, end in members], relay, generation)
+        self._sockets = MemberSockets(port, rank, [end for _, end in members], relay, generation, closed)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._error: TransportError | None = None
@@ -227,6 +228,8 @@ class EncryptedTransport(Transport):
             self._sockets.proceed(ready)
         for address in self._sockets.refused():
             say_once(f"a connection from {address} was refused, since its key is not that of a member")
+        for host in self._sockets.redirected():
+            say_once(f"no port of {host} was reached from here: what is sent to its workers passes the relay")
 
     def _receive(self, ready: set[int]) -> None:
         """Take messages that have arrived; all of them before the end of a connection."""

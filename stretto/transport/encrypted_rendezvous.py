@@ -43,8 +43,11 @@ class EncryptedRendezvous:
         timeout_s: float,
         device: torch.device | None = None,
         relay: RelayAccess | None = None,
+        ports: range | None = None,
     ) -> None:
-        self._relay = relay
+        self._relay, self._ports = relay, ports
+        self._closed = set[str]()
+        """Machines to which this worker has not connected directly."""
         self._toward, self._patience_s, self._timeout_s = toward, failure_timeout_s, timeout_s
         if device is not None and device.type != "cpu":
             notice_host_memory("groups of devices are not encrypted; --no-encryption would use them")
@@ -62,7 +65,7 @@ class EncryptedRendezvous:
         """Address of this worker in the next generation: host, port and public key."""
         with self._lock:
             if self._port is None:
-                self._port = ReservedPort(own_address(self._toward), self._keys)
+                self._port = ReservedPort(own_address(self._toward), self._keys, self._ports)
             return str(self._port.endpoint)
 
     def form(self, members: GenerationView, rank: int) -> AbortableTransport:
@@ -71,7 +74,7 @@ class EncryptedRendezvous:
             return LastWorkerTransport()
         ends = [(one.worker, Endpoint.parse(one.report.address)) for one in members.members]
         port = self._taken(ends[rank][1])
-        transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s, self._relay)
+        transport = EncryptedTransport(port, members.generation, rank, ends, self._timeout_s, self._relay, self._closed)
         with self._lock:
             self._forming, self._generation = transport, members.generation
             is_aborted = self._aborted >= members.generation

@@ -6,7 +6,8 @@ message's sender is the worker whose key the connection has.
     port reserved, connections are refused  ->  open to the keys of the members  ->  closed to new connections
 
 The address of a worker is its host, its port, its public key, and a name of its machine. The secret key stays in the
-process. With a relay (`stretto/relay.py`), connections between two machines pass through it; nothing else differs.
+process. With a relay (`stretto/relay.py`), connections between two machines that do not connect directly pass through
+it, or all of them; nothing else differs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from zmq.utils import z85
 
 from stretto.errors import TransportError, explain
+from stretto.free_ports import PortsInUseError, at_free_port
 from stretto.transport.host_memory import host_name
 from stretto.transport.noise import KEY_BYTES, AuthenticationError, Handshake
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
@@ -110,14 +112,22 @@ class KeyPair:
 
 
 class ReservedPort:
-    """Port of the next generation. Connections to it are refused until `MemberSockets` listens on it."""
+    """Port of the next generation, a free one of `ports`. Connections to it are refused until `MemberSockets` listens
+    on it.
+    """
 
-    def __init__(self, host: str, keys: KeyPair) -> None:
+    def __init__(self, host: str, keys: KeyPair, ports: range | None = None) -> None:
         self.keys = keys
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self.socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self.socket.bind((host, 0))
+            if ports is None:
+                self.socket.bind((host, 0))
+            else:
+                at_free_port(ports, lambda port: self.socket.bind((host, port)))
+        except PortsInUseError as error:
+            self.socket.close()
+            raise TransportError(str(error)) from error
         except OSError:
             self.socket.close()
             raise
@@ -140,7 +150,9 @@ class MemberSockets:
     """Sockets of the worker of rank `rank` among the members' endpoints.
 
     Any thread may call `wake`; the other methods are called by one thread at a time. A wait of a `Watch` needs no lock.
-    With a `relay`, connections with other machines pass through it, as connections of this generation.
+    With a `relay`, connections with other machines pass through it, as connections of this generation: all of them, or
+    those that are missing after a while. Machines that were not reached directly are added to `closed`, and connections
+    with these pass through it from the beginning.
     """
 
     def __init__(
@@ -150,43 +162,66 @@ class MemberSockets:
         members: Sequence[Endpoint],
         relay: RelayAccess | None = None,
         generation: int = 0,
+        closed: set[str] | None = None,
     ) -> None:
         self._own, self._secret, self._relay, self._generation = port.endpoint, port.keys.secret, relay, generation
+        self._ends, self._closed = members, closed if closed is not None else set()
         self._members = {one: end.public for one, end in enumerate(members) if one != rank}
-        relayed = [end.public for end in members if self._is_relayed(end)]
+        elsewhere = [one for one in self._members if relay is not None and self._is_elsewhere(members[one])]
+        self._relayed = {one for one in elsewhere if self._is_relayed_at_first(members[one])}
+        self._direct = set(elsewhere) - self._relayed
+        """Ranks of the members to which connections pass through the relay if they are missing after a while."""
+        self._relay_at = time.monotonic() + relay.after_s if relay is not None and self._direct else math.inf
         with contextlib.ExitStack() as made:
             made.callback(port.close)
             self._wake_sender, self._wake_receiver = (made.enter_context(one) for one in socket.socketpair())
             self._wake_sender.setblocking(False)
             port.socket.setblocking(False)
             port.socket.listen(QUEUE)
-            self._tunnels = (
-                RelayTunnels(relay, port.endpoint, generation, relayed) if relay is not None and relayed else None
-            )
+            self._tunnels = list[RelayTunnels]()
+            addresses = self._through_relay(self._relayed) if self._relayed else {}
             made.pop_all()
         self._listener: socket.socket | None = port.socket
         self._waking = threading.Lock()
         self._senders = {
-            one: SendingConnection(self._address(members[one]), generation, rank, functools.partial(self._call, one))
+            one: SendingConnection(
+                addresses.get(one) or _address(members[one]), generation, rank, functools.partial(self._call, one)
+            )
             for one in self._members
         }
         self._arriving = list[ReceivingConnection]()
         """Connections that have sent no message yet."""
         self._receivers = dict[int, ReceivingConnection]()
-        self._ended, self._refused = list[int](), list[str]()
+        self._ended, self._refused, self._redirected = list[int](), list[str](), list[str]()
         self._accepting_from = 0.0
         """Time before which no connection is accepted, since this process had no descriptor for the last one."""
 
-    def _address(self, end: Endpoint) -> Address:
-        if self._is_relayed(end):
-            assert self._tunnels is not None
-            return socket.AF_UNIX, self._tunnels.name(end.public)
-        family, *_, address = socket.getaddrinfo(end.host, end.port, type=socket.SOCK_STREAM)[0]
-        return family, address
+    def _is_elsewhere(self, other: Endpoint) -> bool:
+        return not self._own.machine or self._own.machine != other.machine
 
-    def _is_relayed(self, other: Endpoint) -> bool:
-        own = self._own
-        return self._relay is not None and other != own and (not own.machine or own.machine != other.machine)
+    def _is_relayed_at_first(self, other: Endpoint) -> bool:
+        assert self._relay is not None
+        return not self._relay.after_s or other.machine in self._closed
+
+    def _through_relay(self, ranks: Collection[int]) -> dict[int, Address]:
+        """Open connections of these members with the relay; return the addresses that lead to them."""
+        assert self._relay is not None
+        publics = {one: self._members[one] for one in ranks}
+        made = RelayTunnels(self._relay, self._own, self._generation, [*publics.values()])
+        self._tunnels.append(made)
+        return {one: (socket.AF_UNIX, made.name(public)) for one, public in publics.items()}
+
+    def _relay_missing(self) -> None:
+        """Let connections that are missing pass through the relay."""
+        self._relay_at = math.inf
+        unsent = {one for one in self._direct if not self._senders[one].has_connected}
+        missing = unsent | {one for one in self._direct if one not in self._receivers}
+        for one, address in self._through_relay(missing).items() if missing else ():
+            if one in unsent:
+                if not self._senders[one].is_refused:
+                    self._closed.add(self._ends[one].machine)
+                self._senders[one].redirect(address)
+                self._redirected.append(self._ends[one].host)
 
     def _call(self, rank: int, preface: bytes) -> Handshake:
         return Handshake(True, z85.decode(self._secret), z85.decode(self._members[rank]), preface)
@@ -205,6 +240,7 @@ class MemberSockets:
         now, found = time.monotonic(), Watch(self._wake_receiver)
         if self._listener is not None:
             found.add(self._listener if self._accepting_from <= now else None, until=self._accepting_from)
+        found.add(None, until=self._relay_at)
         for sender in self._senders.values():
             if sender.lost_at is None:
                 found.add(None, until=sender.due)
@@ -229,6 +265,8 @@ class MemberSockets:
         if self._listener is not None and self._listener.fileno() in ready:
             self._accept(self._listener)
         now = time.monotonic()
+        if self._relay_at <= now:
+            self._relay_missing()
         for sender in self._senders.values():
             is_ready = sender.due <= now or (sender.socket is not None and sender.socket.fileno() in ready)
             if is_ready and sender.lost_at is None:
@@ -258,6 +296,14 @@ class MemberSockets:
         found, self._refused = self._refused, []
         return found
 
+    def redirected(self) -> list[str]:
+        """Return the hosts of members to which the relay passes messages on, since they were not reached directly.
+
+        Those since the last call.
+        """
+        found, self._redirected = self._redirected, []
+        return found
+
     def accept_no_more(self) -> None:
         """Refuse further connections, and close those of strangers."""
         if self._listener is not None:
@@ -281,8 +327,8 @@ class MemberSockets:
         with self._waking:  # a descriptor that is closed during a send may be another file's before it
             self._wake_sender.close()
         self._wake_receiver.close()
-        if self._tunnels is not None:
-            self._tunnels.close(ABORT_S if linger_s is None else linger_s)
+        for tunnels in self._tunnels:
+            tunnels.close(ABORT_S if linger_s is None else linger_s)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -328,6 +374,11 @@ class MemberSockets:
             lost_at = self._senders[rank].lost_at
             if lost_at is not None and lost_at + LINGER_S <= now:
                 self._end(one)
+
+
+def _address(end: Endpoint) -> Address:
+    family, *_, address = socket.getaddrinfo(end.host, end.port, type=socket.SOCK_STREAM)[0]
+    return family, address
 
 
 class Watch:

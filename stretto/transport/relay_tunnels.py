@@ -1,11 +1,12 @@
-"""A worker's connections with the relay: between its sockets and the other machine's, in a thread.
+"""A worker's connections with the relay: between its sockets and another machine's, in a thread.
 
 The transport's sockets know nothing of relays. For each member on another machine a sending socket connects with this
 thread, and this thread with the listening socket:
 
     sender -- local socket --> thread == relay == thread of the other worker -- its port --> receiver
 
-Local sockets have names without a file, and accept this process alone (Linux).
+Local sockets have names without a file, and accept this process alone (Linux). Those for services are ports of the
+loopback interface, whose traffic the kernel counts; a service checks the keys of those who connect.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stretto.relay import JOINED, NONCE_BYTES, End, Pump, Stream, digest, signed
+from stretto.relay import GREETING, JOINED, NONCE_BYTES, End, Pump, Stream, digest, signed, stream_to
 
 if TYPE_CHECKING:
     from stretto.transport.encrypted_sockets import Endpoint
@@ -30,24 +31,43 @@ if TYPE_CHECKING:
 RETRY_S = 0.1
 """Seconds between two attempts to connect with the relay."""
 BACKLOG = 4
+LOOPBACK = "127.0.0.1"
 _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
 class RelayAccess:
-    """Address of the relay, host:port, and the secret of the run's workers."""
+    """Address of the relay, host:port, and the secret of the run's workers.
+
+    Members that have not connected with each other after `after_s` use the relay; all of them from the beginning if it
+    is 0.
+    """
 
     address: str
     secret: bytes = field(repr=False)
+    after_s: float = 0.0
 
 
-class RelayTunnels:
-    """Connects a worker with the members of these public keys, whichever are there, until `close`."""
+Request: TypeAlias = tuple[End, Stream]
 
-    def __init__(self, relay: RelayAccess, own: Endpoint, generation: int, members: Sequence[bytes]) -> None:
-        self._relay, self._own, self._generation = relay, own, generation
+
+class Tunnels:
+    """Connects local sockets with the relay until `close`, each for its request.
+
+    Streams of `receives` are connected with the socket that listens at the address `own`.
+    """
+
+    def __init__(
+        self,
+        relay: RelayAccess,
+        listeners: Mapping[Request, socket.socket],
+        receives: Sequence[Stream] = (),
+        own: tuple[str, int] = ("", 0),
+    ) -> None:
+        self._relay, self._listeners, self._receives, self._own = relay, listeners, receives, own
         with contextlib.ExitStack() as made:
-            self._listeners = {public: made.enter_context(_listening()) for public in members}
+            for one in listeners.values():
+                made.callback(one.close)
             self._loop = asyncio.new_event_loop()
             made.pop_all()
         self._closing = asyncio.Event()
@@ -55,10 +75,6 @@ class RelayTunnels:
         self._tasks, self._pumps = set[asyncio.Task[None]](), set[Pump]()
         self._thread = threading.Thread(target=self._run, name="relay tunnels", daemon=True)
         self._thread.start()
-
-    def name(self, public: bytes) -> bytes:
-        """Return the address at which a sending socket of this process reaches a member."""
-        return bytes(self._listeners[public].getsockname())
 
     def close(self, limit_s: float) -> None:
         """Close all connections, once closed sockets' messages have been sent or after this time."""
@@ -74,10 +90,13 @@ class RelayTunnels:
 
     async def _connect_all(self) -> None:
         async with contextlib.AsyncExitStack() as servers:
-            for public, listener in self._listeners.items():
-                accepted = functools.partial(_Sending, self, public)
-                await servers.enter_async_context(await self._loop.create_unix_server(accepted, sock=listener))
-                self.begin(self._receive(public))
+            for request, listener in self._listeners.items():
+                accepted = functools.partial(_Sending, self, request)
+                is_local = listener.family == socket.AF_UNIX
+                create = self._loop.create_unix_server if is_local else self._loop.create_server
+                await servers.enter_async_context(await create(accepted, sock=listener))
+            for stream in self._receives:
+                self.begin(self._receive(stream))
             await self._closing.wait()
             for task in self._tasks:
                 task.cancel()
@@ -102,10 +121,10 @@ class RelayTunnels:
         """Note a connection, which is to be closed at the end."""
         self._pumps = {one for one in self._pumps if not one.is_lost.is_set()} | {pump}
 
-    async def send(self, local: Pump, public: bytes) -> None:
-        """Join the connection of a sending socket with the relay. If that fails, the socket connects again."""
+    async def send(self, local: Pump, request: Request) -> None:
+        """Join the connection of a local socket with the relay. If that fails, the socket connects again."""
         try:
-            relayed = await self._asked(b"s", self._stream(self._own.public, public))
+            relayed = await self._asked(*request)
         except OSError:
             await asyncio.sleep(RETRY_S)
             local.close()
@@ -113,21 +132,17 @@ class RelayTunnels:
         local.join(relayed)
         relayed.join(local, relayed.received)
 
-    async def _receive(self, public: bytes) -> None:
+    async def _receive(self, stream: Stream) -> None:
         """Join the relay with this worker's listening socket, again and again."""
-        own, stream = self._own, self._stream(public, self._own.public)
         while True:
             with contextlib.suppress(OSError):
                 relayed = await self._asked(b"r", stream)
-                _, local = await self._loop.create_connection(Pump, own.host, own.port)
+                _, local = await self._loop.create_connection(Pump, *self._own)
                 self.note(local)
                 local.join(relayed)
                 relayed.join(local, relayed.received)
                 await relayed.is_lost.wait()
             await asyncio.sleep(RETRY_S)
-
-    def _stream(self, sender: bytes, receiver: bytes) -> Stream:
-        return Stream(digest(sender), digest(receiver), self._generation)
 
     async def _asked(self, end: End, stream: Stream) -> _Relayed:
         """Return a connection with the relay that is joined with the other end of a stream. Raise OSError."""
@@ -141,24 +156,53 @@ class RelayTunnels:
         return made
 
 
+class RelayTunnels(Tunnels):
+    """Connects a worker with the members of these public keys, whichever are there, until `close`."""
+
+    def __init__(self, relay: RelayAccess, own: Endpoint, generation: int, members: Sequence[bytes]) -> None:
+        self._names = dict[bytes, bytes]()
+        me = digest(own.public)
+        sends: dict[Request, socket.socket] = {}
+        for public in members:
+            listener = sends[b"s", Stream(me, digest(public), generation)] = _listening()
+            self._names[public] = bytes(listener.getsockname())
+        receives = [Stream(digest(public), me, generation) for public in members]
+        super().__init__(relay, sends, receives, (own.host, own.port))
+
+    def name(self, public: bytes) -> bytes:
+        """Return the address at which a sending socket of this process reaches a member."""
+        return self._names[public]
+
+
+class ServiceTunnels(Tunnels):
+    """Connects this process with services, at `addresses` of this machine in place of theirs."""
+
+    def __init__(self, relay: RelayAccess, services: Sequence[str]) -> None:
+        made: dict[Request, socket.socket] = {
+            (b"c", stream_to(one)): socket.create_server((LOOPBACK, 0)) for one in services
+        }
+        self.addresses = ["{}:{}".format(*one.getsockname()) for one in made.values()]
+        super().__init__(relay, made)
+
+
 class _Sending(Pump):
     """Connection of a sending socket of this process."""
 
-    def __init__(self, tunnels: RelayTunnels, public: bytes) -> None:
+    def __init__(self, tunnels: Tunnels, request: Request) -> None:
         super().__init__()
-        self._tunnels, self._public = tunnels, public
+        self._tunnels, self._request = tunnels, request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport.pause_reading()
         self._tunnels.note(self)
-        credentials = transport.get_extra_info("socket").getsockopt(
-            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-        )
-        if _CREDENTIALS.unpack(credentials)[0] != os.getpid():
-            self.close()
-            return
-        self._tunnels.begin(self._tunnels.send(self, self._public))
+        accepted = transport.get_extra_info("socket")
+        if accepted.family == socket.AF_UNIX:
+            credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[0] != os.getpid():
+                self.close()
+                return
+        self._tunnels.begin(self._tunnels.send(self, self._request))
 
 
 class _Relayed(Pump):
@@ -172,6 +216,10 @@ class _Relayed(Pump):
         """First bytes of the other end."""
         self.has_reply = asyncio.Event()
         """Set once the relay has joined the stream, or has closed the connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.write(GREETING)
 
     def data_received(self, data: bytes) -> None:
         if self._other is not None:

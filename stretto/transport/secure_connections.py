@@ -69,6 +69,8 @@ class SendingConnection:
         """Time at which the connection ended."""
         self._attempt: Iterator[None] = iter(())
         self._is_connecting = False
+        self.is_refused = False
+        """True if the last attempt was refused, as by a member that does not listen yet."""
         self._cipher: Cipher | None = None
         self._early = list[tuple[bytes, bytes]]()
         """Messages from before the end of the handshake."""
@@ -82,6 +84,16 @@ class SendingConnection:
     def events(self) -> int:
         """Events of the socket for which `proceed` waits."""
         return select.POLLOUT if self._is_connecting else select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    @property
+    def has_connected(self) -> bool:
+        """True once the member has proved its key."""
+        return self._cipher is not None
+
+    def redirect(self, address: Address) -> None:
+        """Connect at another address, where this one did not lead to the member."""
+        self._disconnect(is_abort=True)
+        self._address, self.due = address, 0.0
 
     def send(self, head: bytes, payload: Any) -> bool:
         """Send a message, whose bytes are copied. Return True if the events or times to wait for have changed."""
@@ -110,7 +122,8 @@ class SendingConnection:
             if self._cipher is not None:
                 self._flush()
                 self._check_end()
-        except (OSError, AuthenticationError):
+        except (OSError, AuthenticationError) as error:
+            self.is_refused = isinstance(error, ConnectionRefusedError)
             self._disconnect(is_abort=True)
             self.due = time.monotonic() + RETRY_S
 

@@ -70,6 +70,15 @@ def apart_hosts() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_port_hosts() -> Iterator[None]:
+    """Yield two hosts, 10.79.0.1 and 10.79.0.2; what the second one sends reaches port 7878 of the first one alone."""
+    with bridged(HOSTS[:2]):
+        for ports in ("1-7877", "7879-65534"):
+            ip("-n", HOSTS[1], "rule", "add", "to", "10.79.0.1", "ipproto", "tcp", "dport", ports, "prohibit")
+        yield
+
+
 @contextmanager
 def bridged(hosts: Sequence[str]) -> Iterator[None]:
     """Make hosts on a bridge."""

@@ -113,7 +113,7 @@ def coordinated(folder: Path, options: RunConfig, **versions: str) -> Iterator[t
         key = write_join_key(folder, servers)
         address = servers.coordinator_at or ""
         coordinator = MembershipCoordinator(rules_of(options, asynchronous=False))
-        invite = invitation_of(options, (address,), None, [servers.secret or ""])
+        invite = invitation_of(options, (address,), [servers.secret or ""])
 
         def invite_with_versions(numbers: tuple[int, ...]) -> Invitation:
             invitation = invite(numbers)

@@ -18,6 +18,7 @@ from namespace_hosts import (
     generations,
     joining,
     on,
+    one_port_hosts,
     starts,
     until,
     write_script,
@@ -31,7 +32,7 @@ from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import route
 from stretto.run_config import RunConfig
 
-__all__ = ["apart_hosts"]
+__all__ = ["apart_hosts", "one_port_hosts"]
 ADDRESS = "10.79.0.1:7878"
 
 
@@ -93,13 +94,44 @@ def test_a_relay_that_no_worker_would_use_is_refused(place: Place, changed: dict
 def test_a_run_says_which_way_workers_of_different_hosts_use() -> None:
     config = RunConfig(Path("train.py"), workers=2, host="127.0.0.1")
     said = []
-    for shards, relayed in ((0, False), (0, True), (1, False)):
-        with servers_for(shards, plain=False, coordinated=True, host="127.0.0.1", relayed=relayed) as servers:
-            said.append("".join(route(config, servers)))
-            assert (servers.relay_at or "no relay") in [*said[-1].split(), "no relay"]
-    assert "connect with each other" in said[0] and "--relay" in said[0]
-    assert "through the relay at 127.0.0.1:" in said[1]
-    assert said[2] == ""
+    for shards, changed in (
+        (0, {}),
+        (0, {"relay": True}),
+        (1, {}),
+        (0, {"ports": "20000-20009"}),
+        (0, {"plain": True}),
+    ):
+        options = msgspec.structs.replace(config, **changed)
+        with servers_for(shards, plain=options.plain, coordinated=True, host="127.0.0.1") as servers:
+            said.append("".join(route(options, servers)))
+            assert options.plain or str(servers.relay_at) in said[-1]
+    assert "workers of different hosts connect on free ports (--ports limits them)" in said[0]
+    assert "exchange through the relay at 127.0.0.1:" in said[1]
+    assert "workers connect with the parameter server on free ports" in said[2]
+    assert "connect on the ports 20000-20009, or where these are closed through 127.0.0.1:" in said[3]
+    assert said[4] == "workers of different hosts connect on free ports"
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", pytest.param("async_sgd(shards=2)", marks=pytest.mark.long)])
+def test_one_open_port_of_the_launchers_host_suffices(
+    place: Place, one_port_hosts: None, recipe: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    enough, run = write_script(place.folder, tmp_path_factory), place.folder / "run"
+    options = ["-n", "1", "--wait-for", "2", "--recipe", recipe, "--listen", ADDRESS, "--out", "run"]
+    here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
+    until(lambda: (run / "join.key").exists(), here)
+    there = joining(HOSTS[1], place.folder, (run / "join.key").read_bytes(), ADDRESS)
+    until(lambda: started(run, 0, 1), here, there)
+    enough.touch()
+    said = [one.communicate(timeout=90)[0] for one in (here, there)]
+    assert [one.returncode for one in (here, there)] == [0, 0], said
+    assert generations(run)[-1] == [0, 1]
+    assert_each_sample_counts_once(run)
+    output = said[1].decode() + (run / "worker-1.log").read_text() + (run / "worker-0.log").read_text()
+    if recipe == "allreduce":
+        assert "no port of 10.79.0.1 was reached from here: what is sent to its workers passes the relay" in output
+    else:
+        assert f"the parameter server is reached through {ADDRESS}" in output
 
 
 def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue(

@@ -8,17 +8,20 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 from stretto import relay as relay_module
 from stretto.collective_ops import Exchange
-from stretto.errors import BrokenTransportError, UnreachedError
+from stretto.errors import BrokenTransportError, TransportError, UnreachedError
 from stretto.membership.messages import GenerationView, Member, MemberRanks, ReadyReport, ViewOfRanks
 from stretto.process_config import WorkerConfig
 from stretto.relay import (
+    GREETING,
     HANDSHAKE_S,
     JOINED,
     MAX_STRANGERS,
@@ -29,6 +32,7 @@ from stretto.relay import (
     checked,
     digest,
     signed,
+    stream_to,
 )
 from stretto.run_config import RunConfig
 from stretto.training import worker_context
@@ -37,7 +41,7 @@ from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
 from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES
-from stretto.transport.relay_tunnels import RelayAccess
+from stretto.transport.relay_tunnels import RelayAccess, ServiceTunnels
 from stretto.transport.secure_connections import PREFACE
 from tests.encrypted_ends import joined, new_keys
 from tests.fixed_ports import fixed_port
@@ -83,7 +87,13 @@ def plain(made: RelayThread) -> socket.socket:
 
 def request_on(one: socket.socket, end: End = b"s", stream: Stream = STREAM, secret: bytes = SECRET) -> bytes:
     """Return a signed request for an end of a stream, on a new connection."""
-    return signed(end, stream, received(one, NONCE_BYTES), secret)
+    return signed(end, stream, greeted(one), secret)
+
+
+def greeted(one: socket.socket) -> bytes:
+    """Send the greeting of a worker, and return the random number."""
+    one.sendall(GREETING)
+    return received(one, NONCE_BYTES)
 
 
 def end_of(made: RelayThread, end: End, stream: Stream = STREAM) -> socket.socket:
@@ -107,16 +117,21 @@ def is_closed(one: socket.socket) -> bool:
 
 def repeated(one: socket.socket) -> bytes:
     """Return a request that was signed for another connection."""
-    received(one, NONCE_BYTES)
+    greeted(one)
     return signed(b"s", STREAM, b"an earlier number", SECRET)
 
 
 STRANGERS: dict[str, tuple[Callable[[socket.socket], bytes], str]] = {
     "silence": (lambda one: b"", "no request within 2 s"),
-    "a web request": (lambda one: b"GET / HTTP/1.0\r\n\r\n", "no request within 2 s"),
-    "garbage": (lambda one: os.urandom(5000), "more than a request"),
+    "a greeting alone": (lambda one: GREETING, "no request within 2 s"),
+    "half a greeting": (lambda one: GREETING[:5], "no request within 2 s"),
+    "a web request": (lambda one: b"GET / HTTP/1.0\r\n\r\n", "no greeting of a worker"),
+    "garbage": (lambda one: b"g" + os.urandom(5000), "no greeting of a worker"),
+    "a request with the greeting": (lambda one: GREETING + bytes(REQUEST_BYTES), "no greeting of a worker"),
+    "ZeroMQ where no coordinator is": (lambda one: b"\xff" + bytes(63), "a connection of ZeroMQ"),
     "a request and more": (lambda one: request_on(one) + b"and more", "more than a request"),
-    "a request of garbage": (lambda one: os.urandom(REQUEST_BYTES), "without the key"),
+    "a request of garbage": (lambda one: greeted(one) and os.urandom(REQUEST_BYTES), "without the key"),
+    "a service that the run has not": (lambda one: request_on(one, b"c", stream_to("127.0.0.1:22")), "no worker of"),
     "another secret": (lambda one: request_on(one, secret=b"of another run"), "without the key"),
     "a repeated request": (repeated, "without the key"),
     "another end than the signed one": (lambda one: b"r" + request_on(one)[1:], "without the key"),
@@ -365,3 +380,93 @@ def test_members_that_do_not_connect_in_time_are_named_by_their_numbers(running:
     rendezvous.close()
     for one in silent:
         one.close()
+
+
+# --- one port ---------------------------------------------------------------------------------------------------------
+
+
+def test_connections_of_zeromq_lead_to_the_coordinator_also_after_it_was_away() -> None:
+    with contextlib.ExitStack() as stack:
+        port, context = fixed_port(), stack.enter_context(zmq.Context())
+        running = stack.enter_context(relay(f"127.0.0.1:{port}"))
+        client = stack.enter_context(context.socket(zmq.DEALER))
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(f"tcp://127.0.0.1:{running.port}")
+        for message in (b"first", b"second" * 100_000):
+            with context.socket(zmq.ROUTER) as coordinator:
+                coordinator.setsockopt(zmq.LINGER, 0)
+                coordinator.bind(f"tcp://127.0.0.1:{port}")
+                found = list[bytes]()
+                while message not in found:  # one that is sent while the connection ends is lost
+                    client.send(message)
+                    until(lambda coordinator=coordinator: coordinator.poll(50))
+                    name, *found = coordinator.recv_multipart()
+                coordinator.send_multipart([name, message])
+                until(lambda: client.poll(50))
+                assert client.recv() == message
+        assert running.relay.refused == 0
+
+
+def test_a_worker_reaches_a_service_through_the_relay_also_after_it_was_away() -> None:
+    port = fixed_port()
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(relay(services=[f"127.0.0.1:{port}"]))
+        made = ServiceTunnels(running.access, [f"127.0.0.1:{port}"])
+        stack.callback(made.close, 0.0)
+        host, _, there = made.addresses[0].rpartition(":")
+        with socket.create_connection((host, int(there)), LIMIT_S) as early:
+            assert is_closed(early), "nothing listens there"
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", port)) as service:
+                service.settimeout(LIMIT_S)
+                with socket.create_connection((host, int(there)), LIMIT_S) as one, service.accept()[0] as other:
+                    data = os.urandom(3_000_000)
+                    with ThreadPoolExecutor(1) as pool:
+                        sending = pool.submit(one.sendall, data)
+                        assert received(other, len(data)) == data
+                        sending.result()
+                    other.sendall(b"back")
+                    assert received(one, 4) == b"back"
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["refused", "no reply"])
+@pytest.mark.parametrize("closed", [(), (0,), (1,), (0, 1)])
+def test_connections_pass_the_relay_only_where_the_port_of_a_member_is_closed(
+    running: RelayThread, closed: tuple[int, ...], is_silent: bool
+) -> None:
+    """The address that the other member knows leads nowhere."""
+    own, nowhere = ports(2), ReservedPort("127.0.0.1", new_keys())
+    if is_silent:
+        nowhere.socket.listen()
+    access, machines = replace(running.access, after_s=0.5), [set[str](), set[str]()]
+    transports = []
+    for rank in range(2):
+        ends = [
+            replace(one.endpoint, machine=f"machine {number}")
+            if number == rank or number not in closed
+            else replace(one.endpoint, port=nowhere.endpoint.port, machine=f"machine {number}")
+            for number, one in enumerate(own)
+        ]
+        transports.append(EncryptedTransport(own[rank], 1, rank, [*enumerate(ends)], LIMIT_S, access, machines[rank]))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one: one.connect(LIMIT_S), transports))
+    assert exchanged(transports, torch.ones(10))
+    assert (running.relay.made > 0) == bool(closed)
+    remembered = [{"machine 1"} if 1 in closed else set(), {"machine 0"} if 0 in closed else set()]
+    assert machines == (remembered if is_silent else [set(), set()])
+    close(transports)
+    nowhere.close()
+
+
+def test_ports_of_a_range_are_taken_once_each_and_then_the_range_is_named() -> None:
+    first = fixed_port()
+    taken = []
+    with contextlib.ExitStack() as stack:
+        for free in (True, True, True, True, False):
+            is_left = contextlib.nullcontext() if free else pytest.raises(TransportError, match="--ports 20000-20100")
+            with is_left:
+                one = ReservedPort("127.0.0.1", new_keys(), range(first, first + 4))
+                stack.callback(one.close)
+                taken.append(one.endpoint.port)
+    assert len({*taken}) == len(taken) == 4
+    assert {*taken} <= {*range(first, first + 4)}

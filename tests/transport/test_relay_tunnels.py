@@ -16,7 +16,7 @@ import torch
 
 from stretto.collective_ops import Exchange
 from stretto.errors import BrokenTransportError
-from stretto.relay import JOINED, NONCE_BYTES, REQUEST_BYTES
+from stretto.relay import GREETING, JOINED, NONCE_BYTES, REQUEST_BYTES
 from stretto.transport import encrypted_rendezvous, encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
@@ -33,6 +33,7 @@ CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(chr(
 
 def joined_end(one: socket.socket) -> bytes:
     """Reply as a relay does that has the other end of a stream; return the request."""
+    assert received(one, len(GREETING)) == GREETING
     one.sendall(bytes(NONCE_BYTES))
     return received(one, REQUEST_BYTES)
 
