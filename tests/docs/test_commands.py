@@ -12,6 +12,7 @@ import pytest
 import typer
 from documents import PRESENT, ROOT, blocks, commands, spans
 
+from stretto import free_ports
 from stretto.cli.main import app
 from stretto.faults import plan
 from stretto.recipe.parser import parse
@@ -19,7 +20,7 @@ from stretto.simulator.compute import speed
 from stretto.simulator.network import topology
 
 GROUP: Any = typer.main.get_command(app)
-VALUES = {"network": topology.parse, "speeds": speed.parse, "faults": plan.parse}
+VALUES = {"network": topology.parse, "speeds": speed.parse, "faults": plan.parse, "ports": free_ports.parse}
 """Parser of each option's text."""
 
 pages = pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
