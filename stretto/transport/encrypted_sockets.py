@@ -53,6 +53,9 @@ STRANGERS = 64
 LINGER_S = 2.0
 """Seconds that the last messages may take to be sent when a worker leaves gracefully, and to arrive from a member that
 accepts none."""
+REFUSED = 2.5
+"""Multiple of the time after which the relay is used for missing connections, for those that are refused: a member that
+does not listen yet refuses them, too."""
 ABORT_S = 0.05
 """Seconds that a relay may take to forward the end of connections when a generation is aborted."""
 
@@ -168,10 +171,12 @@ class MemberSockets:
         self._ends, self._closed = members, closed if closed is not None else set()
         self._members = {one: end.public for one, end in enumerate(members) if one != rank}
         elsewhere = [one for one in self._members if relay is not None and self._is_elsewhere(members[one])]
-        self._relayed = {one for one in elsewhere if self._is_relayed_at_first(members[one])}
-        self._direct = set(elsewhere) - self._relayed
+        relayed = {one for one in elsewhere if self._is_relayed_at_first(members[one])}
+        self._direct = set(elsewhere) - relayed
         """Ranks of the members to which connections pass through the relay if they are missing after a while."""
-        self._relay_at = time.monotonic() + relay.after_s if relay is not None and self._direct else math.inf
+        self._relay_at = self._refused_until = math.inf
+        if relay is not None and self._direct:
+            self._relay_at, self._refused_until = (time.monotonic() + part * relay.after_s for part in (1, REFUSED))
         with contextlib.ExitStack() as made:
             made.callback(port.close)
             self._wake_sender, self._wake_receiver = (made.enter_context(one) for one in socket.socketpair())
@@ -179,13 +184,14 @@ class MemberSockets:
             port.socket.setblocking(False)
             port.socket.listen(QUEUE)
             self._tunnels = list[RelayTunnels]()
-            addresses = self._through_relay(self._relayed) if self._relayed else {}
+            self._local = self._through_relay(relayed)
+            """Addresses that lead to members through the relay."""
             made.pop_all()
         self._listener: socket.socket | None = port.socket
         self._waking = threading.Lock()
         self._senders = {
             one: SendingConnection(
-                addresses.get(one) or _address(members[one]), generation, rank, functools.partial(self._call, one)
+                self._local.get(one) or _address(members[one]), generation, rank, functools.partial(self._call, one)
             )
             for one in self._members
         }
@@ -205,23 +211,28 @@ class MemberSockets:
 
     def _through_relay(self, ranks: Collection[int]) -> dict[int, Address]:
         """Open connections of these members with the relay; return the addresses that lead to them."""
+        if not ranks:
+            return {}
         assert self._relay is not None
         publics = {one: self._members[one] for one in ranks}
         made = RelayTunnels(self._relay, self._own, self._generation, [*publics.values()])
         self._tunnels.append(made)
         return {one: (socket.AF_UNIX, made.name(public)) for one, public in publics.items()}
 
-    def _relay_missing(self) -> None:
-        """Let connections that are missing pass through the relay."""
-        self._relay_at = math.inf
+    def _relay_missing(self, now: float) -> None:
+        """Let connections that are missing pass through the relay; later those to members that may not listen yet."""
+        is_last = now >= self._refused_until
+        self._relay_at = math.inf if is_last else self._refused_until
         unsent = {one for one in self._direct if not self._senders[one].has_connected}
-        missing = unsent | {one for one in self._direct if one not in self._receivers}
-        for one, address in self._through_relay(missing).items() if missing else ():
-            if one in unsent:
-                if not self._senders[one].is_refused:
-                    self._closed.add(self._ends[one].machine)
-                self._senders[one].redirect(address)
-                self._redirected.append(self._ends[one].host)
+        unsent -= set() if is_last else {one for one in unsent if self._senders[one].is_refused}
+        unreceived = {one for one in self._direct if one not in self._receivers}
+        self._local |= self._through_relay((unsent | unreceived) - self._local.keys())
+        for one in unsent:
+            if not self._senders[one].is_refused:
+                self._closed.add(self._ends[one].machine)
+            self._senders[one].redirect(self._local[one])
+            self._redirected.append(self._ends[one].host)
+        self._direct -= unsent
 
     def _call(self, rank: int, preface: bytes) -> Handshake:
         return Handshake(True, z85.decode(self._secret), z85.decode(self._members[rank]), preface)
@@ -266,7 +277,7 @@ class MemberSockets:
             self._accept(self._listener)
         now = time.monotonic()
         if self._relay_at <= now:
-            self._relay_missing()
+            self._relay_missing(now)
         for sender in self._senders.values():
             is_ready = sender.due <= now or (sender.socket is not None and sender.socket.fileno() in ready)
             if is_ready and sender.lost_at is None:
