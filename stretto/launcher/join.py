@@ -169,6 +169,7 @@ def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> Pro
     key = _read(request)
     if key.first is not None:
         end_with_input()
+    note(f"joining the run {request.run}")
     with JoinClient(key.address, key.keys, JOINING if key.first is None else AGENT) as client:
         first = request.first if key.first is None else key.first
         invitation = client.ask(request.workers, first, key.replaces)

@@ -117,7 +117,6 @@ def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
 
     Raises LaunchError and Stopped as `run` does; the run continues without these workers.
     """
-    display.note(f"joining the run {joining.run}")
     plan = plan_of_join(joining, display.note)
     inbox: Inbox = SimpleQueue()
     with handled(lambda number: inbox.put(Signalled(number))):

@@ -385,6 +385,18 @@ def test_members_that_do_not_connect_in_time_are_named_by_their_numbers(running:
 # --- one port ---------------------------------------------------------------------------------------------------------
 
 
+def bind(coordinator: zmq.Socket[bytes], port: int) -> None:
+    """Bind to a port that a thread of ZeroMQ may not have closed yet."""
+
+    def is_bound() -> bool:
+        with contextlib.suppress(zmq.ZMQError):
+            coordinator.bind(f"tcp://127.0.0.1:{port}")
+            return True
+        return False
+
+    until(is_bound)
+
+
 def test_connections_of_zeromq_lead_to_the_coordinator_also_after_it_was_away() -> None:
     with contextlib.ExitStack() as stack:
         port, context = fixed_port(), stack.enter_context(zmq.Context())
@@ -395,7 +407,7 @@ def test_connections_of_zeromq_lead_to_the_coordinator_also_after_it_was_away() 
         for message in (b"first", b"second" * 100_000):
             with context.socket(zmq.ROUTER) as coordinator:
                 coordinator.setsockopt(zmq.LINGER, 0)
-                coordinator.bind(f"tcp://127.0.0.1:{port}")
+                bind(coordinator, port)
                 found = list[bytes]()
                 while message not in found:  # one that is sent while the connection ends is lost
                     client.send(message)
