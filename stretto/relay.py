@@ -29,6 +29,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import signal
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from stretto.security import log
 
 HANDSHAKE_S = 2.0
 """Seconds after which a connection without a signed request is closed."""
+DRAIN_S = 0.6
+"""Seconds in which the last messages of ended services are forwarded; a launcher kills its processes a little later."""
 MAX_STRANGERS = 64
 """Connections without a signed request; one more closes the oldest."""
 BUFFERED_BYTES = 1 << 18
@@ -153,11 +156,21 @@ class Pump(asyncio.Protocol):
 
 
 def serve(listener: socket.socket, secret: bytes, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
-    """Serve at a listening socket until the process ends.
+    """Serve at a listening socket until SIGTERM, and then until the last messages of the services are forwarded.
 
     Connections of ZeroMQ lead to the address of the coordinator, and requests to those of the services.
     """
-    asyncio.run(serving(listener, Relay(secret, coordinator=coordinator, services=services)))
+    relay = Relay(secret, coordinator=coordinator, services=services)
+    asyncio.new_event_loop().run_until_complete(_until_sigterm(listener, relay))
+
+
+async def _until_sigterm(listener: socket.socket, relay: Relay) -> None:
+    is_ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_ended.set)
+    server = await asyncio.get_running_loop().create_server(relay.connection, sock=listener)
+    await is_ended.wait()
+    server.close()
+    await relay.drained(DRAIN_S)
 
 
 def _parts(address: str) -> Address:
@@ -193,6 +206,8 @@ class Relay:
         self._coordinator = _parts(coordinator) if coordinator is not None else None
         self._services = {stream_to(one): _parts(one) for one in services}
         self._connecting = set[asyncio.Task[None]]()
+        self._forwarded = set[_Connection]()
+        """Connections with services."""
         self._strangers: dict[_Connection, None] = {}
         self._waiting: dict[_Place, _Connection] = {}
         self._places: dict[_Connection, _Place] = {}
@@ -265,12 +280,20 @@ class Relay:
             connection.close()
             return
         connection.transport.write(reply)
+        self._forwarded.add(connection)
         service.join(connection)
         connection.join(service, received)
+
+    async def drained(self, limit_s: float) -> None:
+        """Wait until the services have closed all connections, and what they have sent is forwarded, or this time."""
+        ends = [asyncio.ensure_future(one.is_lost.wait()) for one in self._forwarded]
+        if ends:
+            await asyncio.wait(ends, timeout=limit_s)
 
     def left(self, connection: _Connection) -> None:
         """Forget a connection, unless it is one of two that were joined."""
         self._strangers.pop(connection, None)
+        self._forwarded.discard(connection)
         place = self._places.pop(connection, None)
         if place is not None:
             del self._waiting[place]

@@ -25,6 +25,7 @@ def main() -> None:
         serve(socket.socket(fileno=config.listen_fd), secret, config.coordinator, config.services)
     except BaseException as error:
         fail(error, RELAY, log_in(config.run))
+    leave()
 
 
 if __name__ == "__main__":

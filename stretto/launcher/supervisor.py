@@ -213,7 +213,7 @@ class Supervisor:
         returns = member.incarnation < self._config.restarts and not (member.number >= 0 and is_ending)
         returns = returns and end.code != UNREACHABLE
         member.state = "restarting" if returns else "lost"
-        if member.is_declared_failed:
+        if member.is_declared_failed and end.code != UNREACHABLE:
             end = replace(end, code=EVICTED)
         stopped = f"was stopped for {member.stopped_s:g} s before it registered, and was "
         why = stopped * (member.stopped_s > self._config.failure_timeout_s) + in_words(end)

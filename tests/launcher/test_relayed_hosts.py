@@ -135,8 +135,11 @@ def test_one_open_port_of_the_launchers_host_suffices(
 
 
 def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue(
-    place: Place, apart_hosts: None, tmp_path_factory: pytest.TempPathFactory
+    place: Place, apart_hosts: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The relay refuses the requests of one host."""
+    broken = tmp_path_factory.mktemp("broken")
+    (broken / "sitecustomize.py").write_text("import stretto.relay\nstretto.relay.GREETING = b'not a greeting'\n")
     enough, run = write_script(place.folder, tmp_path_factory), place.folder / "run"
     options = ["-n", "1", "--recipe", "allreduce", "--listen", ADDRESS, "--failure-timeout", "4s", "--out", "run"]
     here = on(HOSTS[0], "run", *options, "train.py", "--lr", "0.01")
@@ -144,6 +147,7 @@ def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others
     key = (run / "join.key").read_bytes()
     there = joining(HOSTS[1], place.folder, key, ADDRESS)
     until(lambda: started(run, 0, 1), here, there)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(broken), os.environ.get("PYTHONPATH", "")]))
     elsewhere = joining(HOSTS[2], place.folder, key, ADDRESS)
     refusal = elsewhere.communicate(timeout=90)[0].decode()
     until(lambda: generations(run)[-1] == [0, 1], here, there)
@@ -153,5 +157,5 @@ def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others
     assert elsewhere.returncode == WORKERS_LOST, refusal
     assert re.search(r"worker 2 at 10.79.0.3:\d+ and worker 1 at 10.79.0.2:\d+ did not connect 3 times", refusal)
     assert "stretto run --listen" in refusal and "restart" not in refusal
-    assert "workers of different hosts connect with each other; --relay" in said[0]
+    assert f"or where these are closed through {ADDRESS}, which suffices" in said[0]
     assert_each_sample_counts_once(run)
