@@ -154,9 +154,10 @@ def test_report_of_unequal_samples_has_no_seconds_of_different_work(tmp_path: Pa
     points = [trained(1, 200, 10, METRICS[:2]), trained(2, 400, 15, METRICS)]
     text = written(tmp_path, points, workers=["1", "2"])
     assert "Most samples/s at equal quality (acc after 200 samples): local_sgd on 2 workers, 15, 1.50×" in text
+    assert "Quality was not compared" not in text
     assert "Seconds for 1,000 samples" in text
     assert "acc after 200 samples" in text
-    assert "after different numbers of samples" in text
+    assert "<td>0.7000</td>" in text and "<td>0.8500</td>" not in text
     assert "26.7 s" not in text and "20.0 s" not in text
     silent = [trained(w, 200 * w, 10 * w, []) for w in (1, 2)]
     unmeasured = written(tmp_path / "silent", silent, workers=["1", "2"])

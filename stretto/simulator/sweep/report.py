@@ -74,7 +74,7 @@ def sentences(sweep: Result) -> list[str]:
         or definition["options"].get("step_time", "auto")
     )
     fastest, stop_sentences = _fastest(sweep), stops if len(stops) <= MOST_SENTENCES else ()
-    unmeasured = [UNMEASURED] if fastest.startswith(MOST_SAMPLES) else []
+    unmeasured = [UNMEASURED] if fastest.startswith(f"{MOST_SAMPLES}:") else []
     return [fastest, *unmeasured, *stop_sentences, *([MEASURED] if typed == "auto" else [])]
 
 
@@ -88,7 +88,8 @@ def _fastest(sweep: Result) -> str:
     if best is None or results.time(best, measure) is None:
         return f"No point reached {target}." if target and points else "No point has been measured."
     configuration = f"{results.label(best)} on {formatting.plural(best['workers'], 'worker')}"
-    gain = f", {formatting.times(best['speed_up'])} as fast as one" if best["speed_up_by"] == measure else ""
+    several = best["speed_up_by"] == measure and best["workers"] > 1
+    gain = f", {formatting.times(best['speed_up'])} as fast as one" if several else ""
     if target:
         return f"Fastest to {target}: {configuration}, {formatting.seconds(best['seconds_to_target'])}{gain}."
     what = f"{MOST_SAMPLES} at equal quality{_quality(sweep)}:" if any(is_good) else f"{MOST_SAMPLES}:"
@@ -146,7 +147,8 @@ def _stops_sheet(sweep: Result) -> tuple[Sheet, ...]:
         return ()
     columns = ("run", "pays up to", "there", "speed-up", "efficiency", "measured by")
     share = f"{results.PAYS:.0%}"
-    note = f"Beyond this number of workers, no larger number is at least {share} faster than the best up to it."
+    note = f"Beyond this number of workers, no larger number is at least {share} faster than the best up to it"
+    note += ", among those of equal quality where it is known."
     return (Sheet(PAYS, note, columns, tuple(_stop_row(limit, sweep) for limit in stops)),)
 
 
@@ -172,7 +174,6 @@ def _points_sheet(sweep: Result) -> Sheet:
     staleness = any(point["mean_staleness"] is not None for point in points)
     note += "MB: sent by each worker, mean; 10⁶ bytes. Waiting: share of the time of all workers." + mixed
     note += " Staleness: mean over updates." if staleness else ""
-    note += "" if results.all_same(points) else " Metrics: at the end, after different numbers of samples."
     return Sheet(ALL, note, ("run", "workers", *(column.heading for column in columns)), tuple(rows))
 
 
@@ -193,7 +194,7 @@ def _columns(sweep: Result) -> list[_Column]:
         _field("samples/s", results.PACE, formatting.count),
         _field("speed-up", "speed_up", formatting.times),
         _field("efficiency", "efficiency", formatting.percent),
-        *(_Column(name, partial(_metric, name=name)) for name in metrics),
+        *(_metric(name, points) for name in metrics),
         _Column("MB sent", lambda point: in_megabytes(_megabytes(point))),
         _field("waiting", "waiting_share", formatting.percent),
         *([_field("staleness", "mean_staleness", formatting.figure)] if stale else []),
@@ -210,8 +211,13 @@ def _to_target(point: Result) -> str:
     return "not reached" if seconds is None else formatting.seconds(seconds)
 
 
-def _metric(point: Result, name: str) -> str:
-    return formatting.figure(point["metrics"].get(name), 4)
+def _metric(name: str, points: Sequence[Result]) -> _Column:
+    """Return the column of a metric after equal numbers of samples: at the end, if all points trained on as many."""
+    if results.all_same(points):
+        return _Column(name, lambda point: formatting.figure(point["metrics"].get(name), 4))
+    samples = results.least_samples(points) or 0
+    heading = f"{name} after {formatting.count(samples)} samples"
+    return _Column(heading, lambda point: formatting.figure(value_at(dict(point), name, samples), 4))
 
 
 # Facts
@@ -259,7 +265,9 @@ def _sections(sweep: Result) -> list[Section]:
     short = " A line has no point where the target was not reached." if _known(sweep) else ""
     sections = [
         Section(PAYS if sheet else FAST, sheet, _plot("fast", fast, sweep, across, f"Virtual time.{ring}{short}")),
-        Section(COST, (), _plot("cost", cost, sweep, across, "At the end of each simulation.")),
+        Section(
+            COST, (), _plot("cost", cost, sweep, across, "At the end of each simulation, unless samples are named.")
+        ),
         Section(ALL, (_points_sheet(sweep),), ()),
     ]
     return [section for section in sections if section.sheets or section.plots]
