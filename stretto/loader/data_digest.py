@@ -130,10 +130,11 @@ def refuse_different_rows(digests: list[str]) -> None:
     raise LoaderError(
         explain(
             f"the data of worker {other} differ from those of worker 0, and each epoch is dealt among the workers",
-            got="a data set or a sampler that the script has split by worker, or drawn with other random numbers",
+            got="a data set or a sampler that the script has split by worker, drawn with other random numbers, or made "
+            "of files in the order in which a folder lists them",
             expected="the whole data set, in the same order, at every worker",
-            to_type="DataLoader(dataset, shuffle=True) without stretto.rank(); random_split(..., generator="
-            "torch.Generator().manual_seed(0))",
+            to_type="sort the list of files: sorted(glob(...)), sorted(os.listdir(...)); DataLoader(dataset, "
+            "shuffle=True) without stretto.rank(); random_split(..., generator=torch.Generator().manual_seed(0))",
         )
     )
 

@@ -89,6 +89,7 @@ def _difference(names: list[str], sums: list[bytes], when: str) -> str:
                 f"replicas differ {when}: {name} of {named(apart)} differs from the other workers'\n"
                 f"  got: checksums {', '.join(f'{value:08x}' for value in values)} by worker\n"
                 f"  expected: the same bits everywhere\n"
-                f"  try: look for code that changes the model on one worker only, or a random layer seeded differently"
+                f"  try: torch.manual_seed(0) before a layer is made or drawn again after stretto.distribute, since "
+                f"each worker has random numbers of its own; or look for code that changes the model on one worker only"
             )
     return f"replicas differ {when}, in a tensor that only some workers have"

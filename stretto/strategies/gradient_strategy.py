@@ -89,6 +89,10 @@ class GradientStrategy(RecipeStrategy):
             self.buffers.agree()
             self.buffers.follow_lead()
 
+    def _continue_changed(self) -> None:
+        """Have the workers compared that the script has changed: the next gradients are those of the new parameters."""
+        self._is_changed = True
+
     def on_generation(self, change: Change, behind: bool) -> None:
         """Adapt weights and codec states to a changed membership; of a round that is under way, after it."""
         super().on_generation(change, behind)

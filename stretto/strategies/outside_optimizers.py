@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -14,9 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stretto.errors import ModelError, ScriptError, explain
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.parameter_view import is_held, local
+from stretto.strategies.tensor_sync import crc
 
 watching: ContextVar[Callable[[Optimizer], None] | None] = ContextVar("watching", default=None)
 """Callback before every step of any optimizer at this worker; several workers may share a process."""
+FIRST_VALUES = 1 << 14
+"""Number of values of each parameter that are compared: an update by hand changes nearly all."""
 _installed: list[Any] = []
 
 
@@ -48,6 +53,32 @@ class OutsideOptimizers:
         self._model, self._optimizers, self._step_of = model, optimizers, step_of
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """The first global step that an outside optimizer stepped in."""
+        self._values: dict[str, int] = {}
+        """Checksums of the first values of each parameter when an epoch began."""
+
+    def note_values(self) -> None:
+        """Note the first values of the parameters that the optimizers hold."""
+        self._values = self._first_values()
+
+    def _first_values(self) -> dict[str, int]:
+        held = {id(one) for one in self._optimizers.parameters if is_held(one)}
+        named = [(plain_name(name), one) for name, one in self._model.named_parameters() if id(one) in held]
+        return {name: crc(local(one.detach()).reshape(-1)[:FIRST_VALUES]) for name, one in named}
+
+    def refuse_updates_by_hand(self, gather: Callable[[bytes], Sequence[bytes]] | None = None) -> None:
+        """Raise ScriptError if the script has changed parameters since `note_values`, and no optimizer has stepped.
+
+        With `gather`, which exchanges messages of all workers, at all of them if one has: a worker without a batch
+        has not.
+        """
+        noted, self._values = self._values, {}
+        found = self._first_values() if noted else {}
+        changed = [name for name, value in noted.items() if found.get(name, value) != value]
+        if gather is not None:
+            told = [msgspec.msgpack.decode(one, type=list[str]) for one in gather(msgspec.msgpack.encode(changed))]
+            changed = max(told, key=len)
+        if changed:
+            raise ScriptError(_by_hand(changed))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise ModelError where an optimizer would let the workers drift apart in silence."""
@@ -105,6 +136,16 @@ def refuse_step_outside(iterations: int, is_same_thread: bool, is_in_epoch: bool
                 "stretto.finish() before training without the loader",
             )
         )
+
+
+def _by_hand(names: list[str]) -> str:
+    return explain(
+        f"the optimizer was never stepped, and the script has changed {names[0]} itself in the loop",
+        got=f"{_parameters(len(names))} changed without a step: each worker would train for itself",
+        expected="a step of the optimizer that stretto.distribute was given, in each update",
+        to_type="optimizer.step() in place of the update by hand (torch.optim.SGD(model.parameters(), lr=...) is "
+        "p -= lr * p.grad); stretto.finish() before training without the loader",
+    )
 
 
 def _moves(kind: str, names: list[str]) -> str:

@@ -370,6 +370,8 @@ class Epochs:
         if agent.checkpoints.is_save_requested():
             agent.checkpoints.save()
         self.closing = None
+        if strategy.exchanges_gradients:
+            strategy.note_shown()  # a layer that a worker draws again before the next epoch is found when that begins
         return True
 
     def _end_asynchronous(self, epoch_batches: EpochBatches) -> bool:

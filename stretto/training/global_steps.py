@@ -119,6 +119,8 @@ class GlobalSteps:
         self._samples_sent = 0
         self._is_held = False
         """True if every trainable parameter was found in an optimizer, in this epoch."""
+        self._has_values = False
+        """True if the values of the parameters were noted in this epoch, or an optimizer has stepped before it."""
         self._idle_workers = idle_worker.IdleWorkers(transport, optimizers, trainer.settings, trainer.timer)
         self.pace = context.runtime.pace(trainer.timer, context.slow)
         self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
@@ -162,6 +164,7 @@ class GlobalSteps:
     def begin_epoch(self) -> None:
         """Look at the trainable parameters again in the epoch that begins."""
         self._is_held = False
+        self._has_values = self._progress.steps > 0 or self._transport.workers == 1
 
     def take_batch(self) -> None:
         """End the last global step, and note the thread that takes the next batch."""
@@ -172,6 +175,9 @@ class GlobalSteps:
         """Begin a global step."""
         self._trainer.schedules.begin_global_step(bool(self._stepped_here), global_step.streamed)
         self.current = global_step
+        if not self._has_values:
+            self._outside.note_values()
+            self._has_values = True
         if global_step.total:
             self.strategy.add_samples(global_step.own, global_step.total, global_step.parts)
         self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
@@ -450,7 +456,12 @@ class GlobalSteps:
         return leases
 
     def forget_epoch(self) -> None:
-        """Forget the work of this epoch, in which no step was made."""
+        """Forget the work of this epoch, in which no step was made.
+
+        Raises ScriptError if the script has trained the model by hand.
+        """
+        if not self._progress.steps:
+            self._outside.refuse_updates_by_hand()
         self.strategy.forget(self._progress.global_steps_of_epoch)
         self._take_leases()
 
@@ -468,6 +479,8 @@ class GlobalSteps:
             steps = [] if self.strategy.asynchronous else self._progress.steps_of
             is_compared = self.strategy.check(when, self._trainer.schedules.rates(), steps)
         except ReplicasDifferError as error:
+            if not self._progress.steps:
+                self._outside.refuse_updates_by_hand(self._transport.all_gather_bytes)
             raise ReplicasDifferError(
                 self._step_record.difference(self._transport, self._transport.members) or str(error)
             ) from None

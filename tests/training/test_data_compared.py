@@ -166,3 +166,14 @@ def test_a_sampler_of_another_library_that_shards_the_data_is_refused() -> None:
 @pytest.mark.parametrize("kind", WHOLE)
 def test_random_rows_and_folders_per_worker_are_accepted(kind: str) -> None:
     assert sum(run_workers(2, training(WHOLE[kind]), "allreduce")) == SAMPLES
+
+
+def test_files_in_another_order_are_told_to_sort_the_list() -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        data = Rows(regression(SAMPLES))
+        data.paths = data.paths[::-1] if worker else data.paths
+        stretto.distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data, batch_size=4))
+
+    with pytest.raises(LoaderError, match=r"the data of worker 1 differ(.*\n)*.*sort the list of files"):
+        run_workers(2, work, "allreduce")
