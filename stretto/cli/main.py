@@ -30,7 +30,7 @@ from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
 from stretto.notices import printable
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
-from stretto.run_config import Output, RunConfig
+from stretto.run_config import OUTPUT, Output, RunConfig
 from stretto.run_config import options as run_options
 from stretto.run_dir import version
 
@@ -235,6 +235,41 @@ def serve() -> None:
     from stretto.launcher.shard_agent import main as serve_shards
 
     serve_shards()
+
+
+@app.command(cls=ScriptCommand, epilog=examples("stretto check train.py", "stretto check -m package.train --lr 0.1"))
+@configured("module", "recipe", "global_batch", file=False)
+def check(
+    context: typer.Context,  # noqa: ARG001
+    config: RunConfig,
+    *,
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the traps; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Name the traps of SCRIPT before hours are spent: its source, and two epochs of two workers, at most 60 s.
+
+    Your files are read and not written. The exit code is 1 if there is a trap.
+    """
+    check_target(json_to, "traps.json")
+    from stretto.launcher.script_check import check as traps_of
+
+    traps = traps_of(config)
+    for trap in traps:
+        typer.echo(str(trap), err=str(json_to) == STANDARD_OUTPUT)
+    if not traps:
+        typer.echo(f"{config.script}: no trap was found", err=str(json_to) == STANDARD_OUTPUT)
+    if json_to is not None:
+        write_json(json_to, [asdict(trap) for trap in traps])
+    if traps:
+        raise typer.Exit(FAILED)
 
 
 app.command(

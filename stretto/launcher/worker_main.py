@@ -84,7 +84,8 @@ def _record_creation(_torch: ModuleType) -> None:
 
 def _watch(config: WorkerConfig) -> Written:
     """Notice files that the script writes and steps outside the loader. Only worker 0's lines reach the terminal."""
-    written = Written(own_folders(config.run))
+    private = config.options.private_files
+    written = Written([*own_folders(config.run), *([private] if private is not None else [])])
     if config.world_size > 1:
         written.begin()
         if config.worker == 0 and config.rank == 0:
