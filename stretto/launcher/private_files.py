@@ -53,6 +53,8 @@ same function, its name, and the name of the argument."""
 FOLLOW_NO_LINKS = ("_iterate_directories", "select_recursive_step", "walk")
 """Functions of `pathlib` that do not enter folders by links."""
 SYSTEM = ("/dev", "/proc", "/sys")
+CACHES = ("__pycache__", "/torchinductor_", "/.triton/")
+"""Parts of the paths of files that several processes may write: compiled code of Python and of torch.compile."""
 SHOWN = 3
 _WRITES = os.O_WRONLY | os.O_RDWR
 _AT_FDCWD, _EXCHANGE = -100, 2
@@ -82,14 +84,19 @@ class Kept:
 
 
 class PrivateFiles:
-    """A tree below `base` for a script whose working folder is `origin`. The folder that holds `base` is not in it."""
+    """A tree below `base` for a script whose working folder is `origin`. The folder that holds `base` is not in it.
 
-    def __init__(self, base: Path, origin: str) -> None:
+    `worker` is the number of the worker that this process is.
+    """
+
+    def __init__(self, base: Path, origin: str, worker: int = 0) -> None:
         self._base = str(base.resolve())
         self._excluded = os.path.dirname(self._base)
         self._unwatched = self._excluded, sys.prefix, sys.base_prefix, os.path.expanduser("~/.cache")
         self._tree, self._new = os.path.join(self._base, "tree"), os.path.join(self._base, "new")
-        self._before = os.path.join(self._base, "before")
+        self._before, self._writers = os.path.join(self._base, "before"), os.path.join(self._base, "writers")
+        self._worker = worker
+        self._claimed: set[str] = set()
         self._origin = origin
         self.here = self._tree + origin
         self._noted: set[str] = set()
@@ -147,6 +154,10 @@ class PrivateFiles:
         A file that will be emptied is not copied.
         """
         path = os.path.abspath(path)
+        if content and path not in self._claimed:
+            self._claimed.add(path)
+            with contextlib.suppress(OSError), open(self._writers, "a") as file:
+                file.write(json.dumps([self._worker, self.hide(path)]) + "\n")
         for _ in range(MOST_CHAINED):
             if not path.startswith(self._tree + os.sep):
                 return self._note(path)
@@ -204,6 +215,19 @@ class PrivateFiles:
         lines = "".join(json.dumps([path, _state(path)]) + "\n" for path in paths)
         with contextlib.suppress(OSError), open(self._before, "a") as file:
             file.write(lines)
+
+    def written(self) -> dict[int, list[str]]:
+        """Return the paths that each worker has opened for writing so far, or at which it has changed a file."""
+        paths: dict[int, list[str]] = {}
+        with contextlib.suppress(FileNotFoundError), open(self._writers) as file:
+            for line in file:
+                worker, path = json.loads(line)
+                is_cache = any(part in path for part in CACHES)
+                if not is_cache and not f"{path}/".startswith(
+                    tuple(f"{each}/" for each in (*SYSTEM, *self._unwatched))
+                ):
+                    paths.setdefault(worker, []).append(path)
+        return paths
 
     # --- links ----------------------------------------------------------------------------------------------------
 

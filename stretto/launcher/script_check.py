@@ -13,7 +13,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -357,7 +357,7 @@ def _in_run(config: RunConfig, files: Sequence[Path]) -> list[Trap]:
             events = list(read_events(folder / "events.jsonl"))
         except LogError:
             events = []
-        return [*_errors(events, files), *_shared(events, files), *_alone(events, files)]
+        return [*_errors(events, files), *_shared(private.written(), files), *_alone(events, files)]
 
 
 def _errors(events: Iterable[Event], files: Sequence[Path]) -> list[Trap]:
@@ -383,23 +383,25 @@ def _errors(events: Iterable[Event], files: Sequence[Path]) -> list[Trap]:
     return []
 
 
-def _shared(events: Sequence[Event], files: Sequence[Path]) -> list[Trap]:
+def _shared(written: Mapping[int, Sequence[str]], files: Sequence[Path]) -> list[Trap]:
     """Return a trap for the files that several workers have written."""
-    sentence = several_write(events)
+    sentence = several_write(
+        {"event": "written", "host": "", "worker": worker, "paths": paths} for worker, paths in written.items()
+    )
     if sentence is None:
         return []
     text = sentence.partition(". Use ")[0]
-    file, line = _place_of([str(event["paths"]) for event in events if event.get("event") == "written"], files)
+    file, line = _place_of({os.path.basename(path) for paths in written.values() for path in paths}, files)
     return [Trap("shared files", text, os.path.relpath(file), line, SHARED)]
 
 
-def _place_of(written: Sequence[str], files: Sequence[Path]) -> tuple[Path, int | None]:
-    """Return the first line with a text that is the end of a path that was written."""
+def _place_of(written: set[str], files: Sequence[Path]) -> tuple[Path, int | None]:
+    """Return the first line with a text that is the name of a file that was written."""
     for file in files:
         for node in ast.walk(_parsed(file) or ast.Module([], [])):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 name = os.path.basename(node.value)
-                if "." in name and any(f"{name}'" in paths for paths in written):
+                if name in written:
                     return file, node.lineno
     return files[0], None
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from stretto.events import Event
-from stretto.launcher.private_files import hidden
+from stretto.launcher.private_files import CACHES, hidden
 from stretto.launcher.seeding import after_import
 
 MOST_FILES = 200
@@ -24,8 +24,6 @@ TENSORBOARD = "events.out.tfevents."
 """Beginning of the names of TensorBoard's files: it draws all that lie in one folder as one run."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
-_CACHES = ("__pycache__", f"{os.sep}torchinductor_", f"{os.sep}.triton{os.sep}")
-"""Parts of the paths of files that several processes may write: compiled code of Python and of torch.compile."""
 
 
 def notice_steps_alone(workers: int) -> None:
@@ -70,7 +68,7 @@ class Written:
         if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
             return
         path = hidden(os.path.abspath(path))
-        if not path.startswith((*self._own, *_NOT_FILES)) and not any(cache in path for cache in _CACHES):
+        if not path.startswith((*self._own, *_NOT_FILES)) and not any(cache in path for cache in CACHES):
             self.paths[path] = None
 
     def _audit(self, event: str, about: tuple[Any, ...]) -> None:

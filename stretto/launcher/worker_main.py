@@ -62,7 +62,7 @@ def main() -> None:
     seed_libraries(config.options.seed)
     after_import("torch", _record_creation)
     if config.options.private_files is not None:
-        files = PrivateFiles(config.options.private_files, os.getcwd())
+        files = PrivateFiles(config.options.private_files, os.getcwd(), config.worker)
         files.begin()
         script = script if kind == MODULE else str(files.place(Path(script)))
     written = _watch(config)
