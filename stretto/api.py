@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -70,8 +71,8 @@ def distribute(
     Args:
         model: any nn.Module whose parameters the optimizer holds; or a list of several, such as [encoder, head].
         optimizer: any torch optimizer; or a list of several, each with steps (and rounds) of its own.
-        loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches; or the loader that an
-            earlier call has returned.
+        loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches; numbers, such as
+            range(1000), for a loop that makes its batches itself; or the loader that an earlier call has returned.
         recipe: how the workers synchronise; a recipe on the command line or in STRETTO_RECIPE takes precedence.
             Default: allreduce().
         layout: what one worker is; whole() by default. A single process runs whole. A layout of several processes is
@@ -394,11 +395,18 @@ def _check_arguments(model: object, optimizer: object, loader: object, evaluate:
         raise ModelError(
             explain(problem, got=wrapper, expected="the plain model", to_type="distribute the model itself")
         )
-    if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
+    is_columns = isinstance(loader, tuple) and bool(loader) and all(isinstance(one, torch.Tensor) for one in loader)
+    if isinstance(loader, Dataset | torch.Tensor) or is_columns or not isinstance(loader, Iterable):
         problem, expected = "stretto.distribute needs the loader third", "a DataLoader, or an iterable of batches"
-        raise LoaderError(
-            explain(problem, got=type(loader).__name__, expected=expected, to_type="DataLoader(data, batch_size=32)")
-        )
+        got, to_type = type(loader).__name__, "DataLoader(data, batch_size=32)"
+        if callable(loader):
+            got = f"the function {getattr(loader, '__name__', got)}"
+            to_type = "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"
+        elif is_columns or isinstance(loader, torch.Tensor):
+            got = f"{_kinds(loader)}, whose rows are samples"
+            to_type = "for x, y in stretto.distribute(model, optimizer, [(x, y)]), with --batch split; or "
+            to_type += "DataLoader(TensorDataset(x, y), batch_size=32)"
+        raise LoaderError(explain(problem, got=got, expected=expected, to_type=to_type))
     if evaluate is not None and not callable(evaluate):
         problem = "evaluate= can't be called"
         raise ScriptError(
@@ -438,7 +446,7 @@ _CALL = "stretto.distribute(model, optimizer, loader, evaluate=accuracy)"
 
 def _finish_at_exit(sections: Sections) -> None:
     """Close the sections at exit if the script did not fail: only Stretto's launcher calls `close` itself."""
-    failed = []
+    failed, own_pid = [], os.getpid()
     shown = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -452,7 +460,8 @@ def _finish_at_exit(sections: Sections) -> None:
             say(str(found))
 
     def end() -> None:
-        if _sections.get() is sections and _current.get() is not None and not failed:
+        is_forked = os.getpid() != own_pid  # the run is the parent's
+        if _sections.get() is sections and _current.get() is not None and not failed and not is_forked:
             close()
 
     sys.excepthook = note

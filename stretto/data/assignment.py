@@ -292,6 +292,11 @@ class BatchAssignment:
         copied = self.copied()
         return (rank_batch.ranges for rank_batch in iter(lambda: copied.next(me), None))
 
+    def is_incomplete(self) -> bool:
+        """Return True if a coming global step has no part for some member. Cost: all coming global steps."""
+        copied = self.copied()
+        return any(rank_batch.incomplete for rank_batch in iter(lambda: copied.next(-1), None))
+
     def copied(self) -> BatchAssignment:
         """Return an independent copy in the same state."""
         assignment = copy.copy(self)

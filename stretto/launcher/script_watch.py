@@ -23,6 +23,7 @@ SHOWN = 3
 TENSORBOARD = "events.out.tfevents."
 """Beginning of the names of TensorBoard's files: it draws all that lie in one folder as one run."""
 _WRITES = os.O_WRONLY | os.O_RDWR
+_NEW = os.O_EXCL | os.O_DIRECTORY
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 
 
@@ -88,8 +89,11 @@ class Written:
 
 
 def is_writing(event: str, about: tuple[Any, ...]) -> bool:
-    """Return True for the audit event of a file that is opened for writing, and may be there before."""
-    return event == "open" and isinstance(about[2], int) and bool(about[2] & _WRITES) and not about[2] & os.O_EXCL
+    """Return True for the audit event of a file that is opened for writing, and may be there before.
+
+    A temporary file without a name opens its folder.
+    """
+    return event == "open" and isinstance(about[2], int) and bool(about[2] & _WRITES) and not about[2] & _NEW
 
 
 def own_folders(run: str | None) -> list[str]:

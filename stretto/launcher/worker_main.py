@@ -6,11 +6,15 @@ configuration in the environment.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import importlib
 import io
 import os
+import resource
 import runpy
+import shutil
 import socket
 import sys
 import sysconfig
@@ -67,12 +71,17 @@ def main() -> None:
         script = script if kind == MODULE else str(files.place(Path(script)))
     written = _watch(config)
     sys.argv = [script, *args]
+    own_pid = os.getpid()
     try:
         STARTS[kind](script)
+        if os.getpid() != own_pid:
+            _end_forked(None)
         _finish()
         _report_written(written, config)
         status.finish()
     except BaseException as error:
+        if os.getpid() != own_pid:
+            _end_forked(error)
         _report_written(written, config)
         fail(error, config.worker, log_of(config), config.rank)
 
@@ -110,10 +119,30 @@ def begin(config: ConfigT) -> ConfigT:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+    _have_terminal_size()
     if config.status_fd is None:
         return config
     keys = status.open(config.status_fd)
     return with_keys(config, keys) if keys else config
+
+
+def _have_terminal_size() -> None:
+    """Let scripts ask for the size of the terminal, though their output is a pipe: COLUMNS x LINES, or 80 x 24.
+
+    `shutil` has an answer of its own where there is none.
+    """
+    ask = os.get_terminal_size
+
+    def get_terminal_size(fd: int = 1, /) -> os.terminal_size:
+        try:
+            return ask(fd)
+        except OSError:
+            if sys._getframe(1).f_globals.get("__name__") == "shutil":
+                raise
+            found = shutil.get_terminal_size((80, 24))
+            return os.terminal_size((max(found.columns, 1), max(found.lines, 1)))
+
+    os.get_terminal_size = get_terminal_size
 
 
 def _run_file(script: str) -> None:
@@ -158,6 +187,24 @@ def _finish() -> None:
     from stretto.api import close
 
     close()
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked as `python` does: the run, its connections and threads are its parent's.
+
+    Objects are not destroyed: those of a connection would wait for threads that a fork does not copy.
+    """
+    code: object = error.code if isinstance(error, SystemExit) else None
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    elif not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> NoReturn:
@@ -214,7 +261,8 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return hidden(f"{error}{_as_module(error)}{_of_missing_file(error)}{_of_shared_files(error)}{_of_parts(error)}")
+    advice = (_as_module, _of_missing_file, _of_shared_files, _of_parts, _of_limits)
+    return hidden(f"{error}{''.join(one(error) for one in advice)}")
 
 
 def _as_module(error: BaseException) -> str:
@@ -266,6 +314,22 @@ def _of_parts(error: BaseException) -> str:
         "runs their layer: type model(...) in place of another method of it, weight_decay= of the optimizer in place "
         "of a penalty in the loss, a call of the layer in place of its weight, and parameter.full_tensor() at all "
         "processes to read a parameter"
+    )
+
+
+def _of_limits(error: BaseException) -> str:
+    """Return what to type where the system gives this process, or its loader processes, no file or no shared memory."""
+    text = str(error)
+    if getattr(error, "errno", None) == errno.EMFILE or "Too many open files" in text or "of ancdata" in text:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"; a process may open {limit} files: `ulimit -n 65536` before stretto run, or a smaller num_workers="
+    is_shared = "shared memory" in text or "/dev/shm" in f"{text} {getattr(error, 'filename', '')}"
+    if not is_shared or not any(sign in text for sign in ("No space left", "Bus error", "out of shared memory")):
+        return ""
+    megabytes = shutil.disk_usage("/dev/shm").total / 1e6
+    return (
+        f"; loader processes hand over batches in /dev/shm, of {megabytes:,.0f} MB: docker run --shm-size=8g, or a "
+        "smaller num_workers= or prefetch_factor="
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -27,17 +28,20 @@ from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
     EpochOrder,
+    IndexBatches,
     ShardedBatchSampler,
     draw,
     in_parts,
+    indices_of,
     interleaved,
     is_endless,
     joined,
+    loaded,
     part_of,
     rebuilt,
     samples_in,
 )
-from stretto.loader.global_step import GlobalStep, refuse_too_few
+from stretto.loader.global_step import GlobalStep, refuse_too_few, refuse_too_few_batches
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch, LeasingLoop
 from stretto.loader.stream_reader import CommonRandom, StreamPlace, StreamReader, read_to_place, stateful
 from stretto.loader.streams import compare_first, sharded_by
@@ -255,8 +259,8 @@ class StreamedEpoch:
     """The global steps of a stream of unknown length: in each the workers share how many samples they got.
 
     All workers read one `order`, and each gets every N-th batch; or its part of each batch, by `part`; or `is_own` and
-    each reads a shard. Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own
-    samples.
+    each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
+    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples.
     """
 
     dropped = samples = 0
@@ -271,6 +275,7 @@ class StreamedEpoch:
         part: Callable[[Any], Any] | None = None,
         is_own: bool = False,
         samples: int = 0,
+        load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._part, self._is_own = arrangement.cut, part, is_own
@@ -285,6 +290,12 @@ class StreamedEpoch:
         self._carried = dict(self._given)
         """Number of them whose work is in the agreed state."""
         self._samples_so_far = samples
+        self._proofs: deque[tuple[int, str] | None] = deque()
+        """Proofs of the batches whose indices were read, and that were not given to the script yet."""
+        self._proof: tuple[int, str] | None = None
+        """Proof of the batch that was given to the script last, if its indices were read ahead of it."""
+        self._loads = load is not None
+        self._items = load(self._parts()) if load is not None else self._parts()
 
     def is_last(self) -> bool:
         """Return True if the stream has ended, which is read to the first batch of the next global step for it.
@@ -334,12 +345,21 @@ class StreamedEpoch:
 
     def _next_batch(self) -> Any:
         """Return this worker's next batch, or part of one; None if the stream has ended, or the part is empty."""
-        while (batch := self.reader.take(self._order.position(self._index, self._read))) is not None:
+        for item in self._items:
             self._read += 1
-            part = self._part(batch) if self._part is not None else batch
-            if part is not None or not self._asynchronous:
-                return part
+            self._proof = self._proofs.popleft() if self._loads else None
+            if item is not None or not self._asynchronous:
+                return item
         return None
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
+        number = 0
+        while (batch := self.reader.take(self._order.position(self._index, number))) is not None:
+            number += 1
+            if self._loads:
+                self._proofs.append(self.reader.proof())
+            yield self._part(batch) if self._part is not None else batch
 
     # --- the place ----------------------------------------------------------------------------------------------
 
@@ -358,7 +378,7 @@ class StreamedEpoch:
             is_own=self._is_own,
             trained=self._ranges(self._carried) if not self._is_dealt else [],
             counts=dict(known),
-            proofs=[proof] if (proof := self.reader.proof()) is not None else [],
+            proofs=[proof] if (proof := self._proof if self._loads else self.reader.proof()) is not None else [],
             start=self.reader.start if self._is_own else b"",
             before_last=self.reader.before_last() if self._is_own else b"",
             state=self.reader.state() if self._is_own else None,
@@ -453,12 +473,19 @@ class BatchSource:
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
         self._sampler: ShardedBatchSampler | LeasedBatchSampler | None = None
+        has_parts = (
+            not self.splits
+            or (getattr(loader, "batch_size", None) or 0) * division.global_batch_of >= transport.workers
+        )
+        self.is_indexed = has_index(loader) and is_endless(loader) and assignment != "own" and has_parts
+        """True if the workers read the indices of a sampler that does not end, and each loads its own batches."""
+        self._processes = runtime.loader_processes(loader) if has_index(loader) else 0
         if is_leasable(loader):
             _refuse_sharded(loader)
             self._sampler = self._create_sampler(division.when)
             if assignment == "own":
                 _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
-            self._rebuilt = rebuilt(loader, self._sampler, runtime.loader_processes(loader))
+            self._rebuilt = rebuilt(loader, self._sampler, self._processes)
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
         elif assignment is None and transport.workers > 1:
@@ -502,7 +529,7 @@ class BatchSource:
 
     def resume_notice(self) -> str:
         """Return how a resumed run continues this stream, at its first checkpoint; empty if that needs no word."""
-        if isinstance(self._loader, list | tuple) or stateful(self._loader) is not None:
+        if isinstance(self._loader, list | tuple | range) or self.is_indexed or stateful(self._loader) is not None:
             return ""
         shards = "; each shard continues with the same number of workers only" if self.assignment == "own" else ""
         return (
@@ -527,10 +554,18 @@ class BatchSource:
 
         `samples` is the number of samples that were trained of one over a stream.
         """
-        if isinstance(self._sampler, LeasedBatchSampler):
-            return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
+        least = min(self._transport.workers, self._division.initial_workers)  # workers that join later may find too few
         if self._sampler is not None:
-            return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
+            epoch: LeasedEpoch | AssignedEpoch
+            if isinstance(self._sampler, LeasedBatchSampler):
+                epoch = LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
+            else:
+                epoch = AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
+            if begun is None and not self.splits:
+                refuse_too_few_batches(len(epoch.order.sizes), least)
+            return epoch
+        if isinstance(self._loader, list | tuple | range) and not self.splits and self.assignment != "own":
+            refuse_too_few_batches(len(self._loader), least)
         is_own = self.assignment == "own"
         if place is not None and (way := self._division.resume_stream) is not None:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
@@ -547,16 +582,20 @@ class BatchSource:
             compare_first(reader, self._transport, is_own)
         part = None
         if self.splits and workers > 1 and not is_own:
-            part = functools.partial(part_of, part=self._transport.worker, parts=workers)
+            cut = indices_of if self.is_indexed else part_of
+            part = functools.partial(cut, part=self._transport.worker, parts=workers)
         order = StreamOrder(1 if is_own or part is not None else workers, trained)
+        load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
-            reader, order, self._transport, self._asynchronous, self._arrangement, part, is_own, samples
+            reader, order, self._transport, self._asynchronous, self._arrangement, part, is_own, samples, load
         )
         return self.streamed
 
     def _reader(self, number: int, is_own: bool, place: StreamPlace | None) -> StreamReader:
         """Return a reader of the stream from its beginning, with all workers."""
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
+        if self.is_indexed:
+            loader = IndexBatches(self._loader, self._global_batch_of)
         is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
         if is_own or is_alone:
             return StreamReader(loader, None, place)
@@ -580,10 +619,15 @@ def _refuse_assignment(got: str, expected: str) -> None:
     raise LoaderError(explain(problem, got=got, expected=expected, to_type="stretto.distribute(...) without deal="))
 
 
+def has_index(loader: Any) -> bool:
+    """Return True if the loader picks samples by index."""
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return plain and not isinstance(loader.dataset, IterableDataset)
+
+
 def is_leasable(loader: Any) -> bool:
     """Return True if the loader picks samples by index in epochs that end, so that ranges of them can be assigned."""
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return plain and not isinstance(loader.dataset, IterableDataset) and not is_endless(loader)
+    return has_index(loader) and not is_endless(loader)
 
 
 def _refuse_sharded(loader: DataLoader[Any]) -> None:

@@ -108,7 +108,20 @@ def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:
-    """Return one part of a batch; None in place of a part without a sample."""
+    """Return one part of a batch; None in place of a part without a sample.
+
+    Raises LoaderError for a number, for which the script makes a batch.
+    """
+    if isinstance(batch, int):
+        raise LoaderError(
+            explain(
+                "--batch split can't divide a batch that the script makes in its loop",
+                got=f"the number {batch}",
+                expected="batches of tensors",
+                to_type="--batch keep, by which each worker makes batches of its own; or "
+                "x[stretto.rank() :: stretto.world_size()] in the loop",
+            )
+        )
     samples = samples_in(batch)
     start, stop = portion(samples, part, parts)
     return _rows(batch, samples, slice(start, stop)) if start < stop else None
@@ -384,6 +397,52 @@ class _Unbatched:
         return self.convert(items[0])
 
 
+class IndexBatches(DataLoader[Any]):
+    """The batches of a loader whose sampler does not end, as indices: arrays of numbers, or lists of other indices.
+
+    `global_batch_of` batches of the script are one.
+    """
+
+    def __init__(self, loader: DataLoader[Any], global_batch_of: int = 1) -> None:
+        given: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+        if loader.batch_sampler is None:
+            given = {"sampler": loader.sampler, "batch_size": None}
+        super().__init__(loader.dataset, generator=loader.generator, **given)
+        self._global_batch_of = global_batch_of
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = map(_as_list, _sampler(self))
+        while several := list(islice(batches, self._global_batch_of)):
+            indices = list(chain(*several))
+            yield np.array(indices) if all(type(index) is int for index in indices) else indices
+
+
+def indices_of(batch: Any, part: int = 0, parts: int = 1) -> Batch:
+    """Return one part of the indices of a batch, as a loader takes them.
+
+    >>> indices_of(np.arange(5), 1, 2)
+    [3, 4]
+    """
+    start, stop = portion(len(batch), part, parts)
+    found: Batch = batch[start:stop].tolist() if isinstance(batch, np.ndarray) else batch[start:stop]
+    return found
+
+
+def loaded(loader: DataLoader[Any], processes: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """Return the batches of these indices; loader processes read the indices ahead."""
+    return iter(rebuilt(loader, _Given(map(indices_of, batches)), processes))
+
+
+class _Given(BatchSampler):
+    """Samples batches of indices that are given."""
+
+    def __init__(self, indices: Iterator[Batch]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._indices
+
+
 def joined(loader: Iterable[Any], global_batch_of: int) -> Iterator[Any]:
     """Yield sets of `global_batch_of` batches of a loader without an order, as one batch each."""
     batches = iter(loader)
@@ -401,8 +460,14 @@ def _concatenated(batches: list[Any]) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples of a batch: the first dimension of the first tensor in it."""
-    found = _leading(batch)
+    """Return the number of samples of a batch: the first dimension of the first tensor in it.
+
+    A number stands for a batch that the script makes in its loop, and counts as one sample.
+
+    >>> samples_in((torch.ones(4, 2), torch.ones(4))), samples_in(7)
+    (4, 1)
+    """
+    found = 1 if isinstance(batch, int) else _leading(batch)
     if found is None:
         problem = "a batch has no tensor that shows its number of samples"
         raise LoaderError(

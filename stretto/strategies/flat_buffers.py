@@ -75,6 +75,15 @@ class FlatBuffer:
         """Return True if all parameters are still in their places (a script may have moved its model)."""
         return all(source.is_at(view) for source, view in self._places)
 
+    @torch.no_grad()
+    def lay_back(self) -> None:
+        """Bring parameters back that have other memory (`one.data = values`), with their values."""
+        for source, view in self._places:
+            own = source.local
+            if not source.is_at(view) and (own.shape, own.dtype, own.device) == (view.shape, view.dtype, view.device):
+                view.copy_(own)
+                source.place(view)
+
     def load(self) -> None:
         """Copy the values of parameters that are not views of this buffer into it."""
         hold(self.theta)

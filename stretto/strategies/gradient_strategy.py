@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
+import torch
+from torch import Tensor
 
+from stretto.codecs import exact
+from stretto.errors import ModelError, explain
 from stretto.recipe.what import gradients
+from stretto.strategies import backward_calls
 from stretto.strategies.carried_state import Piece
+from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.gradient_allreduce import GradientAllReduce
-from stretto.strategies.model_sync import watch_forward
 from stretto.strategies.optimizers import parameters_of
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
 from stretto.transport.interface import Change
+
+LOSSES = 8
+"""Number of the first losses of which it is seen if they are sums: a script may have several models."""
 
 
 class GradientStrategy(RecipeStrategy):
@@ -24,12 +31,13 @@ class GradientStrategy(RecipeStrategy):
     """The exchange; None while no rank of this worker trains a parameter."""
     _is_accumulating = False
     """True while the exchange is suspended."""
-    _hooks: Sequence[RemovableHandle] = ()
+    _losses_left = LOSSES
+    """Number of the next losses that are looked at."""
 
     def attach(self) -> None:
         """Create the exchange; hook parameters that begin to train, before the backward pass reaches them."""
         super().attach()
-        self._hooks = watch_forward(self._model, self._follow)
+        backward_calls.watch(self._before_backward)
 
     def begin_epoch(self, together: bool) -> None:
         """Agree on the trained parameters if `together`, and hook all parameters of the optimizers."""
@@ -39,9 +47,21 @@ class GradientStrategy(RecipeStrategy):
         if not self._lay_again(parameter_set) and self._gradients is not None:
             self._gradients.follow(parameter_set.held_parameters())
 
-    def _follow(self) -> None:
-        if self._gradients is not None and self.sets[0].has_changed():
+    def _before_backward(self, losses: Sequence[Tensor], create_graph: bool) -> None:
+        """Hook parameters that begin to train; look at the first losses."""
+        if self._gradients is None:
+            return
+        if self.sets[0].has_changed():
             self._gradients.follow(self.sets[0].held_parameters())
+        if self._transport.workers == 1 or self._is_accumulating:
+            return
+        if create_graph:
+            raise ModelError(_graph_of_gradients())
+        if self._losses_left:
+            self._losses_left -= 1
+            if any(map(backward_calls.is_sum, losses)):
+                self._losses_left = 0
+                self._context.events.notice(_sum_of_losses(self._transport.workers))
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps with gradients or parameters that no exchange includes."""
@@ -53,6 +73,23 @@ class GradientStrategy(RecipeStrategy):
         """Take part in an exchange without a gradient of this worker."""
         if self._gradients is not None:
             self._gradients.take_part()
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the mean of all workers' losses, weighted as their gradients: an optimizer may decide by it."""
+        is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        if self._gradients is None or not (is_number or loss is None):
+            return loss
+        own_loss = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
+        weights = self.sets[0].weights
+        device = next((part.theta.device for part in self.sets[0].parts), torch.device("cpu"))
+        kind = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+        def add() -> Tensor:
+            own = torch.tensor([own_loss * weights.share()], dtype=kind, device=device)
+            return finish([CollectiveRunner(self._transport, exact().average(own, None))])[0]
+
+        mean = self._transport.attempt(add)
+        return torch.full_like(loss, mean.item(), requires_grad=False) if isinstance(loss, Tensor) else mean.item()
 
     def on_backward(self) -> None:
         """Begin the exchange, though the backward pass may reach no parameter of this rank."""
@@ -77,8 +114,7 @@ class GradientStrategy(RecipeStrategy):
 
     def close(self) -> None:
         """Remove all hooks from the model, the parameters and the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
+        backward_calls.unwatch()
         self._drop_exchange(self.sets[0])
         super().close()
 
@@ -145,3 +181,22 @@ class GradientStrategy(RecipeStrategy):
             Piece(self._codec_state(bucket.state), bucket.part, bucket.start, bucket.stop)
             for bucket in self._gradients.buckets
         ]
+
+
+def _graph_of_gradients() -> str:
+    return explain(
+        "backward(create_graph=True) records how each gradient was computed, which the mean of all workers has lost",
+        got="loss.backward(create_graph=True) under a recipe that exchanges gradients",
+        expected="a graph of this worker's own gradients, beside the exchange or without one",
+        to_type="torch.autograd.grad(loss, list(model.parameters()), create_graph=True) for a penalty, and one "
+        'loss.backward() for the sum; for an optimizer that needs the graph: --recipe "local_sgd(every=1)", which '
+        "exchanges parameters",
+    )
+
+
+def _sum_of_losses(workers: int) -> str:
+    return (
+        f"the loss is a sum over the samples of a batch, and its gradients are averaged over {workers} workers: a step "
+        f"is 1/{workers} of that of one process with the same samples in one batch; a mean over the samples "
+        '(reduction="mean") makes both alike'
+    )

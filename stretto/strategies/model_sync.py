@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.loader.data_digest import refuse_different_rows
@@ -44,29 +41,6 @@ class SeveralModels(nn.ModuleList):
 def given(model: nn.Module) -> Any:
     """Return the model, or the list of models, as the script has it."""
     return model.given if isinstance(model, SeveralModels) else model
-
-
-def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
-    """Call `act` before each forward pass that is not compiled, and return the hooks."""
-    models = model if isinstance(model, SeveralModels) else [model]
-    return [one.register_forward_pre_hook(_BeforeForward(act)) for one in models]
-
-
-class OwnHook:
-    """Hook of a module that the library adds. In a copy of the module and in a file of it the hook does nothing."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return a call that makes a function of any arguments, which a program without this library has, too."""
-        return getattr, (nullcontext(), "__exit__")
-
-
-class _BeforeForward(OwnHook):
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = weakref.WeakMethod(act)  # a weak reference: the module may outlive the object
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and (act := self._act()) is not None:
-            act()
 
 
 def trained(parameter: Parameter) -> bool:

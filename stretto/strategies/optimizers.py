@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,16 +29,30 @@ def device_of_state(group: dict[str, Any], parameter: Parameter, dims: int) -> t
 
 
 class Optimizers:
-    """The parameter groups and the state of several optimizers, in the order in which the script gave them."""
+    """The parameter groups and the state of several optimizers, in the order in which the script gave them.
 
-    def __init__(self, each: Sequence[Optimizer]) -> None:
-        self.each = tuple(each)
+    `each` are those that step parameters; an optimizer around another one (SAM, Lookahead) is in `around`, by the
+    number of the one within it, from the outermost one on.
+    """
+
+    def __init__(self, given: Sequence[Optimizer]) -> None:
+        found: dict[int, tuple[Optimizer, list[Optimizer]]] = {}
+        for inner, wrappers in [pair for one in given for pair in _within(one)]:
+            known = found.setdefault(id(inner), (inner, []))[1]
+            known += [one for one in wrappers if not any(one is other for other in known)]
+        self.each = tuple(inner for inner, _ in found.values())
+        self.around = tuple(tuple(wrappers) for _, wrappers in found.values())
 
     def __len__(self) -> int:
         return len(self.each)
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.each)
+
+    @property
+    def all(self) -> list[Optimizer]:
+        """The optimizers and those around them."""
+        return [one for inner, wrappers in zip(self.each, self.around, strict=True) for one in (*wrappers, inner)]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -50,17 +65,68 @@ class Optimizers:
         return [one for optimizer in self.each for one in parameters_of(optimizer)]
 
     def states(self) -> list[tuple[Parameter, dict[str, Any]]]:
-        """Return each parameter with the state that its optimizer keeps of it, empty where there is none."""
-        return [(one, each.state.get(one, {})) for each in self.each for one in parameters_of(each)]
+        """Return each parameter with the state that its optimizer keeps of it, empty where there is none.
+
+        The state of an optimizer around it is added, by names with the prefix "around".
+        """
+        found: list[tuple[Parameter, dict[str, Any]]] = []
+        for optimizer, by_prefix in self._by_prefix():
+            for parameter in parameters_of(optimizer):
+                kept = [(prefix, one.state.get(parameter, {})) for prefix, one in by_prefix]
+                found.append((parameter, {f"{prefix}{name}": one[name] for prefix, one in kept for name in one}))
+        return found
 
     def replace_states(self, states: Sequence[tuple[Parameter, dict[str, Any]]]) -> None:
         """Put these states in place of what there is."""
         given = {id(parameter): state for parameter, state in states}
-        for optimizer in self.each:
-            optimizer.state.clear()
-            for one in parameters_of(optimizer):
-                if found := given.get(id(one)):
-                    optimizer.state[one].update(found)
+        for optimizer, by_prefix in self._by_prefix():
+            for _, one in by_prefix:
+                one.state.clear()
+            for parameter in parameters_of(optimizer):
+                for name, value in given.get(id(parameter), {}).items():
+                    prefix, one = next(pair for pair in by_prefix if name.startswith(pair[0]))
+                    one.state[parameter][name.removeprefix(prefix)] = value
+
+    def _by_prefix(self) -> list[tuple[Optimizer, list[tuple[str, Optimizer]]]]:
+        """Return each optimizer with those that keep state of its parameters, itself last, and their prefixes."""
+        return [
+            (inner, [*((f"around{number} ", one) for number, one in enumerate(wrappers)), ("", inner)])
+            for inner, wrappers in zip(self.each, self.around, strict=True)
+        ]
+
+
+def _within(optimizer: Optimizer) -> Iterator[tuple[Optimizer, tuple[Optimizer, ...]]]:
+    """Yield the optimizers that step the parameters of this one, each with those around it."""
+    inner = held_by(optimizer)
+    for one in inner:
+        for innermost, wrappers in _within(one):
+            yield innermost, (optimizer, *wrappers)
+    if not inner:
+        yield optimizer, ()
+
+
+def held_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that this one is around: attributes of it that hold all of its parameters between them.
+
+    >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    >>> outer = torch.optim.SGD(inner.param_groups)
+    >>> outer.base_optimizer = inner
+    >>> held_by(outer) == [inner], held_by(inner)
+    (True, [])
+    """
+    attributes = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    kept = [one for value in attributes for one in (value if isinstance(value, list | tuple) else [value])]
+    inner = [one for one in kept if isinstance(one, Optimizer) and hasattr(one, "_optimizer_step_pre_hooks")]
+    own = {id(one) for one in parameters_of(optimizer)}
+    held = [{id(one) for one in parameters_of(each)} for each in inner]
+    is_around = bool(inner) and all(one <= own for one in held) and own == set().union(*held)
+    return inner if is_around or (inner and not own) else []
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer can't step without the script's closure, as L-BFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def refuse_shared_parameters(model: nn.Module, optimizers: Optimizers) -> None:
@@ -85,8 +151,7 @@ def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> N
 
     L-BFGS chooses the length of its step: where a server adds whole updates, the model moves several such lengths.
 
-    A line search asks for the loss as often as the worker's own loss makes it, while each backward pass is an exchange
-    that all workers take part in. A codec with a state (or a recipe that keeps one) would take the gradients that one
+    A codec with a state (or a recipe that keeps one) would take the gradients that one
     model gets in the other's backward pass for its own.
     """
     added = recipe.step_of_all(workers)
@@ -101,16 +166,6 @@ def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> N
         )
     if not isinstance(recipe.what, gradients) or recipe.asynchronous:
         return
-    if any(isinstance(one, LBFGS) and one.param_groups[0]["line_search_fn"] for one in optimizers):
-        raise ModelError(
-            explain(
-                f"{recipe} exchanges gradients in each backward pass, and a line search makes another number of them "
-                "on each worker",
-                got="torch.optim.LBFGS with line_search_fn",
-                expected="the same number of backward passes on every worker",
-                to_type='--recipe "local_sgd(every=1)", or LBFGS without line_search_fn',
-            )
-        )
     if len(optimizers) > 1 and (type(recipe.what) is not gradients or recipe.how.keeps_residual):
         raise ModelError(
             explain(
@@ -118,5 +173,22 @@ def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> N
                 got=f"{len(optimizers)} optimizers",
                 expected="one optimizer, or a recipe without such a memory",
                 to_type='--recipe allreduce, or --recipe "local_sgd(every=16)"',
+            )
+        )
+
+
+def refuse_idle(optimizers: Optimizers, batches: str, workers: int, is_split: bool) -> None:
+    """Raise ModelError if an optimizer asks for its closure several times in a step, which a worker without a batch has
+    not."""
+    found = next((one for one in optimizers if needs_closure(one)), None)
+    if found is not None:
+        to_type = "--batch split, by which each worker has a part of each batch; or batches that the workers divide"
+        raise ModelError(
+            explain(
+                f"{type(found).__name__} calls the script's closure as often as it needs it, and a worker without a "
+                "batch has none",
+                got=f"{batches} for {workers} workers",
+                expected="a batch for each worker in each step",
+                to_type="DataLoader(..., drop_last=True)" if is_split else to_type,
             )
         )

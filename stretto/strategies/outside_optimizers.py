@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.errors import ModelError, ScriptError, explain
 from stretto.strategies.model_sync import plain_name
-from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.optimizers import Optimizers, held_by, parameters_of
 from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.tensor_sync import crc
 
@@ -83,8 +83,10 @@ class OutsideOptimizers:
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise ModelError where an optimizer would let the workers drift apart in silence."""
         step = self._step_of()
-        if step is None or any(optimizer is one for one in self._optimizers):
+        if step is None or any(optimizer is one for one in self._optimizers.all):
             return
+        if any(inner is one for inner in held_by(optimizer) for one in self._optimizers):
+            raise ModelError(_is_around(type(optimizer).__name__))
         names = {id(one): plain_name(name) for name, one in self._model.named_parameters()}
         held = parameters_of(optimizer)
         mine = [names[id(one)] for one in held if id(one) in names and one.grad is not None]
@@ -154,6 +156,15 @@ def _moves(kind: str, names: list[str]) -> str:
         got=f"a step of {kind} over {_parameters(len(names))} of the model",
         expected="every optimizer of the loop in the call, so that its steps are exchanged",
         to_type="stretto.distribute(model, [first, second], loader); a new optimizer: call stretto.distribute again",
+    )
+
+
+def _is_around(kind: str) -> str:
+    return explain(
+        f"{kind} steps an optimizer that stretto.distribute was given from within, and was not given itself",
+        got=f"a step of {kind} around the optimizer in the call",
+        expected="the outer one alone, whose steps are seen with those of the optimizer in it",
+        to_type=f"stretto.distribute(model, optimizer, loader) with the {kind} as the optimizer",
     )
 
 

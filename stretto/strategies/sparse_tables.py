@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from stretto.recipe.recipe import Recipe
-from stretto.strategies.model_sync import Named, OwnHook
+from stretto.strategies.model_sync import Named
 from stretto.strategies.optimizers import Optimizers
 
 _OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
@@ -58,9 +59,9 @@ def _reason(table: SparseTable, model: nn.Module, optimizers: Optimizers, recipe
         return "another library holds it"
     if not recipe.moves_rows:
         return f"{recipe} needs the whole table"
-    for optimizer in optimizers:
+    for optimizer, wrappers in zip(optimizers, optimizers.around, strict=True):
         group = next((one for one in optimizer.param_groups if any(own is parameter for own in one["params"])), None)
-        if group is not None and (problem := _changes_others(optimizer, group)):
+        if group is not None and (problem := _changes_others((*wrappers, optimizer)[0], group)):
             return problem
     return ""
 
@@ -89,11 +90,17 @@ def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequ
     return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in table.modules]
 
 
-class _BeforeLookUp(OwnHook):
+class _BeforeLookUp:
+    """Hook of a module. In a copy of the module and in a file of it the hook does nothing."""
+
     def __init__(self, look_up: Callable[[Tensor], None]) -> None:
         self._look_up = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
         # The model may be compiled, and the request to a server is no part of its graph.
         self._call = torch.compiler.disable(self._request)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a call that makes a function of any arguments, which a program without this library has, too."""
+        return getattr, (nullcontext(), "__exit__")
 
     def __call__(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._call(given[0] if given else named["input"])

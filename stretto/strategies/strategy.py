@@ -73,6 +73,11 @@ class Strategy:
         can't include such parameters.
         """
 
+    def lay_back(self) -> None:
+        """Bring parameters back into the flat buffers that a step or the script has given other memory."""
+        for part in [part for parameter_set in self.sets for part in parameter_set.parts]:
+            part.lay_back()
+
     def after_step(self, index: int, steps: int) -> bool:
         """Exchange if that is due after the `steps`-th step of this optimizer.
 
@@ -88,6 +93,13 @@ class Strategy:
 
     def take_part(self) -> None:
         """Take part, without a gradient of this worker, in an exchange of gradients that other workers have begun."""
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return the mean of all workers' losses where all have to decide alike by it; else the loss itself.
+
+        None: this worker takes part without a batch.
+        """
+        return loss
 
     def on_backward(self) -> None:
         """Begin an exchange of gradients in the backward pass under way, which reaches the model at all ranks."""

@@ -172,6 +172,7 @@ class Epochs:
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
             self.current = self.source.begin_epoch(number, begun, place, progress.samples_of_epoch)
+        steps.refuse_idle(self.current, self.source.splits)
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
@@ -331,6 +332,7 @@ class Epochs:
         trainer.rank_parts.take_part()
         steps.end(left=True)
         self._has_peeked = left and self.is_peek()
+        strategy.lay_back()
         self.push_all()
         if left and isinstance(self.current, LeasedEpoch):
             self.current.leave()

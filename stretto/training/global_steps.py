@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.data.leases import Lease
 from stretto.errors import NotFiniteError, ReplicasDifferError
-from stretto.loader.epoch_batches import BatchSource, EpochBatches
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
@@ -28,10 +28,10 @@ from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.context import Push, StrategyContext
 from stretto.strategies.create import create_strategy
 from stretto.strategies.marks import mark_of
-from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.optimizers import Optimizers, needs_closure, parameters_of, refuse_idle
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.parameter_view import local
-from stretto.strategies.step_hooks import StepHooks
+from stretto.strategies.step_hooks import StepHooks, closure_of
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
@@ -139,7 +139,11 @@ class GlobalSteps:
             self._left_out.watch()
         self._hooks = [
             StepHooks(
-                optimizer, functools.partial(self._before_step, index), functools.partial(self._after_step, index)
+                optimizer,
+                functools.partial(self._before_step, index),
+                functools.partial(self._after_step, index),
+                optimizers.around[index],
+                functools.partial(self._mean_loss, index) if transport.has_others else None,
             )
             for index, optimizer in enumerate(optimizers)
         ]
@@ -165,6 +169,14 @@ class GlobalSteps:
         """Look at the trainable parameters again in the epoch that begins."""
         self._is_held = False
         self._has_values = self._progress.steps > 0 or self._transport.workers == 1
+
+    def refuse_idle(self, epoch_batches: EpochBatches, is_split: bool) -> None:
+        """Raise ModelError if an optimizer can't step at a worker that has no batch in some step of this epoch."""
+        if not self.strategy.exchanges_gradients or not any(map(needs_closure, self._optimizers)):
+            return
+        if isinstance(epoch_batches, AssignedEpoch) and epoch_batches.batch_assignment.is_incomplete():
+            batches = f"{len(epoch_batches.order.sizes)} batches"
+            refuse_idle(self._optimizers, batches, self._transport.workers, is_split)
 
     def take_batch(self) -> None:
         """End the last global step, and note the thread that takes the next batch."""
@@ -316,7 +328,8 @@ class GlobalSteps:
         if self._left_out is not None:
             self._left_out.before_step(index)
         before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
-        self.strategy.before_step(index, self._idle_workers.is_following or progress.rounds > before)
+        is_carried = self._idle_workers.is_following or progress.rounds > before
+        self.strategy.before_step(index, is_carried or closure_of(args, kwargs) is not None)
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
@@ -326,9 +339,21 @@ class GlobalSteps:
             self._raise_not_finite(self._gradient_check.after_step(optimizer, self._progress.steps + 1))
         if self._left_out is not None:
             self._left_out.after_step(index)
-        self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients)
+        self.strategy.lay_back()
+        is_around = optimizer is not self._optimizers.each[index] and closure_of(args, kwargs) is None
+        self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients, is_around)
         self._count_step(index)
         self._timer.switch(before)
+
+    def _mean_loss(self, index: int, loss: Any) -> Any:
+        """Return what a closure gives its optimizer: the mean of all workers under recipes of gradients."""
+        if not self.strategy.exchanges_gradients or self._transport.workers == 1:
+            return loss
+        self.strategy.before_step(index, is_carried=self._progress.rounds > self._rounds_at_step[index])
+        if loss is None:
+            return None
+        self._idle_workers.announce(self.current, idle_worker.LOSS)
+        return self.strategy.mean_loss(loss)
 
     def _count_step(self, index: int) -> None:
         self._progress.count_step(index)

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from stretto.errors import ModelError, explain
 from stretto.loader.global_step import GlobalStep
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_idle
 from stretto.strategies.parameter_view import is_held, local
 from stretto.strategies.strategy import Strategy
 from stretto.strategies.tensor_sync import broadcast_from, follow
@@ -29,24 +29,27 @@ from stretto.transport import Transport
 
 NONE, ZERO, KEPT = range(3)
 """State of an optimizer's gradients at the end of a global step: none, zeros, or others."""
-EXCHANGE, DIVIDE, END = b"exchange", b"divide", b"end"
-STEP = b"step "
-"""Prefix of a step's message; the optimizer's index in the script's list follows. Gradients follow if exchanged."""
+EXCHANGE, LOSS, DIVIDE, END = b"exchange", b"loss", b"divide", b"end"
+STEP, STEP_AROUND = b"step ", b"step around "
+"""Prefixes of a step's message, the second if the optimizer around it steps without a closure.
+
+The optimizer's index in the script's list follows, and gradients if they are exchanged.
+"""
 Plain = dict[str, Any]
 
 
-def step_of(index: int) -> bytes:
+def step_of(index: int, is_around: bool = False) -> bytes:
     """Return the message for a step of this optimizer.
 
-    >>> step_of(1), stepped(step_of(1)), stepped(END)
-    (b'step 1', 1, None)
+    >>> step_of(1), stepped(step_of(1)), stepped(step_of(1, is_around=True)), stepped(END)
+    (b'step 1', 1, 1, None)
     """
-    return STEP + str(index).encode()
+    return (STEP_AROUND if is_around else STEP) + str(index).encode()
 
 
 def stepped(action: bytes) -> int | None:
     """Return the index of the optimizer whose step a message announces; None for another message."""
-    return int(action.removeprefix(STEP)) if action.startswith(STEP) else None
+    return int(action.removeprefix(STEP_AROUND).removeprefix(STEP)) if action.startswith(STEP) else None
 
 
 def broadcast_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
@@ -92,9 +95,11 @@ class IdleWorkers:
         if global_step is not None and global_step.incomplete and not self.is_following:
             self._transport.broadcast_bytes(action, global_step.root)
 
-    def announce_step(self, global_step: GlobalStep | None, index: int, with_gradients: bool) -> None:
-        """Broadcast that this optimizer steps, and the gradients that it steps with."""
-        self.announce(global_step, step_of(index))
+    def announce_step(
+        self, global_step: GlobalStep | None, index: int, with_gradients: bool, is_around: bool = False
+    ) -> None:
+        """Broadcast that this optimizer steps, or the one around it, and the gradients that it steps with."""
+        self.announce(global_step, step_of(index, is_around))
         if with_gradients and global_step is not None and global_step.incomplete and not self.is_following:
             broadcast_gradients(self._transport, global_step.root, parameters_of(self._optimizers.each[index]))
 
@@ -122,17 +127,22 @@ class IdleWorkers:
         """
         if not global_step.incomplete:  # no other worker has a batch that this one lacks: another rank has it
             return
+        if strategy.exchanges_gradients:
+            refuse_idle(self._optimizers, "a step with fewer batches", self._transport.workers, is_split=False)
         self.is_following = True
         while (action := self._receive(global_step)) != END:
             if action == EXCHANGE:
                 strategy.take_part()
+            elif action == LOSS:
+                strategy.mean_loss(None)
             elif action == DIVIDE:
                 divide()
             elif (index := stepped(action)) is not None:
                 if strategy.exchanges_gradients:
                     optimizer = self._optimizers.each[index]
                     broadcast_gradients(self._transport, global_step.root, parameters_of(optimizer))
-                    optimizer.step()
+                    around = self._optimizers.around[index] if action.startswith(STEP_AROUND) else ()
+                    (*around, optimizer)[0].step()
                 else:
                     count_step(index)
         self._end_alike(global_step, strategy.exchanges_gradients)
@@ -189,7 +199,7 @@ class Settings:
             scaler.load_state_dict(plain)
 
     def _kinds(self) -> list[list[Plain]]:
-        schedulers = [vars(scheduler) for optimizer in self._optimizers for scheduler in schedulers_of(optimizer)]
+        schedulers = [vars(scheduler) for optimizer in self._optimizers.all for scheduler in schedulers_of(optimizer)]
         return [self._optimizers.param_groups, schedulers, self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:

@@ -90,7 +90,8 @@ class LeftOutSteps:
         return next((one.grad for one in parameters if one.grad is not None), None)
 
     def _index_of(self, optimizer: object) -> int | None:
-        return next((index for index, one in enumerate(self._optimizers) if one is optimizer), None)
+        each = zip(self._optimizers.each, self._optimizers.around, strict=True)
+        return next((index for index, (one, around) in enumerate(each) if optimizer in (one, *around)), None)
 
     def _clear(self, index: int) -> None:
         if self._begun[index] != self._begun_before[index]:

@@ -35,6 +35,8 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
         how = (
             f"each worker reads a shard of its own{shards} and keeps all of it"
             if source.assignment == "own"
+            else f"all workers read its indices, and each loads one batch in {workers}"
+            if source.is_indexed
             else f"every worker reads all of it and keeps one batch in {workers}"
         )
         trainer.events.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")

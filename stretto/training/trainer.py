@@ -73,7 +73,7 @@ class Trainer:
         self.arrivals = Arrivals(transport)
         self.last_model = LastModel(self, context)
         self.evaluator = Evaluator(self, context, arguments.evaluate, arguments.evaluate_every)
-        self.schedules = Schedules(self, list(optimizers), arguments.schedule, context.global_batch_of)
+        self.schedules = Schedules(self, optimizers.all, arguments.schedule, context.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
         clock, notice = self.events.t, self.events.notice
         tally = Tally(CodecContext(transport.worker, transport.workers, context.seed or 0, clock=clock, notice=notice))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_workers import flat, run_one_worker, run_workers
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import stretto
 from stretto.data.stream_order import StreamOrder, first_untrained
@@ -51,7 +51,18 @@ class Stream(IterableDataset):
             yield batch_of(number)
 
 
+class Endless(Sampler[int]):
+    """A sampler that says that it has no end, and has one."""
+
+    def __len__(self) -> int:
+        return 10**10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2 * BATCHES))
+
+
 KINDS: dict[str, Callable[[], Any]] = {
+    "indices": lambda: DataLoader(torch.arange(2.0 * BATCHES).view(-1, 1), batch_size=2, sampler=Endless()),  # type: ignore[arg-type]
     "generator": lambda: iter(Stream()),
     "iterable": lambda: DataLoader(Stream(), batch_size=None),
     "list": lambda: list(Stream()),

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import stretto
+from stretto.errors import LoaderError
 
 DOUBLE = torch.float64
 CLOSE = 1e-10
@@ -576,12 +577,22 @@ LOADERS = {
 
 @pytest.mark.parametrize(
     ("kind", "workers", "samples", "recipe"),
-    pairwise([*LOADERS], [1, 2, 3, 4, 5], [5, 23, 48], ["allreduce", "local_sgd(every=3)"]),
+    pairwise([*LOADERS], [1, 2, 3, 4, 5], [20, 23, 48], ["allreduce", "local_sgd(every=3)"]),
 )
 def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int, recipe: str) -> None:
     found = run_workers(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
     for epoch in range(2):
         assert sorted(x for epochs in found for x in epochs[epoch]) == list(range(samples))
+
+
+@pytest.mark.parametrize("kind", ["plain", "list of batches"])
+@pytest.mark.parametrize("recipe", ["allreduce", "gossip(every=1)", "async_sgd"])
+def test_fewer_batches_than_workers_are_refused_and_may_be_divided(kind: str, recipe: str) -> None:
+    with pytest.raises(LoaderError, match="1 batch for 2 workers") as caught:
+        run_workers(2, lambda worker: read(LOADERS[kind](4)), recipe)
+    assert "--batch split" in str(caught.value)
+    found = run_workers(2, lambda worker: read(LOADERS[kind](4)), recipe, split=True)
+    assert sorted(x for epochs in found for x in epochs[0]) == list(range(4))
 
 
 def test_drop_last_drops_the_incomplete_batch_of_the_loader() -> None:

@@ -286,16 +286,6 @@ def test_two_optimizers_over_the_same_parameters_train_in_a_plain_process() -> N
     assert torch.equal(sharing(distribute=True)(0), sharing(distribute=False)(0))
 
 
-def test_a_line_search_under_an_exchange_of_gradients_is_refused_at_the_call() -> None:
-    def work(worker: int) -> None:
-        net = small_net()
-        optimizer = torch.optim.LBFGS(net.parameters(), line_search_fn="strong_wolfe")
-        stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4))
-
-    with pytest.raises(ModelError, match="a line search makes another number of them"):
-        run_workers(2, work, "allreduce")
-
-
 @pytest.mark.parametrize("recipe", ["async_sgd", "downpour(every=2)", "staleness_aware", "delay_compensated"])
 @pytest.mark.parametrize("line_search", ["strong_wolfe", None])
 def test_lbfgs_is_refused_where_a_server_adds_whole_updates(recipe: str, line_search: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,7 +195,7 @@ def endless(num_samples: int) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize(("workers", "recipe"), [(1, "allreduce"), *((3, recipe) for recipe in RECIPES)])
-def test_loader_that_draws_samples_without_an_end_is_read_as_a_stream(workers: int, recipe: str) -> None:
+def test_loader_that_draws_samples_without_an_end_is_dealt_by_its_indices(workers: int, recipe: str) -> None:
     def work(worker: int) -> list[list[float]]:
         net = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
@@ -210,6 +211,49 @@ def test_loader_that_draws_samples_without_an_end_is_read_as_a_stream(workers: i
 
     drawn = [x.view(-1).tolist() for x in endless(4 * 5 * workers)]
     assert run_workers(workers, work, recipe) == [drawn[worker::workers] for worker in range(workers)]
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "gossip(every=1)", "async_sgd"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_of_a_sampler_without_an_end_each_worker_loads_its_own_samples_only(
+    recipe: str, split: bool, processes: int, tmp_path: Path
+) -> None:
+    class Rows(torch.utils.data.Dataset[torch.Tensor]):
+        def __init__(self, worker: int) -> None:
+            self.log = tmp_path / str(worker)
+
+        def __len__(self) -> int:
+            return 50
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            with self.log.open("a") as file:  # in a loader process, too
+                file.write(f"{index} ")
+            return torch.tensor([float(index)])
+
+    def work(worker: int) -> list[int]:
+        data, net = Rows(worker), nn.Linear(1, 1)
+        source = torch.Generator().manual_seed(3)  # the threads share the global one
+        sampler = RandomSampler(data, replacement=True, num_samples=10**10, generator=source)
+        ahead = {"prefetch_factor": 1} if processes else {}
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=processes, **ahead)  # type: ignore[arg-type]
+        optimizer, found = torch.optim.SGD(net.parameters(), lr=1e-6), []
+        for step, x in enumerate(stretto.distribute(net, optimizer, loader)):
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            found += x.flatten().int().tolist()
+            if step == 5:
+                break
+        return found
+
+    trained = run_workers(2, work, recipe, split=split)
+    for worker, found in enumerate(trained):
+        loaded = [int(word) for word in (tmp_path / str(worker)).read_text().split()]
+        assert len(found) == 6 * (2 if split else 4)
+        assert loaded[: len(found)] == found
+        assert len(loaded) <= len(found) + 3 * processes * 4
+    assert trained[0] != trained[1]
 
 
 def test_sampler_without_an_end_and_without_a_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

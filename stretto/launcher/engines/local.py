@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -127,7 +128,7 @@ class LocalEngine:
         try:
             record = make_record(spec.config.keys)
         except OSError as error:
-            raise LaunchError(f"{spec} cannot be started: {error.strerror}") from error
+            raise LaunchError(_refused(spec, error)) from error
         config = msgspec.structs.replace(spec.config, status_fd=record, keys=None)
         try:
             opened = subprocess.Popen(
@@ -142,7 +143,7 @@ class LocalEngine:
             )
         except OSError as error:
             os.close(record)
-            raise LaunchError(f"{spec} cannot be started: {error.strerror}") from error
+            raise LaunchError(_refused(spec, error)) from error
         self._notify_reaper(f"+{opened.pid}\n")
         process = LocalProcess(opened, record, lambda: self._notify_reaper(f"-{opened.pid}\n"))
         self._running = [*self._unreleased(), process]
@@ -220,3 +221,8 @@ def _start_reaper() -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise LaunchError(f"no process can be started: {error.strerror}") from error
+
+
+def _refused(spec: ProcessSpec, error: OSError) -> str:
+    advice = "; type `ulimit -n 65536` before stretto run" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{spec} cannot be started: {error.strerror}{advice}"

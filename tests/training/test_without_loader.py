@@ -1,0 +1,102 @@
+"""Scripts without a DataLoader: a function that draws batches, one full batch, a graph, a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from thread_workers import flat, regression, run_single_process, run_workers, sgd, small_net
+from torch import Tensor, nn
+
+import stretto
+from stretto.errors import LoaderError
+
+INPUTS, LABELS = regression(60, torch.float64).tensors
+
+
+def drawing() -> Callable[..., Tensor]:
+    """Return a function that draws batches by a generator of the worker: threads share the global one."""
+    source = torch.Generator().manual_seed(stretto.rank())
+    return lambda *_: torch.randint(len(INPUTS), (5,), generator=source)
+
+
+def trained(loader: Any, rows: Any = None, epochs: int = 1, **options: Any) -> Any:
+    """Return a training whose batches are `rows(item)` of the samples, or drawn; its result has their indices, too."""
+
+    def work(worker: int) -> tuple[Tensor, list[tuple[int, ...]]]:
+        net, seen, draw = small_net(torch.float64), [], rows or drawing()
+        optimizer = sgd(net.parameters())
+        distributed = stretto.distribute(net, optimizer, loader() if callable(loader) else loader, **options)
+        for _ in range(epochs):
+            for item in distributed:
+                at = draw(item)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(INPUTS)[at], LABELS[at]).backward()
+                optimizer.step()
+                seen.append(tuple(at.tolist()))
+        return flat(net), seen
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "gossip(every=1)", "async_sgd"])
+def test_steps_of_a_loop_that_draws_its_batches_are_dealt_and_each_worker_draws_others(recipe: str) -> None:
+    (_, first), (_, second) = run_workers(2, trained(range(21)), recipe)
+    assert len(first) + len(second) == 21
+    assert not set(first) & set(second)
+
+
+def test_numbers_of_steps_name_other_batches_at_each_worker() -> None:
+    found = run_workers(3, trained(range(12), lambda step: torch.arange(5 * step, 5 * step + 5)), "allreduce")
+    assert sorted(at for _, seen in found for batch in seen for at in batch) == list(range(60))
+
+
+@pytest.mark.parametrize("loader", [[(INPUTS, LABELS)], [torch.arange(60)]], ids=["full batch", "graph"])
+def test_a_full_batch_that_is_split_equals_one_process(loader: Any) -> None:
+    def rows(item: Any) -> Tensor:
+        if isinstance(item, Tensor):  # nodes of a graph
+            return item
+        return (INPUTS[:, None] == item[0][None]).all(2).nonzero()[:, 0]
+
+    work = trained(loader, rows, epochs=5)
+    found, (one, _) = run_workers(3, work, "allreduce", split=True), run_single_process(work)
+    assert all((model - one).abs().max() < 1e-12 for model, _ in found)
+    assert all(len({len(seen) for _, seen in found}) == 1 and len(seen[0]) == 20 for _, seen in found)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_a_generator_that_draws_gives_each_worker_batches_of_its_own(recipe: str) -> None:
+    def batches() -> Iterator[Tensor]:
+        draw = drawing()
+        for _ in range(7):
+            yield draw()
+
+    (_, first), (_, second) = run_workers(2, trained(batches, lambda at: at, deal="own"), recipe)
+    assert (len(first), len(second)) == (7, 7) and not set(first) & set(second)
+
+
+def get_batch() -> tuple[Tensor, Tensor]:
+    return INPUTS, LABELS
+
+
+@pytest.mark.parametrize(
+    ("loader", "advice"),
+    [
+        (get_batch, "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"),
+        ((INPUTS, LABELS), "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
+        (INPUTS, "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
+    ],
+    ids=["function", "columns", "tensor"],
+)
+def test_what_is_no_loader_is_refused_with_the_line_that_trains(loader: Any, advice: str) -> None:
+    net = small_net()
+    with pytest.raises(LoaderError) as caught:
+        stretto.distribute(net, sgd(net.parameters()), loader)
+    assert advice in str(caught.value)
+
+
+def test_numbers_of_steps_are_not_split() -> None:
+    with pytest.raises(LoaderError, match="can't divide a batch that the script makes"):
+        run_workers(2, trained(range(4)), "allreduce", split=True)
