@@ -445,6 +445,8 @@ class Division:
     """True if all workers share each batch of the script: each has an even part of it."""
     resume_stream: ResumeStream | None = None
     """Way to continue a stream of a resumed run; None to bring it to its place."""
+    has_checkpoints: bool = True
+    """True if the run writes checkpoints, which need what proves a place in a stream."""
 
 
 class BatchSource:
@@ -596,11 +598,12 @@ class BatchSource:
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
+        keeps_last = self._division.has_checkpoints
         is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
         if is_own or is_alone:
-            return StreamReader(loader, None, place)
+            return StreamReader(loader, None, place, keeps_last)
         told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
-        return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place)
+        return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place, keeps_last)
 
     @property
     def batches_per_step(self) -> int:

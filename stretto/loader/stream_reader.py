@@ -110,11 +110,18 @@ def _put(states: tuple[Any, ...]) -> None:
 class StreamReader:
     """The batches of a stream in order, one at a time, each with its position from 0.
 
-    They are made with the `common` random state, or with the generators of the script if there is none.
+    They are made with the `common` random state, or with the generators of the script if there is none. For checkpoints
+    it `keeps_last`: an excerpt of the last batch, and the random states before.
     """
 
-    def __init__(self, loader: Any, common: CommonRandom | None = None, place: StreamPlace | None = None) -> None:
-        self._loader, self._common = loader, common
+    def __init__(
+        self,
+        loader: Any,
+        common: CommonRandom | None = None,
+        place: StreamPlace | None = None,
+        keeps_last: bool = True,
+    ) -> None:
+        self._loader, self._common, self._keeps_last = loader, common, keeps_last
         self._batches: Iterator[Any] | None = None
         self._ahead: deque[tuple[Any, tuple[Any, ...] | None]] = deque()
         """Batches that were read before they were taken, with the random states before each."""
@@ -145,7 +152,8 @@ class StreamReader:
         if found is None:
             return None
         batch, before = found
-        self._taken = position, excerpt(batch), before
+        if self._keeps_last:
+            self._taken = position, excerpt(batch), before
         return batch
 
     def skip(self) -> bool:
@@ -181,7 +189,7 @@ class StreamReader:
                 self._batches = iter(self._loader)
         if self._before_last and self.position + len(self._ahead) == self._last_trained:
             self._restore(self._before_last)
-        before = None if self._common is not None else _states()
+        before = _states() if self._common is None and self._keeps_last else None
         with self._applied():
             batch = next(self._batches, None)
         return None if batch is None else (batch, before)

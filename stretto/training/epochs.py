@@ -72,6 +72,7 @@ class Epochs:
             arguments.assignment,
             context.split,
             context.resume_stream,
+            context.checkpoint is not None,
         )
         self.source = BatchSource(
             trainer.loader, trainer.transport, self, division, context.runtime, trainer.rank_parts
