@@ -54,7 +54,7 @@ class Written:
     """Files that this process has opened for writing, except those below the folders in `own`."""
 
     def __init__(self, own: Iterable[str | os.PathLike[str]]) -> None:
-        self._own = tuple(str(Path(folder).resolve()) + os.sep for folder in own)
+        self._own = unwatched(own)
         self.paths: dict[str, None] = {}
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class Written:
         if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
             return
         path = hidden(os.path.abspath(path))
-        if not path.startswith((*self._own, *_NOT_FILES)) and not any(cache in path for cache in CACHES):
+        if is_watched(path, self._own):
             self.paths[path] = None
 
     def _audit(self, event: str, about: tuple[Any, ...]) -> None:
@@ -86,6 +86,16 @@ class Written:
             return save(obj, f, *args, **kwargs)
 
         module.save = noted  # type: ignore[attr-defined]
+
+
+def unwatched(own: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return the beginnings of the paths below these folders, whose files are not watched."""
+    return tuple(str(Path(folder).resolve()) + os.sep for folder in own)
+
+
+def is_watched(path: str, own: tuple[str, ...]) -> bool:
+    """Return True for the path of a file that is the script's: no device, no cache, and in no folder of `own`."""
+    return not path.startswith((*own, *_NOT_FILES)) and not any(cache in path for cache in CACHES)
 
 
 def is_writing(event: str, about: tuple[Any, ...]) -> bool:

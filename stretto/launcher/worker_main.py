@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import os
@@ -39,9 +40,11 @@ from stretto.errors import (
 from stretto.events import Event, LineStore, LogFile, of_process, process_name
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.private_files import PrivateFiles, hidden
+from stretto.launcher.replaced_files import ReplacedFiles, began_again_at
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import after_import, seed_libraries
 from stretto.membership.worker_status import ReportedError, status
+from stretto.notices import say
 from stretto.process_config import ConfigT, WorkerConfig, with_keys, worker_config
 
 FILE, MODULE = "file", "module"
@@ -69,6 +72,8 @@ def main() -> None:
         files = PrivateFiles(config.options.private_files, os.getcwd(), config.worker)
         files.begin()
         script = script if kind == MODULE else str(files.place(Path(script)))
+    if (since := began_again_at(config, time.time())) is not None:
+        ReplacedFiles(own_folders(config.run), since, functools.partial(_note_replaced, config)).begin()
     written = _watch(config)
     sys.argv = [script, *args]
     own_pid = os.getpid()
@@ -100,6 +105,15 @@ def _watch(config: WorkerConfig) -> Written:
         if config.worker == 0 and config.rank == 0:
             notice_steps_alone(config.world_size)
     return written
+
+
+def _note_replaced(config: WorkerConfig, text: str) -> None:
+    """Print what became of a file that the script replaces, and write it to the event log where it is on this disk."""
+    say(text)
+    if not config.sends_events:
+        event = {"event": "warning", "t": 0.0, **of_process(config.worker, config.rank), "text": text}
+        with contextlib.suppress(LogError):
+            _append(log_of(config), event)
 
 
 def _report_written(written: Written, config: WorkerConfig) -> None:
