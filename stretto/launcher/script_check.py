@@ -11,6 +11,7 @@ import ast
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ IN_INIT = "the layer in __init__, before stretto.distribute"
 SHARED = "stretto.save(obj, path), `if stretto.is_main():`, or a name with stretto.rank()"
 UNEVEN = "no `break` or `continue` by what differs among workers, as a count of their own batches: count epochs"
 ALONE = "loader = stretto.distribute(model, optimizer, loader)"
+_RECIPE = re.compile(r"--recipe (\w+)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -327,7 +329,10 @@ class _LimitedRun(ProgressDisplay):
 
 
 def _in_run(config: RunConfig, files: Sequence[Path]) -> list[Trap]:
-    """Return the traps that a short run shows. What the script writes there is removed."""
+    """Return the traps that a short run shows. What the script writes there is removed.
+
+    A script that needs another recipe than the default is run again with the one that its error names.
+    """
     with tempfile.TemporaryDirectory(prefix="stretto-check-") as place:
         folder, display = Path(place, "run"), _LimitedRun()
         private = PrivateFiles(Path(place, ".files"), os.getcwd())
@@ -357,7 +362,14 @@ def _in_run(config: RunConfig, files: Sequence[Path]) -> list[Trap]:
             events = list(read_events(folder / "events.jsonl"))
         except LogError:
             events = []
-        return [*_errors(events, files), *_shared(private.written(), files), *_alone(events, files)]
+        errors, shared = _errors(events, files), _shared(private.written(), files)
+    advised = _RECIPE.match(errors[0].to_type) if errors and config.recipe is None else None
+    if advised is not None:
+        print(
+            f"stretto: checked with --recipe {advised[1]}, since without {errors[0].text}", file=sys.stderr, flush=True
+        )
+        return _in_run(replace(config, recipe=advised[1]), files)
+    return [*errors, *shared, *_alone(events, files)]
 
 
 def _errors(events: Iterable[Event], files: Sequence[Path]) -> list[Trap]:
