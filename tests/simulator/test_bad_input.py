@@ -350,10 +350,10 @@ def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: si
     before = signal.getsignal(number)
     code, _, wrong = simulate(IN_LOOP=f"import os; epoch and os.kill(os.getpid(), {int(number)})")
     assert code == 128 + number
-    assert wrong.splitlines()[-2:] == [
-        "stretto: report of the run so far: stretto report run",
-        f"stretto: stopped by {number.name}",
-    ]
+    *_, report, stopped, model = wrong.splitlines()
+    assert report == "stretto: report of the run so far: stretto report run"
+    assert stopped == f"stretto: stopped by {number.name}"
+    assert model.startswith("the last model on which the workers agreed, ") and "run/last.safetensors" in model
     assert errors() == [f"stopped by {number.name}"]
     assert signal.getsignal(number) is before
 
