@@ -194,8 +194,8 @@ def steps() -> int:
     is the same at all workers; under others it follows the batches that all workers have received. It begins at 0 with
     each `distribute`.
 
-    >>> steps()
-    0
+    >>> if steps() % 1000 == 999:
+    ...     print("a thousand more")
     """
     return _position(lambda loop: loop.global_batches(of_epoch=False), 0)
 
@@ -205,8 +205,8 @@ def epoch_step() -> int:
 
     Use it in place of `i` in `for i, batch in enumerate(loader)`, which begins at 0 after a resume within an epoch.
 
-    >>> epoch_step()
-    0
+    >>> if epoch_step() == 100:
+    ...     print("a hundred batches of this epoch are trained")
     """
     return _position(lambda loop: loop.global_batches(of_epoch=True), 0)
 

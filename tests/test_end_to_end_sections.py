@@ -108,7 +108,7 @@ def test_run_that_failed_in_its_second_section_is_resumed_there(tmp_path: Path) 
     whole = torch.load(tmp_path / "0-2.pt")
     shown = stretto_run(tmp_path, *checkpoints, "--out", "one", argument="fails", code=1)
     assert "this fold fails" in shown
-    for name in ("0-0.pt", "1-0.pt", "0-2.pt", "1-2.pt", "main-0.pt"):
+    for name in ("0-0.pt", "1-0.pt", "0-2.pt", "1-2.pt"):
         (tmp_path / name).unlink(missing_ok=True)
     shown = stretto_run(tmp_path, *checkpoints, "--resume", "one", "--out", "two")
     assert "section-2/checkpoints" in shown

@@ -41,7 +41,7 @@ from stretto.loader.epoch_order import (
     rebuilt,
     samples_in,
 )
-from stretto.loader.global_step import GlobalStep, refuse_too_few, refuse_too_few_batches
+from stretto.loader.global_step import GlobalStep, refuse_too_few
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch, LeasingLoop
 from stretto.loader.stream_reader import CommonRandom, StreamPlace, StreamReader, read_to_place, stateful
 from stretto.loader.streams import compare_first, sharded_by
@@ -556,18 +556,10 @@ class BatchSource:
 
         `samples` is the number of samples that were trained of one over a stream.
         """
-        least = min(self._transport.workers, self._division.initial_workers)  # workers that join later may find too few
         if self._sampler is not None:
-            epoch: LeasedEpoch | AssignedEpoch
             if isinstance(self._sampler, LeasedBatchSampler):
-                epoch = LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
-            else:
-                epoch = AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
-            if begun is None and not self.splits:
-                refuse_too_few_batches(len(epoch.order.sizes), least)
-            return epoch
-        if isinstance(self._loader, list | tuple | range) and not self.splits and self.assignment != "own":
-            refuse_too_few_batches(len(self._loader), least)
+                return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
+            return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         is_own = self.assignment == "own"
         if place is not None and (way := self._division.resume_stream) is not None:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)

@@ -56,17 +56,3 @@ def refuse_too_few(samples: int, workers: int) -> None:
                 to_type=f"-n {max(samples, 1)}",
             )
         )
-
-
-def refuse_too_few_batches(batches: int, workers: int) -> None:
-    """Raise LoaderError unless an epoch has a batch for every worker: some would never train."""
-    if batches < workers:
-        raise LoaderError(
-            explain(
-                f"an epoch has {batches} batch{'es' * (batches != 1)} for {workers} workers",
-                got=f"{workers - batches} worker{'s' * (workers - batches != 1)} without a batch in every step",
-                expected=f"at least one a worker, {workers}",
-                to_type=f"--batch split, by which each worker trains on 1/{workers} of each batch; or a smaller "
-                f"batch_size, or -n {batches}",
-            )
-        )
