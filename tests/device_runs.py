@@ -60,11 +60,14 @@ def _use_streams() -> None:
     """Have copies between the second device and the host end late, as those of a GPU with pinned memory."""
     import torch
 
+    from stretto.checkpoint import background_writer
+    from stretto.training import last_model
     from stretto.transport import device_memory
 
     importlib.import_module("second_device")
     device_memory.STREAMS.append("far")
-    device_memory.host_memory = lambda like, _: torch.empty(like.shape, dtype=like.dtype)  # none can be pinned
+    for module in (device_memory, background_writer, last_model):  # none can be pinned
+        module.host_memory = lambda like, _: torch.empty(like.shape, dtype=like.dtype)
 
 
 @dataclass
