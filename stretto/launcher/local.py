@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from queue import SimpleQueue
 
 from msgspec import structs
 
+from stretto.checkpoint.file_receiver import INCOMING
 from stretto.checkpoint.model_file import left_in as model_left_in
 from stretto.errors import LaunchError, LogError, RunFailedError, WorkersLostError
 from stretto.events import read_events
@@ -104,6 +106,8 @@ def _run(
             except LaunchError as error:
                 model = model_left_in(folder, _first(error))
                 raise RunFailedError("\n".join(filter(None, [str(error), model])), folder) from error
+            finally:
+                shutil.rmtree(folder / INCOMING, ignore_errors=True)  # uploads that were given up
         return folder
 
 
