@@ -21,12 +21,11 @@ class Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Started(Record, frozen=True):
     """Log record of the start of the run, with its rules.
 
-    `expected` workers form the first generation, with others that join, so that it has `begins_with`. Fewer than
-    `min_workers` do not continue; more than `max_workers` are not admitted. A worker without a heartbeat for
-    `failure_timeout_s` has failed; where the run cannot continue without it, a worker that is being restarted is
-    awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for another: joining workers
-    are admitted immediately, and failures only reported. A run that `saves` writes a checkpoint before its last workers
-    leave as they were asked to.
+    `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
+    not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where the run cannot continue without
+    it, a worker that is being restarted is awaited for `return_s`, by default as long. In `asynchronous` training no
+    worker waits for another: joining workers are admitted immediately, and failures only reported. A run that `saves`
+    writes a checkpoint before its last workers leave as they were asked to.
     """
 
     expected: int
@@ -36,7 +35,6 @@ class Started(Record, frozen=True):
     asynchronous: bool = False
     return_s: float | None = None
     saves: bool = False
-    begins_with: int = 0
 
     @property
     def return_limit_s(self) -> float:
@@ -47,6 +45,21 @@ class Started(Record, frozen=True):
     def reserved(self) -> int:
         """Number of workers that the run's launcher may start; workers that others add have numbers from there on."""
         return self.expected
+
+    @property
+    def begins_with(self) -> int:
+        """Number of workers of the first generation with others that join; 0 if only the expected ones are awaited."""
+        return 0
+
+
+class StartedWithOthers(Started, frozen=True):
+    """Log record of the start of a run that begins with `first_members` workers, of which others join by hand."""
+
+    first_members: int = 0
+
+    @property
+    def begins_with(self) -> int:
+        return self.first_members
 
 
 class StartedOnCluster(Started, frozen=True):
@@ -64,7 +77,10 @@ def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     saves = config.checkpoint_every is not None
     rules = config.awaited, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous
     if config.on is None:
-        return Started(*rules, max(RETURN_S, config.failure_timeout_s), saves, config.initial_workers)
+        limits = max(RETURN_S, config.failure_timeout_s), saves
+        if config.initial_workers > config.awaited:
+            return StartedWithOthers(*rules, *limits, config.initial_workers)
+        return Started(*rules, *limits)
     return StartedOnCluster(*rules, config.timeout_s, saves, reserved_numbers=config.most_workers)
 
 
@@ -167,7 +183,16 @@ class Stopped(Record, frozen=True):
 
 
 AnyRecord: TypeAlias = (
-    Started | StartedOnCluster | Formed | FormedOfRanks | ContinuedTo | Ended | EndedByRank | NumbersGiven | Stopped
+    Started
+    | StartedWithOthers
+    | StartedOnCluster
+    | Formed
+    | FormedOfRanks
+    | ContinuedTo
+    | Ended
+    | EndedByRank
+    | NumbersGiven
+    | Stopped
 )
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 _ENCODER = msgspec.msgpack.Encoder()

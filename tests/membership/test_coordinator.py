@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from membership_world import FAILURE_TIMEOUT_S, Worker, World
 
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
-from stretto.membership.coordinator_records import Started
+from stretto.membership.coordinator_records import Started, StartedWithOthers
 from stretto.membership.messages import (
     Broken,
     Evicted,
@@ -270,7 +270,9 @@ def test_asynchronous_run_counts_started_workers_before_their_first_message() ->
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("expected", [0, 1, 2])
 def test_a_run_begins_when_as_many_workers_as_it_waits_for_are_ready(expected: int, asynchronous: bool) -> None:
-    coordinator = MembershipCoordinator(Started(expected, FAILURE_TIMEOUT_S, asynchronous=asynchronous, begins_with=4))
+    coordinator = MembershipCoordinator(
+        StartedWithOthers(expected, FAILURE_TIMEOUT_S, asynchronous=asynchronous, first_members=4)
+    )
     for worker in range(3):
         coordinator.receive(worker, 0, ReadyReport(0), 0.0)
     coordinator.process_exited(2, 0, 0.0)  # it has joined, and counts no more
