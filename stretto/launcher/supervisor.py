@@ -196,6 +196,7 @@ class Supervisor:
         if len(member.finished) == len(member.processes):
             member.state = "left" if end.record.left else "done"
             self._finished.append(end)
+            self._follow()  # it may have joined and ended since the last poll
 
     def _is_survivable(self, end: Exited) -> bool:
         """Return True if the others may continue: the process did not report an error of the script."""
@@ -316,13 +317,17 @@ class Supervisor:
             if self._stop is not None and not self._plan.joining:
                 self._exit_notifier.end_run()
                 self._exit_notifier.watch_members()
-        if self._plan.joining and not self._plan.sees_run:
-            self._relay.follow([member.processes[0].record() for member in self._in("running", "done", "left")])
+        self._follow()
         self._kill_stopped()
         failures = self._failures()
         for member in self._in("running"):
             if (rank := failures.rank_of(member.number, member.incarnation)) is not None:
                 member.declare_failed(rank)
+
+    def _follow(self) -> None:
+        """Show the progress of workers that joined a run whose events are not seen here."""
+        if self._plan.joining and not self._plan.sees_run:
+            self._relay.follow([member.processes[0].record() for member in self._in("running", "done", "left")])
 
     def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
