@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,7 +275,7 @@ class ThreadConnection:
     def pause_between_steps(self, report: ReadyReport) -> GenerationView | Continue:
         return self._coordinator.await_generation(self._worker, report)
 
-    def broken(self, generation: int, _why: str, forming: bool = False) -> None:
+    def broken(self, generation: int, _why: str, forming: bool = False, unreached: Sequence[int] = ()) -> None:
         self._coordinator.abort(generation)
 
     def doing(self, _text: str, global_step: int, _waits: object = None) -> None:

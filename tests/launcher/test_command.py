@@ -46,7 +46,7 @@ def wait_for_end(place: Place, process: subprocess.Popen[bytes]) -> tuple[int, s
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signal_to_the_launcher_ends_all_processes(place: Place, number: signal.Signals, code: int) -> None:
-    process = start_endless_run(place)
+    process = start_endless_run(place, f"import signal; signal.signal({int(number)}, signal.SIG_DFL); ")  # as no nohup
     began = time.monotonic()
     process.send_signal(number)
     returned, _, err = wait_for_end(place, process)

@@ -408,14 +408,14 @@ def test_connections_of_zeromq_lead_to_the_coordinator_also_after_it_was_away() 
             with context.socket(zmq.ROUTER) as coordinator:
                 coordinator.setsockopt(zmq.LINGER, 0)
                 bind(coordinator, port)
-                found = list[bytes]()
-                while message not in found:  # one that is sent while the connection ends is lost
-                    client.send(message)
-                    until(lambda coordinator=coordinator: coordinator.poll(50))
-                    name, *found = coordinator.recv_multipart()
-                coordinator.send_multipart([name, message])
-                until(lambda: client.poll(50))
-                assert client.recv() == message
+
+                def is_answered(coordinator: zmq.Socket[bytes] = coordinator, message: bytes = message) -> bool:
+                    client.send(message)  # again, as one that is sent while the connection ends is lost
+                    if coordinator.poll(500):
+                        coordinator.send_multipart(coordinator.recv_multipart())
+                    return bool(client.poll(500)) and client.recv() == message
+
+                until(is_answered)
         assert running.relay.refused == 0
 
 
