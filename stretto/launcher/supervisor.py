@@ -184,7 +184,7 @@ class Supervisor:
             self._later(time.perf_counter() + supervised.SIBLING_S, lambda: self._inbox.put(end))
             return None
         if not self._is_survivable(end):
-            member.end_ranks(process)
+            process.release()  # its other ranks end with the run, after the first of them has written its last model
             member.state = "lost"
             return self._find_cause(end)
         return self._survive(member, end, process)

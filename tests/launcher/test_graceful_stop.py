@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,22 @@ def test_run_that_sigterm_ends_writes_a_checkpoint_and_continues_from_it(place: 
 
 def test_second_signal_ends_the_run_at_once(place: Place) -> None:
     place.recovers = True
-    script = place.script("import pathlib, time\npathlib.Path(f'ready-{config.worker}').touch()\ntime.sleep(600)")
+    script = place.script(
+        "import pathlib, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(f'ready-{config.worker}').touch()\ntime.sleep(600)"
+    )
     options = ["-n", "2", "--checkpoint-every", "1h", "--stop-within", "600s"]
     run = place.stretto("run", *options, "--out", "here", script, before="import signal; ")
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
     run.send_signal(signal.SIGTERM)
+    assert run.stderr is not None
+    os.set_blocking(run.stderr.fileno(), False)
+    said = bytearray()
+
+    def is_leaving() -> bool:
+        said.extend(run.stderr.read() or b"")  # type: ignore[union-attr]
+        return b"stopped by SIGTERM; the workers leave" in said
+
+    until(is_leaving)  # of two pending signals Python would handle the one of the lower number first
     run.send_signal(signal.SIGINT)
     assert run.wait(60) == 128 + signal.SIGINT
