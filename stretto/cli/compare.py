@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stretto.cli.options import configured
+from stretto.cli.options import configured, json_option
 from stretto.cli.script_arguments import recipe_names
 from stretto.compare.progress import Progress
 from stretto.compare.runner import Comparison
@@ -79,13 +79,7 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.", rich_help_panel=OUTPUT)] = False,
     json_to: Annotated[
         Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            show_default="none",
-            help="File for the records of the runs; - for the standard output.",
-            rich_help_panel=OUTPUT,
-        ),
+        json_option("the records of the runs"),
     ] = None,
 ) -> None:
     """Run SCRIPT in a single process and under each recipe and layout, and compare model, metrics, speed and traffic.

@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from stretto.cli.compare import compare
 from stretto.cli.export import command as export
 from stretto.cli.factorise import command as factorise
-from stretto.cli.options import JsonTo, Quiet, configured, with_options
+from stretto.cli.options import JsonTo, Quiet, configured, json_option, with_options
 from stretto.cli.script_arguments import RETYPED, ScriptCommand, examples, nearest
 from stretto.cli.simulate import command as simulate
 from stretto.errors import StrettoError, WorkersLostError, explain
@@ -30,7 +30,7 @@ from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
 from stretto.notices import printable
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
-from stretto.run_config import OUTPUT, Output, RunConfig
+from stretto.run_config import Output, RunConfig
 from stretto.run_config import options as run_options
 from stretto.run_dir import version
 
@@ -245,13 +245,7 @@ def check(
     *,
     json_to: Annotated[
         Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            show_default="none",
-            help="File for the traps; - for the standard output.",
-            rich_help_panel=OUTPUT,
-        ),
+        json_option("the traps"),
     ] = None,
 ) -> None:
     """Name the traps of SCRIPT before hours are spent: its source, and two epochs of two workers, at most 60 s.

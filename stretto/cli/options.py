@@ -89,16 +89,20 @@ def option(name: str) -> Any:
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)]
-JsonTo = Annotated[
-    Path | None,
-    typer.Option(
+
+
+def json_option(what: str) -> Any:
+    """Return the option --json, whose file is for this."""
+    return typer.Option(
         "--json",
         metavar="FILE",
         show_default="none",
-        help="File for the run record; - for the standard output.",
+        help=f"File for {what}; - for the standard output.",
         rich_help_panel=OUTPUT,
-    ),
-]
+    )
+
+
+JsonTo = Annotated[Path | None, json_option("the run record")]
 
 
 def configured(*names: str, file: bool = True, **defaults: Any) -> Callable[[Command], Command]:
