@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from torch.optim import Optimizer
+
 from stretto.errors import LoaderError, ModelError, ScriptError, explain
 
 TRAINERS = {
@@ -30,18 +32,23 @@ _OF_FABRIC = ("_FabricModule", "_FabricOptimizer", "_FabricDataLoader")
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer that Accelerate has wrapped, whose steps are those of the wrapper; else the optimizer.
 
-    Raise ModelError for an optimizer around another one whose steps cannot be seen.
+    Classes of optimizers around another one often leave out `Optimizer.__init__`: their steps get hooks here.
+    Raise ModelError for an object that is no optimizer of torch.
     """
     is_wrapped = _is_of(optimizer, "accelerate.", "AcceleratedOptimizer")
     own = optimizer.optimizer if is_wrapped else optimizer
+    if isinstance(own, Optimizer) and not (
+        hasattr(own, "_optimizer_step_pre_hooks") and getattr(type(own).step, "hooked", False)
+    ):
+        vars(own).setdefault("defaults", {})
+        Optimizer.__setstate__(own, {})  # makes what __init__ would have made, as for one that was unpickled
     if not hasattr(own, "_optimizer_step_pre_hooks"):
         raise ModelError(
             explain(
                 "the optimizer has no hooks, by which stretto sees its steps",
-                got=f"{type(own).__name__}, whose class does not call Optimizer.__init__, as those around another do",
-                expected="an optimizer of torch's class, or of one that calls it",
-                to_type="super().__init__(params, defaults) in the class, or the optimizer within it as the second "
-                "argument",
+                got=f"{type(own).__name__}, which is no torch.optim.Optimizer",
+                expected="an optimizer whose class is derived from torch.optim.Optimizer",
+                to_type="class ...(torch.optim.Optimizer), or the optimizer within it as the second argument",
             )
         )
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -58,15 +59,41 @@ class Lookahead(Optimizer):
         super().__init__(base.param_groups, {})
         self.optimizer, self.param_groups, self.steps = base, base.param_groups, 0
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.optimizer.step()
-        self.steps += 1
-        for one in [one for group in self.param_groups for one in group["params"]]:
-            slow = self.state[one].setdefault("slow", one.detach().clone())
-            if self.steps % 3 == 0:
-                slow.add_(one - slow, alpha=0.5)
-                one.copy_(slow)
+        step_and_look_ahead(self)
+
+
+class BareLookahead(Optimizer):
+    """Lookahead as its first version: the class calls no `Optimizer.__init__`, which would make its hooks."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.optimizer, self.param_groups, self.steps, self.state = base, base.param_groups, 0, defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:
+        step_and_look_ahead(self)
+
+
+class HookedLookahead(BareLookahead):
+    """Lookahead with the attributes of hooks that no step calls, as in timm."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base)
+        self.defaults = base.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure: Any = None) -> None:
+        step_and_look_ahead(self)
+
+
+@torch.no_grad()
+def step_and_look_ahead(optimizer: Any) -> None:
+    optimizer.optimizer.step()
+    optimizer.steps += 1
+    for one in [one for group in optimizer.param_groups for one in group["params"]]:
+        slow = optimizer.state[one].setdefault("slow", one.detach().clone())
+        if optimizer.steps % 3 == 0:
+            slow.add_(one - slow, alpha=0.5)
+            one.copy_(slow)
 
 
 def sam(parameters: Any) -> SAM:
@@ -97,7 +124,8 @@ def ascending_alone(optimizer: Any, loss: Callable[[], Tensor]) -> None:
 
 
 def plainly(optimizer: Any, loss: Callable[[], Tensor]) -> None:
-    optimizer.zero_grad()
+    for one in [one for group in optimizer.param_groups for one in group["params"]]:
+        one.grad = None  # optimizer.zero_grad() would give the step of a class its hooks
     loss().backward()
     optimizer.step()
 
@@ -158,11 +186,15 @@ def test_the_optimizer_in_sam_alone_is_refused_with_the_call_that_trains(recipe:
         run_workers(2, loop(with_closure, give=lambda one: one.base_optimizer), recipe)
 
 
+@pytest.mark.parametrize("kind", [Lookahead, BareLookahead, HookedLookahead])
 @pytest.mark.parametrize("samples", [96, 90])
-def test_an_exchange_follows_what_lookahead_does_after_the_step_in_it(samples: int) -> None:
-    work = loop(plainly, lambda parameters: Lookahead(SGD(parameters, lr=0.05)), samples)
+def test_an_exchange_follows_what_lookahead_does_after_the_step_in_it(samples: int, kind: Any) -> None:
+    work = loop(plainly, lambda parameters: kind(SGD(parameters, lr=0.05)), samples)
     assert_equals_one_process(work, workers=3)
-    assert torch.equal(*run_workers(2, work, "local_sgd(every=3)"))
+    first, second = run_workers(2, work, "local_sgd(every=3)")
+    assert torch.equal(first, second)
+    usual = loop(plainly, lambda parameters: Lookahead(SGD(parameters, lr=0.05)), samples)
+    assert torch.equal(first, run_workers(2, usual, "local_sgd(every=3)")[0])
 
 
 def test_state_of_both_optimizers_is_kept() -> None:
