@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stretto.checkpoint.state_transfer import Own, load_some, pack_own, unpack_own
 from stretto.parameter_server.client import ParameterServerClient
@@ -23,7 +22,7 @@ from stretto.strategies.model_sync import Named, refuse_other_start, state_of
 from stretto.strategies.optimizers import Optimizers, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
-from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, watch_lookups
+from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, stop_watching, watch_lookups
 from stretto.strategies.tensor_sync import crc
 
 
@@ -59,7 +58,7 @@ class AsyncStrategy(RecipeStrategy):
         self._start_sums = context.start_sums
         self._row_tables: list[SparseTable] = []
         """Tables whose rows are exchanged by themselves."""
-        self._hooks: list[RemovableHandle] = []
+        self._watched: list[SparseTable] = []
 
     @property
     def server(self) -> AsyncServer:
@@ -200,12 +199,12 @@ class AsyncStrategy(RecipeStrategy):
         self._stop_watching()
         modules = {id(table.parameter): table for table in self._row_tables}
         for each in server.tables:
-            self._hooks += watch_lookups(modules[id(each.parameter)], each.look_up)
+            self._watched.append(modules[id(each.parameter)])
+            watch_lookups(self._watched[-1], each.look_up)
 
     def _stop_watching(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        stop_watching(self._watched)
+        self._watched = []
 
     def _create_exchange(self, parameter_set: ParameterSet, rule_state: RuleState | None = None) -> None:
         assert parameter_set.flat_parameters is not None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
-from torch.utils.hooks import RemovableHandle
 
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import Named
@@ -84,30 +82,40 @@ def tables_in_files(model: nn.Module, recipe: Recipe | None) -> set[int]:
     return {id(one.weight) for one in found} if recipe is not None and recipe.moves_rows else set()
 
 
-def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> Sequence[RemovableHandle]:
-    """Call `look_up` with the numbers of rows before each forward pass of the modules; return the hooks."""
-    hook = _BeforeLookUp(look_up)
-    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in table.modules]
+def watch_lookups(table: SparseTable, look_up: Callable[[Tensor], None]) -> None:
+    """Call `look_up` with the numbers of rows before each forward pass of the modules, until `stop_watching`.
+
+    A hook of a module would be an attribute of it: part of its copies and files.
+    """
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        if kind.__call__ is nn.Module.__call__:
+            kind.__call__ = _looking_up  # type: ignore[method-assign]
+    for module in table.modules:
+        _lookups[module] = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
 
 
-class _BeforeLookUp:
-    """Hook of a module. In a copy of the module and in a file of it the hook does nothing."""
+def stop_watching(tables: Sequence[SparseTable]) -> None:
+    """Let the modules of tables look rows up without a request."""
+    for module in [module for table in tables for module in table.modules]:
+        _lookups.pop(module, None)
 
-    def __init__(self, look_up: Callable[[Tensor], None]) -> None:
-        self._look_up = weakref.WeakMethod(look_up)  # a weak reference: the module may outlive the object
-        # The model may be compiled, and the request to a server is no part of its graph.
-        self._call = torch.compiler.disable(self._request)  # type: ignore[no-untyped-call]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return a call that makes a function of any arguments, which a program without this library has, too."""
-        return getattr, (nullcontext(), "__exit__")
+_lookups: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Callable[[Tensor], None]]] = (
+    weakref.WeakKeyDictionary()
+)
 
-    def __call__(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._call(given[0] if given else named["input"])
 
-    def _request(self, rows: Tensor) -> None:
-        if (look_up := self._look_up()) is not None:
-            look_up(rows)
+def _looking_up(module: nn.Module, *given: Any, **named: Any) -> Any:
+    _request(module, given[0] if given else named["input"])
+    return nn.Module.__call__(module, *given, **named)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _request(module: nn.Module, rows: Tensor) -> None:
+    """Ask for rows. The model may be compiled, and the request to a server is no part of its graph."""
+    found = _lookups.get(module)
+    if found is not None and (look_up := found()) is not None and isinstance(rows, Tensor):
+        look_up(rows)
 
 
 def notice_of(tables: Sequence[SparseTable]) -> list[str]:

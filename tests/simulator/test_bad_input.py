@@ -345,6 +345,26 @@ def test_step_time_is_measured_with_few_steps(simulate: Simulate, workers: str, 
     assert not living()
 
 
+MINIMISES = """def loss_of():
+            optimizer.zero_grad()
+            loss = ((net(a) - b) ** 2).mean()
+            loss.backward()
+            return loss
+        optimizer.step(loss_of)
+        continue"""
+
+
+@pytest.mark.parametrize("batch", [4, 6])
+def test_workers_that_all_have_a_batch_are_measured_though_fewer_would_not(simulate: Simulate, batch: int) -> None:
+    """Three batches divide by three workers, and not by the two that are measured; two batches do not."""
+    loader = f" * {batch // 2})\noptimizer = torch.optim.LBFGS(net.parameters(), max_iter=2"
+    code, _, wrong = simulate(
+        "-n", "3", "--recipe", "allreduce", "--step-time", "auto", LOADER=loader, IN_LOOP=MINIMISES
+    )
+    assert (code == 0) == (batch == 4), wrong
+    assert batch == 4 or "2 batches for 3 workers" in wrong
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: signal.Signals) -> None:
     before = signal.getsignal(number)

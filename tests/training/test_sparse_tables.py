@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -414,6 +418,39 @@ def test_tables_of_the_meta_device_train_as_those_with_memory(kind: Any, recipe:
     expected = run_single_process(run("cpu"))
     found = run_one_worker(run("meta"), recipe) if recipe else run_single_process(run("meta"))
     assert relative_distance(found, expected) <= 1e-12
+
+
+def test_files_and_copies_of_a_model_and_its_optimizer_are_those_of_the_plain_script(tmp_path: Path) -> None:
+    """They are read by a Python that has no Stretto, also without trust in the file."""
+
+    def train(worker: int) -> None:
+        net = Factors()
+        optimizer = adagrad(net)
+        for users, items, values in stretto.distribute(net, optimizer, DataLoader(ratings(), batch_size=8)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net.forward(users, items), values).backward()
+            optimizer.step()
+            pairs = net.users, optimizer  # the class of the whole model is one of this file
+            if not (tmp_path / "safe.pt").exists():
+                torch.save(pairs[0], tmp_path / "safe.pt")
+                torch.save(pairs, tmp_path / "both.pt")
+                (tmp_path / "both.pkl").write_bytes(pickle.dumps(copy.deepcopy(pairs)))
+
+    run_one_worker(train, "async_sgd")
+    program = """
+import pickle, sys, torch
+sys.modules["stretto"] = None
+table = torch.nn.Embedding
+with torch.serialization.safe_globals([table]):
+    safe = torch.load("safe.pt", weights_only=True)
+both = *torch.load("both.pt", weights_only=False), *pickle.load(open("both.pkl", "rb"))
+for one in (safe, both[0], both[2]):
+    assert type(one) is table and not one._forward_pre_hooks and not one._forward_pre_hooks_with_kwargs
+    assert one(torch.tensor([0])).isfinite().all()
+    assert {*vars(one)} == {*vars(table(2, 2))}, vars(one)
+assert {type(one) for one in both[1::2]} == {torch.optim.Adagrad}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

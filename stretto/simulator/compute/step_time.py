@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from msgspec import structs
 from torch import nn
 
+from stretto.errors import ModelError
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.phase_timer import Pace, Stopwatch
 from stretto.simulator.cluster.runtime import SimRuntime
@@ -52,13 +53,15 @@ def measure(
     wall_clock: Callable[[], float],
     tick: Callable[[], None],
     notice: Callable[[str], None] = lambda _: None,
+    most: int = MEASURED_WORKERS,
 ) -> Measured:
     """Return the median times of a step of the script, and of encoding and applying under its recipe.
 
-    The measured workers have one process each, whatever their layout.
+    The measured workers, `most` of them at most, have one process each, whatever their layout. All workers are measured
+    if the model cannot be trained by as few: L-BFGS needs a batch for each worker in each step.
     """
     config, measurement = simulation.config, simulation.replica(notice).measurement()
-    workers = min(config.workers, MEASURED_WORKERS)
+    workers = min(config.workers, most)
     measured = replace(
         simulation,
         config=structs.replace(config, workers=workers, ranks=1, layout=None, keep_states=False),
@@ -74,6 +77,8 @@ def measure(
     try:
         simulator.run(DiscardedOutput(), tick)
     except BaseException as error:
+        if isinstance(error, ModelError) and workers < config.workers:
+            return measure(simulation, wall_clock, tick, notice, config.workers)
         raise simulator.explained(error, "while its step time was measured") from None
     finally:
         simulator.shared_arrays.close()
