@@ -77,7 +77,7 @@ def barrier() -> None:
 
     >>> barrier()
     """
-    _wait(EVERYBODY, "barrier")
+    _wait(_position("barrier"), EVERYBODY, "barrier")
 
 
 @contextmanager
@@ -89,11 +89,10 @@ def main_first() -> Iterator[None]:
     >>> with main_first():
     ...     pass
     """
-    if not is_main():
-        _wait(_main(), "main_first")
+    position = _position("main_first")
+    if not _is_to_act(position, "main_first"):
         yield
         return
-    position = _position("main_first")
     try:
         yield
     finally:
@@ -116,10 +115,11 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     The file is written beside `path`, brought to the disk, and renamed, so no reader ever sees a part of it. Call it at
     every worker, or inside `if stretto.is_main()`: both are right. At every worker, the others return when the main
     worker has saved, so that the next line may load the file. They do not wait for a call that main does not make:
-    a main worker that has begun a further exchange, or has failed, is past this call. This is why `save` cannot be
-    built on `barrier`: inside `if stretto.is_main()` no other worker would reach it. Under an asynchronous recipe,
-    call it between epochs if other workers read the file: inside the loop no worker waits. While epochs that were
-    trained before are passed (`is_resuming`), it does nothing.
+    a main worker that has begun a further exchange is past this call. This is why `save` cannot be built on `barrier`:
+    inside `if stretto.is_main()` no other worker would reach it. If main fails before the file is complete, the next
+    worker in this call writes it; inside `if stretto.is_main()` there is none. Under an asynchronous recipe, call it
+    between epochs: inside the loop no worker waits. While epochs that were trained before are passed (`is_resuming`),
+    it does nothing.
 
     Raises OSError when the file cannot be written; the one before it is still there.
 
@@ -128,14 +128,10 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     """
     if is_resuming():
         return
-    if not is_main():
-        trainer = connected()
-        if trainer is None or not _is_unequal(trainer):
-            _wait(_main(), "save", f"save {os.fspath(path)}")
+    trainer, position = connected(), _position(f"save {os.fspath(path)}")
+    does_not_wait = trainer is not None and _is_unequal(trainer) and not is_main()
+    if does_not_wait or not _is_to_act(position, "save") or not _is_first_rank():
         return
-    if not _is_first_rank():
-        return
-    position = _position(f"save {os.fspath(path)}")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with written_whole(Path(path), synced=True) as part:
@@ -206,13 +202,17 @@ def _announce(position: Position) -> None:
         found[1].announce(position)
 
 
-def _wait(of: int, called: str, label: str | None = None) -> None:
-    position, trainer, found = _position(label or called), connected(), _barrier()
+def _is_to_act(position: Position, called: str) -> bool:
+    """Return True at main, or at the next worker if main has failed before it acted; else wait until one has acted."""
+    return is_main() or _wait(position, _main(), called)
+
+
+def _wait(position: Position, of: int, called: str) -> bool:
+    trainer, found = connected(), _barrier()
     if found is None:
-        return
+        return False
     if trainer is None:
-        found[1].wait(position, of, lambda: None)
-        return
+        return found[1].wait(position, of, lambda: None)
     if _is_unequal(trainer):
         problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
         expected = "a call between epochs, or a recipe whose workers wait for each other"
@@ -222,8 +222,7 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
         expected = "a function that waits for no other worker"
         to_type = f"stretto.{called} after the loop, between two epochs"
         raise ScriptError(explain(problem, got=f"{called} at this worker only", expected=expected, to_type=to_type))
-    if not trainer.agent.is_catching_up():
-        found[1].wait(position, of, trainer.agent.mend)
+    return not trainer.agent.is_catching_up() and found[1].wait(position, of, trainer.agent.mend)
 
 
 def _is_unequal(trainer: Trainer) -> bool:

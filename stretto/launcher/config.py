@@ -359,6 +359,13 @@ def _check_checkpoints(config: RunConfig) -> None:
         if not (config.resume / CHECKPOINTS).is_dir():
             _refuse_resume(config.resume)
         check_owner(config.resume, "--resume")
+    elif config.resume_stream is not None:
+        problem, expected = "--resume-stream changes nothing without --resume", "the run that is continued"
+        got, to_type = (
+            f"--resume-stream {config.resume_stream}",
+            f"--resume runs/RUN --resume-stream {config.resume_stream}",
+        )
+        raise LaunchError(explain(problem, got=f"{got} alone", expected=expected, to_type=to_type))
 
 
 def _refuse_resume(run: Path) -> None:

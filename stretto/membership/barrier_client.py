@@ -42,10 +42,11 @@ class Barrier(Protocol):
         """Report a position without waiting."""
         ...
 
-    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
-        """Report a position and wait for worker `of`, or EVERYBODY; call `mend` between two questions.
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
+        """Wait at a position for worker `of`, or EVERYBODY; call `mend` between two questions.
 
-        Raises TransportError if workers are still missing after the time limit.
+        Return True if this worker is to act in place of worker `of`, which failed before it had. Raises TransportError
+        if workers are still missing after the time limit.
         """
         ...
 
@@ -65,18 +66,18 @@ class CoordinatorBarrier:
         """Report a position; return once the coordinator has replied."""
         self._ask_until(Arrive(position, NOBODY), lambda: None)
 
-    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
-        """Report a position and wait."""
-        self._ask_until(Arrive(position, of), mend)
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
+        """Ask the coordinator, and wait."""
+        return self._ask_until(Arrive(position, of), mend)
 
-    def _ask_until(self, message: Arrive, mend: Callable[[], None]) -> None:
+    def _ask_until(self, message: Arrive, mend: Callable[[], None]) -> bool:
         limit, pause_s = time.monotonic() + self._limit_s, FIRST_S
         missing: list[int] | None = None
         while time.monotonic() < limit:
             reply = self._ask(message)
             missing = reply if reply is not None else missing
-            if reply == []:
-                return
+            if reply in ([], [self._worker]):
+                return bool(reply)
             mend()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_S)
@@ -121,7 +122,7 @@ class StoreBarrier:
         """Report a position."""
         self._connected().set(_key(position, self._worker), "1")
 
-    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
         """Report a position and wait. No worker can be replaced here, so `mend` is not called."""
         self.announce(position)
         awaited = (worker for worker in range(self._workers) if worker != self._worker and of in (worker, EVERYBODY))
@@ -132,6 +133,7 @@ class StoreBarrier:
                 self._connected().wait([_key(position, awaited_worker)], timedelta(seconds=left_s))
             except RuntimeError:
                 raise late(self._worker, [awaited_worker], self._limit_s) from None
+        return False
 
     def _connected(self) -> Store:
         if self._store is None:

@@ -4,12 +4,14 @@ A worker that comes to a barrier reports its `Position`, and asks again until no
 
     worker                       coordinator
       | -- Arrive(position, of) --> |     noted; the same message may come again
-      | <-- Missing(workers) ------ |     empty: the worker continues
+      | <-- Missing(workers) ------ |     empty: the worker continues; itself: it acts for all
 
 The coordinator sends only replies, so neither a lost message nor a restarted coordinator can leave a worker waiting:
 its next question has the same reply. A worker is not waited for when it is past the position: it has reported one that
 is as far, or its heartbeats show a collective operation that the asking worker has not begun; such a worker waits for
 the asking one there. A worker that failed, has left, or is being restarted is not waited for once training has begun.
+A position of one worker `of`, which acts for all, is noted when it has acted; if it failed before, the first of the
+others acts in its place.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import msgspec
 
 EVERYBODY = -1
 NOBODY = -2
+PAST = 1 << 62
+"""Place of a worker that is past any position."""
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
@@ -49,7 +53,7 @@ class Arrive(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Missing(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Workers that have not reached the position."""
+    """Workers that have not reached the position; the asking one alone, if it is to act in place of one that failed."""
 
     workers: list[int]
 
@@ -65,7 +69,7 @@ class Attendees(Protocol):
     """Source of the workers that a barrier waits for."""
 
     def awaited(self, in_training: bool, now: float) -> Mapping[int, Awaited]:
-        """Return the workers that a barrier waits for, before training or in it."""
+        """Return the workers that can still reach a barrier or are past it, before training or in it."""
         ...
 
 
@@ -112,6 +116,14 @@ class Positions:
             return True
         return position.section > 0 and known.place > position.place
 
+    def acting_for(self, of: int, worker: int, awaited: Mapping[int, Awaited], position: Position) -> int:
+        """Return worker `of`, or the one that acts in its place: the first of the others and the asking `worker`."""
+        # a restarted worker that is further may only have passed the position
+        able = {n for n, known in awaited.items() if not known.incarnation or known.place <= position.place}
+        has_acted = any(reached.is_as_far(position) for reached in self._reached.values())
+        is_over = not position.section or has_acted or any(awaited[n].place > position.place for n in able)
+        return of if is_over or of in able else min({*able, worker})
+
 
 class Barriers:
     """The coordinator's replies to workers at barriers."""
@@ -121,13 +133,16 @@ class Barriers:
 
     def receive(self, worker: int, incarnation: int, message: Arrive, now: float) -> Missing:
         """Note a worker's position; reply with the workers that have not reached it."""
-        self._positions.note(worker, incarnation, message.position)
-        if message.of == NOBODY:
+        position, of = message.position, message.of
+        if of in (EVERYBODY, NOBODY):
+            self._positions.note(worker, incarnation, position)
+        if of == NOBODY:
             return Missing([])
-        awaited = self._attendees.awaited(message.position.section > 0, now)
-        expected = (member for member in awaited if member != worker and message.of in (member, EVERYBODY))
+        awaited = self._attendees.awaited(position.section > 0, now)
+        of = self._positions.acting_for(of, worker, awaited, position) if of != EVERYBODY else of
+        if of == worker:
+            return Missing([worker])
+        expected = (member for member in awaited if member != worker and of in (member, EVERYBODY))
         return Missing(
-            sorted(
-                member for member in expected if not self._positions.is_past(member, awaited[member], message.position)
-            )
+            sorted(member for member in expected if not self._positions.is_past(member, awaited[member], position))
         )

@@ -55,8 +55,8 @@ from stretto.membership.messages import (
     Shutdown,
     WorkerMessage,
 )
-from stretto.membership.replica import Rank, Replica
-from stretto.membership.worker_table import ASKED, WorkerTable
+from stretto.membership.replica import ASKED, Rank, Replica
+from stretto.membership.worker_table import WorkerTable
 
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5

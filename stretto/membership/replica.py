@@ -15,6 +15,7 @@ from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import ReadyReport
 
 State: TypeAlias = Literal["new", "in", "gone", "left"]
+ASKED = "it was asked to end"
 
 
 @dataclass(slots=True)
@@ -75,6 +76,11 @@ class Replica:
     def is_running(self) -> bool:
         """True if the replica runs, as far as is known."""
         return self.state in ("new", "in")
+
+    @property
+    def has_finished(self) -> bool:
+        """True if its script has ended, and not since the replica was asked to."""
+        return self.state == "left" and self.why != ASKED
 
     @property
     def place(self) -> int:

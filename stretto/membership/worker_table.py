@@ -7,12 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 from stretto.events import process_name
-from stretto.membership.barriers import Awaited
+from stretto.membership.barriers import PAST, Awaited
 from stretto.membership.coordinator_records import Formed, FormedOfRanks, NumbersGiven, Started
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.membership.replica import Replica, State
-
-ASKED = "it was asked to end"
 
 
 class WorkerTable:
@@ -42,23 +40,22 @@ class WorkerTable:
         return {member.worker: member.incarnation for member in self.view.members if self.is_member(member)}
 
     def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
-        """Return the workers that a barrier of the script waits for.
+        """Return the workers that a barrier of the script waits for, unless they are past it.
 
-        In training they are the members that can still come: a member paused between two steps waits for the workers at
-        the barrier itself, and so may a restarted worker in asynchronous training until it takes part. Before training
-        they are all workers that were started, until they are members: a failed worker that is restarted is
-        awaited as well, since no other has begun without it.
+        In training they are the members, without a restarted worker in asynchronous training until it takes part. A
+        worker is past all positions if it has finished, or is paused between two steps, where it waits for the others.
+        Before training they are all workers that were started, until they are members: a failed worker that is
+        restarted is awaited as well, since no other has begun without it.
         """
         if in_training:
-            members = {worker: self.replicas[worker] for worker in self.members}
-            resting = {worker for worker, replica in members.items() if replica.is_between_steps}
-            joining = {
-                worker
-                for worker, replica in members.items()
-                if self._rules.asynchronous and replica.incarnation and replica.place < 0
-            }
-            expected = members.keys() - resting - joining
-            return {worker: Awaited(members[worker].incarnation, members[worker].place) for worker in expected}
+            members, found = self.members, dict[int, Awaited]()
+            for worker, replica in self.replicas.items():
+                is_joining = self._rules.asynchronous and replica.incarnation and replica.place < 0
+                if replica.has_finished or (worker in members and replica.is_between_steps):
+                    found[worker] = Awaited(replica.incarnation, PAST)
+                elif worker in members and not is_joining:
+                    found[worker] = Awaited(replica.incarnation, replica.place)
+            return found
         early = (worker for worker in range(self._rules.expected) if self._is_to_begin(worker, now))
         return {
             worker: Awaited(self.replicas[worker].incarnation if worker in self.replicas else 0, -1) for worker in early
@@ -120,7 +117,7 @@ class WorkerTable:
 
     def finished_count(self) -> int:
         """Return the number of workers that have finished their loop without being asked to leave."""
-        return sum(replica.state == "left" and replica.why != ASKED for replica in self.replicas.values())
+        return sum(replica.has_finished for replica in self.replicas.values())
 
     def unseen_count(self) -> int:
         """Return the number of workers without a message so far that the run begins with.

@@ -231,6 +231,11 @@ def test_lines_are_shown_when_they_end(place: Place) -> None:
         ({"checkpoint_every": "0s"}, LaunchError, ("got: 0s",)),
         ({"checkpoint_every": "0 rounds"}, LaunchError, ("got: 0 rounds",)),
         ({"keep": 2}, LaunchError, ("--keep changes nothing", "--checkpoint-every 5m --keep 2")),
+        (
+            {"resume_stream": "skip"},
+            LaunchError,
+            ("--resume-stream changes nothing without --resume", "--resume runs/RUN --resume-stream skip"),
+        ),
         ({"keep": 0, "checkpoint_every": "5m"}, LaunchError, ("number of checkpoints", "got: 0")),
         ({"workers": 2, "stop_within_s": 9.0}, LaunchError, ("got: --stop-within 9s", "--checkpoint-every 5m")),
         ({"resume": Path("none")}, LaunchError, ("there is no run none", "try: --resume")),

@@ -70,6 +70,37 @@ def test_a_failed_worker_is_not_waited_for_and_its_next_incarnation_arrives_agai
     assert missing(barriers, 1, at(3), incarnation=1) == [0], "nor what it still says"
 
 
+def test_first_of_the_others_acts_once_for_a_worker_that_failed_before_it_had_acted() -> None:
+    known = Known({one: Awaited(0, 4) for one in range(4)})
+    barriers, save = Barriers(known), at(4, label="save best.pt")
+    assert missing(barriers, 1, save, of=0) == missing(barriers, 3, save, of=0) == [0]
+    del known.now[0]
+    assert missing(barriers, 3, save, of=0) == [1], "worker 1 acts, and has not yet"
+    assert missing(barriers, 1, save, of=0) == [1]
+    missing(barriers, 1, save, NOBODY)
+    known.now[1] = Awaited(0, 5)
+    assert missing(barriers, 3, save, of=0) == missing(barriers, 2, save, of=0) == []
+
+
+def test_nobody_acts_for_a_worker_that_has_acted_or_is_past_the_call() -> None:
+    known = Known({one: Awaited(0, 4) for one in range(2)})
+    barriers, save = Barriers(known), at(4, label="save best.pt")
+    missing(barriers, 0, save, NOBODY)
+    del known.now[0]
+    assert missing(barriers, 1, save, of=0) == []
+    known.now[0] = Awaited(0, 5)
+    assert missing(barriers, 1, at(4, label="save other.pt"), of=0) == []
+
+
+def test_restarted_worker_that_has_passed_a_position_has_not_acted_there() -> None:
+    known = Known({0: Awaited(1, 9), 1: Awaited(0, 4)})
+    barriers = Barriers(known)
+    assert missing(barriers, 1, at(4, label="save best.pt"), of=0) == [1]
+    missing(barriers, 0, at(9, label="save best.pt"), NOBODY, incarnation=1)
+    known.now[1] = Awaited(0, 9)
+    assert missing(barriers, 1, at(9, label="save best.pt"), of=0) == []
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
     coordinator = MembershipCoordinator(Started(2, 10.0))
@@ -113,3 +144,5 @@ def test_a_paused_or_finished_worker_is_not_waited_for() -> None:
     assert missing(barriers, 0, at(5)) == [2]
     coordinator.receive(2, 0, Leave(), 1.2)
     assert missing(barriers, 0, at(5)) == []
+    for finished in (1, 2):
+        assert missing(barriers, 0, at(5, label="save best.pt"), of=finished) == [], "nor does another act for it"

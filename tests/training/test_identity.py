@@ -140,6 +140,46 @@ def test_a_main_worker_that_raises_in_main_first_ends_the_run(tmp_path: Path) ->
         simulated(3, trained(tmp_path, "allreduce", raises), "allreduce")
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_next_worker_writes_the_file_in_whose_writing_main_is_killed(
+    tmp_path: Path, recipe: str, is_saved: bool
+) -> None:
+    script = f"""
+        import pathlib, time
+        import stretto, torch
+        from thread_workers import regression, small_net, sgd
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        class Slow:
+            def __reduce__(self):
+                if stretto.rank() == 0:
+                    time.sleep(1000)
+                return int, (stretto.rank(),)
+
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        best = pathlib.Path({str(tmp_path)!r}) / "best.pt"
+        for epoch in range(3):
+            if not epoch:
+                loader = stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4))
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            if epoch < 2:
+                stretto.save(epoch if epoch == 0 else Slow() if {not is_saved} else "whole", best)
+                assert epoch == 0 or torch.load(best, weights_only=False) in (1, "whole")
+            if epoch and stretto.rank() == 0:
+                time.sleep(1000)
+    """
+    ended = simulated(3, script, recipe, fault="kill worker 0 at 100s", asks={"timeout_s": 500.0})
+    assert len(ended.of("epoch")) == 3
+    assert torch.load(tmp_path / "best.pt", weights_only=False) == ("whole" if is_saved else 1)
+    assert [one.name for one in tmp_path.iterdir() if one.suffix != ".part"] == ["best.pt"]
+
+
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)"])
 def test_save_at_other_workers_does_not_wait_for_a_call_by_main(tmp_path: Path, recipe: str) -> None:
     def work(worker: int) -> None:

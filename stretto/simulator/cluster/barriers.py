@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from stretto.membership.barrier_client import late
-from stretto.membership.barriers import EVERYBODY, Awaited, Position, Positions
+from stretto.membership.barriers import EVERYBODY, NOBODY, PAST, Awaited, Position, Positions
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
 
@@ -51,18 +51,26 @@ class SimBarriers:
         for worker in sorted(self._blocked.pop(number, ()), key=lambda worker: worker.number):
             worker.wake()
 
+    def awaited(self) -> dict[int, Awaited]:
+        """Return the workers that a barrier in training waits for, unless they are past it."""
+        found = {}
+        for peer in self.engine.workers:
+            trainee = self._training.get(peer.number)
+            is_training = trainee is not None and trainee.incarnation == peer.incarnation
+            if not peer.has_failed and (is_training or not peer.incarnation):
+                place = trainee.place() if trainee is not None and is_training else -1
+                found[peer.number] = Awaited(peer.incarnation, PAST if peer.has_ended else place)
+        return found
+
     def is_missing(self, number: int, position: Position) -> bool:
         """True if a worker has not reached a position and still can."""
-        peer = self.engine.workers[number]
-        trainee = self._training.get(number)
-        in_training = trainee is not None and trainee.incarnation == peer.incarnation
+        peer, known = self.engine.workers[number], self.awaited().get(number)
+        if position.section:
+            return known is not None and not self.positions.is_past(number, known, position)
         if peer.has_ended or peer.has_failed:
-            return not position.section and number in self._returning()
-        if not position.section:
-            return not in_training and not self.positions.is_past(number, Awaited(peer.incarnation, -1), position)
-        if trainee is None or not in_training:
-            return peer.incarnation == 0 and not self.positions.is_past(number, Awaited(0, -1), position)
-        return not self.positions.is_past(number, Awaited(peer.incarnation, trainee.place()), position)
+            return number in self._returning()
+        is_training = number in self._training and self._training[number].incarnation == peer.incarnation
+        return not is_training and not self.positions.is_past(number, Awaited(peer.incarnation, -1), position)
 
 
 class SimBarrier:
@@ -80,18 +88,24 @@ class SimBarrier:
         self._worker.catch_up()
         self._barriers.note(self._worker, position)
 
-    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
-        """Report a position, and wait in virtual time until the other workers, or worker `of`, have reached it."""
-        self.announce(position)
-        limit = self._worker.now() + self._limit_s
-        numbers = [worker.number for worker in self._barriers.engine.workers]
-        for number in numbers if of == EVERYBODY else [of]:
-            if number != self._worker.number:
-                self._wait_for(number, position, mend, limit)
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
+        """Wait in virtual time until the other workers, or worker `of` or the one in its place, have reached it."""
+        barriers, own, limit = self._barriers, self._worker.number, self._worker.now() + self._limit_s
+        self._worker.catch_up()
+        if of == EVERYBODY:
+            barriers.note(self._worker, position)
+            for worker in barriers.engine.workers:
+                self._wait_for(worker.number, position, mend, limit)
+            return False
+        waited_for = NOBODY
+        while waited_for != of:
+            self._wait_for(waited_for := of, position, mend, limit)
+            of = barriers.positions.acting_for(of, own, barriers.awaited(), position)
+        return of == own
 
     def _wait_for(self, number: int, position: Position, mend: Callable[[], None], limit: float) -> None:
         worker, pause_s = self._worker, FIRST_S
-        while self._barriers.is_missing(number, position):
+        while number != worker.number and self._barriers.is_missing(number, position):
             if worker.now() >= limit:
                 raise late(worker.number, [number], self._limit_s)
             mend()
