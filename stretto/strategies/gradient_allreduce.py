@@ -157,7 +157,7 @@ class GradientAllReduce:
         flat_parameters, transport, tally = parameter_set.flat_parameters, context.transport, context.tally
         assert flat_parameters is not None
         self._has_changed, self._on_changed = parameter_set.has_changed, on_changed
-        self._what, self._codec = (recipe.what, recipe.how) if transport.has_others else (gradients(), exact())
+        self._what, self._codec = recipe.what, recipe.how
         self._transport, self._timer, self._tally = transport, context.timer, tally
         self._runtime, self._pace, self._observer = context.runtime, context.pace, observer
         self._share = parameter_set.weights.share

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.codecs import exact
 from stretto.errors import ModelError, explain
+from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradients
 from stretto.strategies import backward_calls
 from stretto.strategies.carried_state import Piece
@@ -35,7 +36,12 @@ class GradientStrategy(RecipeStrategy):
     """Number of the next losses that are looked at."""
 
     def attach(self) -> None:
-        """Create the exchange; hook parameters that begin to train, before the backward pass reaches them."""
+        """Create the exchange; hook parameters that begin to train, before the backward pass reaches them.
+
+        A worker that stays alone has nothing to send: its gradients are the mean.
+        """
+        if not self._transport.has_others:
+            self.exchanged = Recipe()
         super().attach()
         backward_calls.watch(self._before_backward)
 
@@ -148,7 +154,7 @@ class GradientStrategy(RecipeStrategy):
         self._drop_exchange(parameter_set)
         self._gradients = GradientAllReduce(
             parameter_set,
-            self.recipe,
+            self.exchanged,
             self._context,
             self._observer,
             lambda idle: self._follow_changes(parameter_set, at_start=False, idle=idle),
@@ -171,8 +177,8 @@ class GradientStrategy(RecipeStrategy):
         return [[self._codec_state(state)] for state in self.states]
 
     def _codec_state(self, state: Any) -> Any:
-        assert isinstance(self.recipe.what, gradients)
-        return self.recipe.what.codec_state(state)
+        assert isinstance(self.exchanged.what, gradients)
+        return self.exchanged.what.codec_state(state)
 
     def _pieces(self, parameter_set: ParameterSet) -> list[Piece]:
         if self._gradients is None or not self._transport.has_others:

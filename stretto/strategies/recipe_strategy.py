@@ -30,6 +30,7 @@ class RecipeStrategy(Strategy):
     """A strategy that exchanges sets of parameters, held in flat buffers, by a recipe."""
 
     recipe: Recipe
+    exchanged: Recipe
     _frozen: FrozenVariance | None = None
     _is_changed = False
     """True if the script has changed the model at this worker, and the workers have not been compared since."""
@@ -123,7 +124,7 @@ class RecipeStrategy(Strategy):
 
     def _rebuild(self, parameter_set: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
         """Lay these parameters flat and exchange them from now on, keeping the state of those exchanged before."""
-        before = residuals(self.recipe.how, self._pieces(parameter_set))
+        before = residuals(self.exchanged.how, self._pieces(parameter_set))
         if self._is_unused(parameter_set, by_name):
             self._drop_exchange(parameter_set)
             parameter_set.flat_parameters = None
@@ -133,7 +134,7 @@ class RecipeStrategy(Strategy):
         parameter_set.flatten(by_name, self.in_rounds, self._tables(by_name))
         self._count_and_create(parameter_set)
         carry_over(ranges, self._ranges_of(parameter_set))
-        add_residuals(self.recipe.how, before, self._pieces(parameter_set))
+        add_residuals(self.exchanged.how, before, self._pieces(parameter_set))
         if self._shown is not None:  # a pipeline that is divided before its first epoch
             self.note_shown()
 

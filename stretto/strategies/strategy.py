@@ -43,7 +43,8 @@ class Strategy:
         observer: ExchangeObserver,
         parameter_sets: int = 0,
     ) -> None:
-        self.recipe = recipe
+        self.recipe = self.exchanged = recipe
+        """The recipe, and the one by which the strategy exchanges, which may be simpler."""
         self._model, self._optimizers, self._context, self._observer = model, optimizers, context, observer
         self._transport = context.transport
         self.buffers = MovingBuffers(model, self._transport, optimizers)

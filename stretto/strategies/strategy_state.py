@@ -61,10 +61,11 @@ class StrategyState:
 
     def load(
         self, facts: dict[str, Any], tensors: Mapping[str, Tensor], own: State | None, orphans: Sequence[State]
-    ) -> None:
+    ) -> bool:
         """Load the replicated state, this worker's `own` state if it had one, and the residuals of `orphans`.
 
-        `orphans` are the states of workers that are no longer members.
+        `orphans` are the states of workers that are no longer members. Return True if there are residuals that this
+        exchange has no place for.
         """
         strategy = self._strategy
         if facts["trained"] != self._trained:
@@ -91,6 +92,10 @@ class StrategyState:
             self._load_own(own[0]["states"] | own[1])
         for _, theirs in orphans if is_same_kind else ():
             self.add_residuals(theirs)
+        if is_same_kind and strategy.exchanged is not None and strategy.exchanged.how.keeps_residual:
+            return False
+        given = (theirs for _, theirs in [*([own] if own is not None else []), *orphans])
+        return any(bool(theirs[name].any()) for theirs in given for name in theirs if name.startswith("residual/"))
 
     @property
     def _trained(self) -> list[list[str]]:
@@ -120,12 +125,12 @@ class StrategyState:
     @property
     def _residual_kind(self) -> str:
         """Kind of the residuals: those of gradients differ in sign and size from those of updates."""
-        return type(self._strategy.recipe.what).__name__ if self._strategy.recipe is not None else ""
+        return type(self._strategy.exchanged.what).__name__ if self._strategy.exchanged is not None else ""
 
     @property
     def _codec(self) -> str:
         """Text of the recipe's codec."""
-        return str(self._strategy.recipe.how) if self._strategy.recipe is not None else ""
+        return str(self._strategy.exchanged.how) if self._strategy.exchanged is not None else ""
 
     # --- residuals --------------------------------------------------------------------------------------------------
 
@@ -145,12 +150,12 @@ class StrategyState:
                 continue
             states = self._strategy.codec_states[index]
             for state, part, residual in zip(states, torch.split(theirs, lengths), own, strict=True):
-                assert self._strategy.recipe is not None
-                self._strategy.recipe.how.add_residual(state, part.to(residual.device))
+                assert self._strategy.exchanged is not None
+                self._strategy.exchanged.how.add_residual(state, part.to(residual.device))
 
     def _residuals(self) -> list[list[Tensor]]:
         """Return the residuals of each range, one for each shard; an empty list where the codec keeps none."""
-        recipe = self._strategy.recipe
+        recipe = self._strategy.exchanged
         if recipe is None:
             return []
         states = [[recipe.how.residual(state) for state in each] for each in self._strategy.codec_states]

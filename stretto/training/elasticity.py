@@ -127,7 +127,11 @@ class ElasticAgent:
         trainer.evaluator.restore(facts["evaluator"])
         self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
-        trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state))
+        if trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state)):
+            trainer.events.notice(
+                "the residuals of the checkpoint, which its codec had kept back for later messages, are left out: this "
+                "run exchanges in another way"
+            )
 
     def _own_of(self, state: State) -> state_transfer.Own | None:
         """Return this worker's own state; None among other members."""

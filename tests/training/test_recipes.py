@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from combinations import mostly_long
 from simulator.harness import simulated
-from thread_workers import flat, regression, relative_distance, run_workers, small_net
+from thread_workers import flat, regression, relative_distance, run_one_worker, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
+from stretto.codecs import exact
 from stretto.events import Event, read_events
+from stretto.interval import every
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
 
@@ -171,3 +174,72 @@ def test_each_sample_counts_once_and_the_time_is_accounted_for(run: Run) -> None
 
 def test_a_printed_recipe_is_parsed_back(recipe: str) -> None:
     assert parse(str(parse(recipe))) == parse(parse(recipe).spelled()) == parse(recipe)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+OFTEN: dict[str, Any] = {"checkpoint": every("1 rounds")}
+NEXT = [*zip(RECIPES, [*RECIPES[1:], RECIPES[0]], strict=True)]
+"""Pairs of recipes, each recipe once as the first and once as the second."""
+
+
+def check_continued(folder: Path, before: tuple[int, str], after: tuple[int, str]) -> Tensor:
+    """Train an epoch with a number of workers and a recipe, continue with others for a second one, and return the
+    parameters. They are finite and the same at all workers, and each sample counts once.
+    """
+    for name, (workers, recipe), resume in (("before", before, None), ("after", after, folder / "before")):
+        (folder / name).mkdir()
+        work = train(before[1] + after[1], 50, 1 if resume is None else 2)
+        found = run_workers(workers, work, recipe, run=folder / name, resume=resume, **OFTEN)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert torch.isfinite(found[0]).all()
+    epochs = [one for one in read_events(folder / "after" / "events.jsonl") if one["event"] == "epoch"]
+    assert epochs[-1]["epoch"] == 2
+    assert all(one["sample_counts"] == {"once": 50, "twice": 0, "never": 0, "dropped": 0} for one in epochs)
+    return found[0]
+
+
+@pytest.mark.parametrize("recipe", mostly_long(RECIPES, short=WITH_A_NEW_WORD))
+def test_one_worker_continues_to_the_bits_of_a_run_without_checkpoints(recipe: str, tmp_path: Path) -> None:
+    """A server that sends lossy answers draws other numbers after a resume."""
+    found = check_continued(tmp_path, (1, recipe), (1, recipe))
+    lossy = parse(recipe).asynchronous and parse(recipe).how != exact()
+    assert relative_distance(found, run_one_worker(train(recipe, 50, 2), recipe)) <= (0.05 if lossy else 0)
+
+
+@pytest.mark.parametrize("recipe", mostly_long(RECIPES, short=WITH_A_NEW_WORD[::2]))
+def test_three_workers_continue_the_run_of_one(recipe: str, tmp_path: Path) -> None:
+    check_continued(tmp_path, (1, recipe), (3, recipe))
+
+
+@pytest.mark.parametrize("recipe", mostly_long(RECIPES, short=WITH_A_NEW_WORD[1::2]))
+def test_one_worker_continues_the_run_of_three(recipe: str, tmp_path: Path) -> None:
+    check_continued(tmp_path, (3, recipe), (1, recipe))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("recipes", mostly_long(NEXT, short=WITH_A_NEW_WORD[::3]), ids=" to ".join)
+def test_another_recipe_continues(recipes: tuple[str, str], workers: int, tmp_path: Path) -> None:
+    before, after = recipes
+    check_continued(tmp_path, (2, before), (workers, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_left_out"),
+    [
+        ((2, "deep_gradient_compression(ratio=0.2)"), (1, "deep_gradient_compression(ratio=0.2)"), True),
+        ((2, "allreduce(how=error_feedback(top_k(0.2)))"), (2, "local_sgd(every=2)"), True),
+        (
+            (3, "allreduce(how=error_feedback(top_k(0.2)))"),
+            (2, "allreduce(how=error_feedback(sign(bucket=16)))"),
+            False,
+        ),
+        ((2, "allreduce"), (1, "deep_gradient_compression(ratio=0.2)"), False),
+    ],
+)
+def test_it_is_said_if_residuals_are_left_out(
+    before: tuple[int, str], after: tuple[int, str], is_left_out: bool, tmp_path: Path
+) -> None:
+    check_continued(tmp_path, before, after)
+    warnings = [one["text"] for one in read_events(tmp_path / "after" / "events.jsonl") if one["event"] == "warning"]
+    assert any("residuals of the checkpoint" in text for text in warnings) == is_left_out
