@@ -51,14 +51,15 @@ def test_run_killed_in_the_middle_of_an_epoch_is_resumed(tmp_path: Path) -> None
 
 
 STREAM = """
-import time, torch, stretto
+import pathlib, sys, time, torch, stretto
 from torch import nn
 torch.manual_seed(1)
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        for _ in range(60):
-            time.sleep(0.02)
+        for number in range(60):
+            while number == 40 and not pathlib.Path(sys.argv[1]).exists():
+                time.sleep(0.02)
             yield torch.randn(8, 4)
 
 net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -75,13 +76,16 @@ for epoch in range(2):
 def test_run_killed_within_an_epoch_over_a_stream_is_resumed_to_the_bits_of_the_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
+    """The stream ends once there is a file."""
     (script := tmp_path / "stream.py").write_text(STREAM)
+    training = [str(script), str(tmp_path / "goes")]
     command = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--recipe", "local_sgd(every=4)"]
     saves = ["--checkpoint-every", "2 rounds", "--out", str(tmp_path / "one")]
-    killed_within_an_epoch([*command, *saves, str(script)], tmp_path / "one")
+    killed_within_an_epoch([*command, *saves, *training], tmp_path / "one")
+    (tmp_path / "goes").touch()
     for more in (["--resume", str(tmp_path / "one"), "--out", str(tmp_path / "two")], ["--out", str(tmp_path / "all")]):
         subprocess.run(
-            [*command, *more, str(script)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, timeout=120, check=True
+            [*command, *more, *training], env=ENVIRONMENT, stdout=subprocess.DEVNULL, timeout=120, check=True
         )
     resumed, whole = (load_file(tmp_path / name / "final.safetensors") for name in ("two", "all"))
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 from namespace_hosts import (
+    EPOCHS,
     HOSTS,
     SCRIPT,
     assert_each_sample_counts_once,
@@ -229,7 +230,7 @@ def test_run_without_workers_of_its_own_ends_with_those_that_joined(
 ) -> None:
     enough = tmp_path_factory.mktemp("both") / "enough"
     (place.folder / "train.py").write_text(
-        SCRIPT.replace("ENOUGH", repr(str(enough))).replace("epochs = 60", "epochs = 6")
+        SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", "epochs = 6")
     )
     (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
     run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
@@ -293,12 +294,14 @@ def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(p
     assert here.returncode == 128 + signal.SIGTERM, said
 
 
+@pytest.mark.parametrize("fails", ["worker", pytest.param("guest", marks=pytest.mark.long)])
 def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
-    place: Place, tmp_path_factory: pytest.TempPathFactory
+    place: Place, tmp_path_factory: pytest.TempPathFactory, fails: str
 ) -> None:
+    """A worker is started again by its guest; after a guest, the run waits a minute before another one continues it."""
     enough = tmp_path_factory.mktemp("both") / "enough"
     (place.folder / "train.py").write_text(
-        SCRIPT.replace("ENOUGH", repr(str(enough))).replace("epochs = 60", "epochs = 40")
+        SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", "epochs = 16")
     )
     (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
     run, again, place.recovers = place.folder / "run", place.folder / "again", True
@@ -319,12 +322,13 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     def warnings(folder: Path) -> str:
         return str([event["text"] for event in events(folder) if event["event"] == "warning"])
 
-    here, lost = started(run)
-    until(lambda: any((run / "checkpoints").glob("round-*")), here, lost)
-    os.kill(lost.pid, signal.SIGKILL)
-    lost.wait(60)
+    here, guest = started(run)
+    until(lambda: any((run / "checkpoints").glob("round-*")), here, guest)
+    os.kill(guest.pid if fails == "guest" else starts(run)[0]["pid"], signal.SIGKILL)
+    if fails == "guest":
+        guest.wait(60)
     until(lambda: any(event.get("what") == "failed" for event in events(run)), here)
-    guest = joined(run)
+    guest = joined(run) if fails == "guest" else guest
     until(lambda: "continues from the checkpoint of round" in warnings(run), here, guest)
     enough.touch()
     said = [one.communicate(timeout=90)[0].decode() for one in (here, guest)]
@@ -335,7 +339,7 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     assert [one.returncode for one in resumed] == [0, 0], said
     assert "continues from the checkpoint of round" in warnings(again)
     counts = {event["epoch"]: event["sample_counts"] for event in events(run) if event["event"] == "epoch"}
-    assert len(counts) == 40
+    assert len(counts) == 16
     for seen in [*counts.values(), *(event["sample_counts"] for event in events(again) if event["event"] == "epoch")]:
         assert (seen["once"], seen["twice"], seen["never"]) == (160, 0, 0)
     assert (again / "final.safetensors").read_bytes() == (run / "final.safetensors").read_bytes()

@@ -165,7 +165,10 @@ def test_complete_run_leaves_the_final_model_alone(how: str, tmp_path: Path) -> 
     assert how == "end" or said[-1].startswith("the trained model: run/final.safetensors")
 
 
-def test_error_of_a_failed_run_has_its_folder_and_its_result_names_the_model(tmp_path: Path) -> None:
+def test_error_of_a_failed_run_has_its_folder_and_its_result_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
     with pytest.raises(RunFailedError, match="last.safetensors") as error:
         stretto.run(tmp_path / "train.py", "raise", 16, out=tmp_path / "run", quiet=True)

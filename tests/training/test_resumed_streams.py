@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import thread_workers
 import torch
 from elastic_workers import WorkerKilled, run_elastic_workers
 from hypothesis import given, settings
@@ -27,7 +25,7 @@ from stretto.data.stream_order import StreamOrder, first_untrained
 from stretto.errors import LoaderError
 from stretto.events import read_events
 from stretto.interval import every
-from stretto.loader.stream_reader import StreamPlace, digest_of, excerpt, stateful
+from stretto.loader.stream_reader import SHOWN_S, SLICE_S, StreamPlace, digest_of, excerpt, read_to_place, stateful
 
 pytestmark = pytest.mark.usefixtures("every_checkpoint")
 BATCHES = 30
@@ -40,14 +38,13 @@ def batch_of(number: int) -> torch.Tensor:
 class Stream(IterableDataset):
     """A stream of batches by their numbers."""
 
-    def __init__(self, numbers: Sequence[int] = range(BATCHES), reads: list[int] | None = None, slow: int = 0):
-        self.numbers, self.reads, self.slow = numbers, reads, slow
+    def __init__(self, numbers: Sequence[int] = range(BATCHES), reads: list[int] | None = None):
+        self.numbers, self.reads = numbers, reads
 
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers:
             if self.reads is not None:
                 self.reads.append(number)
-            time.sleep(0.1 * (number < self.slow))
             yield batch_of(number)
 
 
@@ -333,21 +330,31 @@ def test_run_of_one_worker_draws_the_same_random_numbers_after_a_resume(recipe: 
         assert torch.equal(run_one_worker(work, recipe, resume=part), whole)
 
 
-def test_stream_that_is_read_again_for_longer_than_the_time_limit_keeps_no_worker_waiting_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(worker: int) -> Any:
-        return DataLoader(Stream(slow=len(done) * worker), batch_size=None)
+def test_workers_exchange_at_least_once_in_a_slice_while_one_reads_its_stream_again() -> None:
+    """A worker that is at its place waits for less than the time limit, however long another one reads."""
+    goal, batch_s, now = 400, 0.1, [0.0]
+    exchanges: list[float] = []
+    reader, sentences = SimpleNamespace(position=0, problem=""), list[str]()
 
-    done: list[int] = []
-    run_with_checkpoints(2, reading(slow, epochs=1), "allreduce", tmp_path / "run")
-    part, done = only_within(tmp_path / "run", tmp_path / "part")
-    monkeypatch.setattr(thread_workers, "TIMEOUT_S", limit_s := 1.0)
-    monkeypatch.setattr("stretto.loader.stream_reader.SLICE_S", 0.05)
-    monkeypatch.setattr("stretto.loader.stream_reader.SHOWN_S", 0.2)
-    assert 0.1 * len(done) > limit_s > 0.5
-    found = run_with_checkpoints(2, reading(slow, epochs=1), "allreduce", tmp_path / "resumed", resume=part)
-    assert trained(found, 0) == list(range(len(done), BATCHES))
+    def skip() -> bool:
+        now[0] += batch_s
+        reader.position += 1
+        return True
+
+    def gather(status: bytes) -> list[bytes]:
+        exchanges.append(now[0])
+        return [status, msgspec.msgpack.encode((0, ""))]
+
+    reader.skip = skip
+    transport = SimpleNamespace(all_gather_bytes=gather)
+    events = SimpleNamespace(say=sentences.append, notice=sentences.append)
+    place = StreamPlace(2, False, [(0, goal)], {}, [], b"", b"", None)
+    read_to_place(reader, place, transport, lambda: now[0], events)  # type: ignore[arg-type]
+    assert now[0] == pytest.approx(goal * batch_s)
+    assert all(after - before <= SLICE_S + batch_s for before, after in itertools.pairwise([0.0, *exchanges]))
+    *shown, last = sentences
+    assert now[0] / SHOWN_S - 2 <= len(shown) <= now[0] / SHOWN_S
+    assert f"was read again to batch {goal}" in last
 
 
 def test_batches_that_a_failed_worker_has_not_trained_are_trained_after_a_resume(tmp_path: Path) -> None:

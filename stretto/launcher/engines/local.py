@@ -28,7 +28,7 @@ GRACE_S = 0.8
 """Time between SIGTERM and SIGKILL."""
 LAST_S = 1.0
 """Limit of the wait for killed processes."""
-ASKED_S, WRITING_S = 1.0, 60.0
+ASKED_S, WRITING_S = 5.0, 60.0
 """Time in which a process begins to write the model that it keeps, and in which it writes the model."""
 LOOK_S = 0.02
 
