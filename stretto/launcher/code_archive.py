@@ -4,14 +4,19 @@ Sent are the script's folder and all folders in it, except what a `.gitignore` t
 names, hidden files, compiled files, run directories and symbolic links. As in git, the last pattern that matches
 counts, those of deeper files after those of higher ones. So a data set in the folder belongs into `.gitignore`, or
 beside the folder.
+
+Secrets stay, by what they hold, so that a copy or a link under another name stays, too: the secrets of the run, keys
+for joining a run, private keys, and files that fewer users may read than the script. The archive names them.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
+import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,26 +35,56 @@ Ignored: TypeAlias = list[tuple[str, GitIgnoreSpec]]
 """Contents of `.gitignore` files, higher ones first, with the paths of their folders in the repository."""
 
 
-def packed(folder: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
-    """Return a zip archive of the code in a folder. Raises LaunchError if it is larger than `largest_bytes`."""
-    files = {path: (folder / path).stat().st_size for path in sorted(_files(folder))}
-    if (size := sum(files.values())) > largest_bytes:
-        largest = max(files, key=files.__getitem__)
+PRIVATE_KEY = re.compile(rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----\s+[\w+/=:,. -]{8}|PuTTY-User-Key-File-\d: ")
+"""Beginning of the text of a private key. A text that only names the line is none."""
+
+
+JOIN_KEY = re.compile(rb'"keys"\s*:\s*\[\s*"[!-~]{40}"')
+"""Text of a key for joining a run: three keys in Z85."""
+READ_BY_OTHERS = stat.S_IRGRP | stat.S_IROTH
+LONGEST_COMMENT = 60_000
+"""Largest size of the names of files that stay, in bytes; those beyond it are not named."""
+
+
+def packed(script: Path, secrets: Sequence[str] = (), largest_bytes: int = LARGEST_BYTES) -> bytes:
+    """Return a zip archive of the code in a script's folder, without files that hold one of the secrets.
+
+    Raises LaunchError if it is larger than `largest_bytes`.
+    """
+    folder, left_out, mode = script.parent, list[str](), script.stat().st_mode
+    files = {path: (folder / path).stat() for path in sorted(_files(folder))}
+    if (size := sum(status.st_size for status in files.values())) > largest_bytes:
+        largest = max(files, key=lambda path: files[path].st_size)
         problem = f"the code in {folder} is too large to be sent to another machine; its largest file is {largest}"
         expected = f"at most {_megabytes(largest_bytes)} of files that no .gitignore names"
         to_type = "--script PATH, for a copy of the script on the joining machine; or name data in a .gitignore"
         raise LaunchError(explain(problem, got=_megabytes(size), expected=expected, to_type=to_type))
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-        for path in files:
-            archive.write(folder / path, path)
+        for path, status in files.items():
+            if mode & ~status.st_mode & READ_BY_OTHERS:
+                left_out.append(f"{path} (mode {stat.S_IMODE(status.st_mode):o}: fewer may read it than the script)")
+                continue
+            content = (folder / path).read_bytes()
+            if any(secret.encode() in content for secret in secrets) or JOIN_KEY.search(content):
+                left_out.append(f"{path} (a secret of a run)")
+            elif PRIVATE_KEY.search(content):
+                left_out.append(f"{path} (a private key)")
+            else:
+                about = zipfile.ZipInfo.from_file(folder / path, path, strict_timestamps=False)
+                archive.writestr(about, content, zipfile.ZIP_DEFLATED)
+        archive.comment = ", ".join(left_out).encode()[:LONGEST_COMMENT]
     return written.getvalue()
 
 
-def unpack(archive: bytes, folder: Path) -> None:
-    """Write the files of an archive into a folder; names that lead out of it are changed by `zipfile`."""
+def unpack(archive: bytes, folder: Path) -> str:
+    """Write the files of an archive into a folder, and return the names of those that stayed where it was made.
+
+    Names that lead out of the folder are changed by `zipfile`.
+    """
     with zipfile.ZipFile(io.BytesIO(archive)) as opened:
         opened.extractall(folder)
+        return opened.comment.decode(errors="replace")
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -101,7 +101,7 @@ def _inviter(config: CoordinatorConfig, coordinator: MembershipCoordinator) -> I
         first = None if first is not None and first < options.workers else first  # of this launcher's own worker
         return () if processes % ranks else coordinator.give_numbers(name, processes // ranks, first, replaces)
 
-    return Inviter(invite, give, lambda: packed_code(options), workers.next_incarnation)
+    return Inviter(invite, give, lambda: packed_code(options, config.keys or ()), workers.next_incarnation)
 
 
 def _serve_dispatcher(config: CoordinatorConfig, log: Path, restarted: bool) -> None:

@@ -146,13 +146,16 @@ def _keys_of(numbers: tuple[int, ...], secret: Sequence[str] | None) -> dict[str
     return {role.decode(): keys.client(role).texts for role in roles}
 
 
-def packed_code(options: RunConfig) -> bytes:
-    """Return the code of a run as an archive: the folder of its script. Raises LaunchError."""
+def packed_code(options: RunConfig, secrets: Sequence[str]) -> bytes:
+    """Return the code of a run as an archive: the folder of its script, without files with one of the run's secrets.
+
+    Raises LaunchError.
+    """
     if options.module:
         problem, got = "the code of a module is not sent to other machines", f"-m {options.script}"
         expected = "a run of a script"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--script PATH, as stretto join allows"))
-    return packed(options.script.parent)
+    return packed(options.script, secrets)
 
 
 def plan_of_join(request: JoinRequest, note: Callable[[str], None] = say) -> ProcessPlan:
@@ -226,7 +229,8 @@ def _place(
     if code is not None:
         received = folder.resolve() / CODE
         note(f"received the code of the run, {len(code) / 1e6:.1f} MB packed, in {received}")
-        unpack(code, received)
+        if stayed := unpack(code, received):
+            note(f"not sent, since they look like secrets: {stayed}")
         launched_from = Path(options.launched_from or "/")
         if workdir is None and launched_from.is_relative_to(script.parent):
             workdir = received / launched_from.relative_to(script.parent)

@@ -96,7 +96,10 @@ def _run(
             for line in [*invited(key, servers), *route(config, servers)]:
                 display.note(line)
         with copying(folder, config.copy_to, display.note):
-            plan = ProcessPlan(config, folder, listener, servers, time.perf_counter())
+            own = structs.replace(
+                config, retyped=(), copy_to=None, secret_file=None
+            )  # without what the launcher alone needs
+            plan = ProcessPlan(own, folder, listener, servers, time.perf_counter())
             try:
                 _supervise(plan, inbox, display, make_engine, cluster)
             except Stopped as stop:

@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 def sent(folder: Path, to: Path) -> list[str]:
-    unpack(packed(folder), to)
+    unpack(packed(folder / "train.py"), to)
     return names(to)
 
 
@@ -91,7 +91,7 @@ def test_folder_that_its_repository_ignores_is_sent(tmp_path: Path, line: str) -
 def test_code_that_is_too_large_is_refused_with_its_largest_file(tmp_path: Path) -> None:
     here = written(tmp_path, train_py="", data__big="0" * 2000)
     with pytest.raises(LaunchError, match=r"largest file is data/big\n  got: 0.0 MB\n  expected: at most 0.0 MB"):
-        packed(here, 1000)
+        packed(here / "train.py", largest_bytes=1000)
 
 
 def test_archive_cannot_write_outside_its_folder(tmp_path: Path) -> None:
@@ -102,3 +102,29 @@ def test_archive_cannot_write_outside_its_folder(tmp_path: Path) -> None:
     unpack(data.getvalue(), tmp_path / "a/b")
     assert names(tmp_path) == ["a/b/abs.py", "a/b/out.py"]
     assert not os.path.exists("/abs.py")
+
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQ\n"
+PUBLIC = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
+JOIN_KEY = f'{{"address":"127.0.0.1:7878","keys":["{PUBLIC}","{PUBLIC}","{PUBLIC}"]}}'
+
+
+def test_secrets_stay_whatever_their_names_are_and_are_named(tmp_path: Path) -> None:
+    secret = "5f" * 32
+    here = written(tmp_path / "here", train_py=f"# {KEY.split()[0]} PRIVATE KEY-----", run__secret=secret + "\n")
+    written(here, copied=f"text\n{secret}", words=KEY, folder__join=JOIN_KEY, mine="for me", data="for all")
+    os.link(here / "run/secret", here / "linked")
+    (here / "mine").chmod(0o600)
+    stayed = unpack(packed(here / "train.py", [secret]), tmp_path / "there")
+    assert names(tmp_path / "there") == ["data", "train.py"]
+    assert [text.split(" (")[0] for text in stayed.split(", ")] == [
+        "copied", "folder/join", "linked", "mine", "run/secret", "words",
+    ]  # fmt: skip
+    assert secret not in stayed
+
+
+def test_a_folder_of_files_for_one_user_is_sent(tmp_path: Path) -> None:
+    here = written(tmp_path / "here", train_py="", data="0")
+    for name in ("train.py", "data"):
+        (here / name).chmod(0o600)
+    assert sent(here, tmp_path / "there") == ["data", "train.py"]

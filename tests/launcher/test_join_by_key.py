@@ -120,7 +120,9 @@ def coordinated(folder: Path, options: RunConfig, **versions: str) -> Iterator[t
             invitation = invite(numbers)
             return msgspec.structs.replace(invitation, versions={**invitation.versions, **versions})
 
-        inviter = Inviter(invite_with_versions, coordinator.give_numbers, lambda: packed_code(options))
+        inviter = Inviter(
+            invite_with_versions, coordinator.give_numbers, lambda: packed_code(options, [servers.secret or ""])
+        )
         server = MembershipServer(
             servers.coordinator,
             coordinator,

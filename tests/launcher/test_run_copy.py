@@ -32,6 +32,12 @@ for epoch in range(3):
         optimizer.step()
 """
 
+TOLD = """
+processes = psutil.Process(os.getppid()).children(recursive=True)
+told = [one.pid for one in processes if "hunter2" in one.environ().get("STRETTO_CONFIG", "")]
+print("told", told or "nothing", "of", len(processes), "looked at", flush=True)
+"""
+
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +177,14 @@ def test_copy_of_a_stopped_run_is_resumed_without_the_run(tmp_path: Path) -> Non
     epochs = [event for event in read_events(tmp_path / "second" / "events.jsonl") if event["event"] == "epoch"]
     assert epochs[-1]["sample_counts"]["once"] == 320
     assert epochs[0]["epoch"] > 1
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_no_process_of_the_run_is_told_the_place_of_the_copy(tmp_path: Path, recipe: str) -> None:
+    """Its words may hold a password, and workers and services may be on other hosts."""
+    script = SCRIPT.replace("import torch, stretto", "import os, psutil, torch, stretto") + TOLD
+    (tmp_path / "train.py").write_text(script)
+    done = stretto(tmp_path, "--recipe", recipe, "-n", "2", "--copy-to", str(tmp_path / "hunter2"), "train.py")
+    assert (tmp_path / "hunter2" / "run.json").exists(), done.stderr
+    told = {line.split()[1] for line in (done.stdout + done.stderr).splitlines() if "looked at" in line}
+    assert done.returncode == 0 and told == {"nothing"}, done.stderr

@@ -73,7 +73,7 @@ class ShardHosts:
             shards = range(first, first + host.workers)
             self._hosts.append(_ShardHost(host, shards, self._config, self._folder, self._inbox, self._note))
             self._by_number |= dict.fromkeys(map(server_of, shards), self._hosts[-1])
-            self._hosts[-1].begin()
+            self._hosts[-1].begin(plan.servers.secret)
             first = shards.stop
         limit = time.monotonic() + LISTEN_S
         while missing := [host for host in self._hosts if not host.addresses]:
@@ -139,10 +139,13 @@ class _ShardHost:
         shards = ", ".join(map(str, self._shards))
         return f"shard{'s' * (len(self._shards) > 1)} {shards} of the parameter server"
 
-    def begin(self) -> None:
-        """Start the agent. Raises LaunchError if ssh cannot be started."""
-        config = self._config
-        code = packed_code(config) if codec_folder(config) is not None and not config.module else b""
+    def begin(self, secret: str | None) -> None:
+        """Start the agent; the code that it receives is without the run's secret.
+
+        Raises LaunchError if ssh cannot be started.
+        """
+        config, secrets = self._config, [secret] if secret is not None else []
+        code = packed_code(config, secrets) if codec_folder(config) is not None and not config.module else b""
         wanted = ServeShards(versions(), config.host or "", tuple(self._shards), config.name, code)
         agents = SshAgents(config.remote_stretto, config.failure_timeout_s, self._report_loss, self)
         self._agent = agents.start(AgentSpec(self._host, self._shards, ("serve",), line(wanted)))
