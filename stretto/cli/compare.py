@@ -79,7 +79,7 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.", rich_help_panel=OUTPUT)] = False,
     json_to: Annotated[
         Path | None,
-        json_option("the records of the runs"),
+        json_option("the records of the runs and the verdict"),
     ] = None,
 ) -> None:
     """Run SCRIPT in a single process and under each recipe and layout, and compare model, metrics, speed and traffic.
@@ -121,4 +121,5 @@ def _conclude(comparison: Comparison, json_to: Path | None) -> None:
         console.print(Text(f"failed: {failed['folder']}: {first_line}"), soft_wrap=True)
     console.print(Text(f"page: {written}"), soft_wrap=True)
     if json_to is not None:
-        write_json(json_to, [{**record, "folder": str(comparison.folder / record["folder"])} for record in records])
+        runs = [{**record, "folder": str(comparison.folder / record["folder"])} for record in records]
+        write_json(json_to, comparison.described() | {"runs": runs})

@@ -162,8 +162,14 @@ class Comparison:
         if self.question.target and len(finished) == 1:
             self.question.target.check(finished[0]["metrics"])
 
-    def _save(self) -> None:
-        """Write compare.json: the question, the records of the runs, and the verdict on those that there are."""
+    def described(self) -> dict[str, object]:
+        """Return the question, the records of the runs, and the verdict on those that there are."""
         records = list(self.records.values())
-        judged = verdict(records, self.question.target)
-        write_json(self.folder / NAME, {"question": self.question.describe(), "runs": records, "verdict": judged})
+        return {
+            "question": self.question.describe(),
+            "runs": records,
+            "verdict": verdict(records, self.question.target),
+        }
+
+    def _save(self) -> None:
+        write_json(self.folder / NAME, self.described())

@@ -42,9 +42,11 @@ def test_tables_verdict_page_and_json_are_written(
         assert text in shown.out
     assert "Stay on one machine" in shown.out
     assert "[4 of 4]" in shown.err
-    found = json.loads(Path("found.json").read_text())
-    assert [one["folder"] for one in found][:1] == ["found/single-process-seed0"]
-    assert len(found) == 4
+    found, kept = (json.loads(Path(path).read_text()) for path in ("found.json", "found/compare.json"))
+    assert [one["folder"] for one in found["runs"]][:1] == ["found/single-process-seed0"]
+    assert len(found["runs"]) == 4
+    assert found | {"runs": []} == kept | {"runs": []}
+    assert found["verdict"]["sentence"] in " ".join(shown.out.split())
     assert run.orders[0].args == ("--lr", "0.1")
     assert Path("found/report.html").stat().st_size < 1_000_000
 
@@ -74,7 +76,7 @@ def test_a_pipeline_has_a_row_with_its_measured_and_predicted_pass(
     assert main.command(["compare", "-n", "2", *layouts, "--json", "found.json", "--out", "found", str(script)]) == 0
     assert "Stages" in capsys.readouterr().out
     assert "predicted pass" in Path("found/report.html").read_text()
-    stages = [one["stages"] for one in json.loads(Path("found.json").read_text())]
+    stages = [one["stages"] for one in json.loads(Path("found.json").read_text())["runs"]]
     assert [one is not None for one in stages] == [False, False, False, True]
     assert stages[-1]["pass_s"] > 0 and stages[-1]["predicted_s"] > 0
 
@@ -110,7 +112,7 @@ def test_standard_output_holds_only_the_json(
     pretend(monkeypatch, Pretend())
     assert main.command(["compare", "-n", "2", *RECIPES, "--json", "-", str(script)]) == 0
     shown = capsys.readouterr()
-    assert len(json.loads(shown.out)) == 4
+    assert json.loads(shown.out).keys() == {"question", "runs", "verdict"}
     assert "Model distance" in shown.err
 
 
