@@ -238,7 +238,7 @@ def serve() -> None:
 
 
 @app.command(cls=ScriptCommand, epilog=examples("stretto check train.py", "stretto check -m package.train --lr 0.1"))
-@configured("module", "recipe", "global_batch", file=False)
+@configured("module", "recipe", "layout", "global_batch", file=False)
 def check(
     context: typer.Context,  # noqa: ARG001
     config: RunConfig,

@@ -28,6 +28,8 @@ from stretto.launcher.private_files import PrivateFiles
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import Stopped
+from stretto.recipe.layout import whole
+from stretto.recipe.parser import parse_layout
 from stretto.run_config import RunConfig
 
 WORKERS, EPOCHS, LIMIT_S = 2, 2, 60.0
@@ -51,7 +53,7 @@ IN_INIT = "the layer in __init__, before stretto.distribute"
 SHARED = "stretto.save(obj, path), `if stretto.is_main():`, or a name with stretto.rank()"
 UNEVEN = "no `break` or `continue` by what differs among workers, as a count of their own batches: count epochs"
 ALONE = "loader = stretto.distribute(model, optimizer, loader)"
-_RECIPE = re.compile(r"--recipe (\w+)")
+_RECIPE = re.compile(r'--recipe "?(\w+(?:\([^)]*\))?)')
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -333,19 +335,20 @@ def _in_run(config: RunConfig, files: Sequence[Path]) -> list[Trap]:
 
     A script that needs another recipe than the default is run again with the one that its error names.
     """
+    layout = parse_layout(config.layout or str(whole()))
     with tempfile.TemporaryDirectory(prefix="stretto-check-") as place:
         folder, display = Path(place, "run"), _LimitedRun()
         private = PrivateFiles(Path(place, ".files"), os.getcwd())
         private.make()
         limited = replace(
             config,
-            workers=WORKERS,
+            workers=WORKERS * layout.ranks_in(1),
             out=folder,
             output="none",
             restarts=0,
             private_files=Path(place, ".files").resolve(),
             checkpoint_every="1000000 rounds",  # so that the workers may leave
-            stop_within_s=LEAVE_S,
+            stop_within_s=LEAVE_S if layout.takes_recipe else config.stop_within_s,
         )
         try:
             run_locally(limited, display)

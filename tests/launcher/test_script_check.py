@@ -243,10 +243,14 @@ for epoch in range(10**9):
 """
 
 
-def checked(folder: Path, text: str) -> tuple[int, list[dict[str, object]], str]:
+def checked(folder: Path, text: str, *options: str) -> tuple[int, list[dict[str, object]], str]:
     """Return the exit code, the traps and the other output of a check."""
     (folder / "train.py").write_text(script(text))
-    command = [sys.executable, "-m", "stretto.cli", "check", "--json", "-", "train.py"]
+    return checked_file(folder, *options, "train.py")
+
+
+def checked_file(folder: Path, *words: str) -> tuple[int, list[dict[str, object]], str]:
+    command = [sys.executable, "-m", "stretto.cli", "check", "--json", "-", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     return done.returncode, json.loads(done.stdout or "[]"), done.stderr
 
@@ -269,6 +273,73 @@ def test_check_ends_after_two_epochs_and_writes_nothing(tmp_path: Path) -> None:
     assert "train.py: no trap was found" in output
     assert sorted(os.listdir(tmp_path)) == ["helper.py", "last.pt", "train.py"]
     assert (tmp_path / "last.pt").read_text() == "a model of the user"
+
+
+ROWS = """
+rows = nn.Embedding(56, 4, sparse=True)
+optimizer = torch.optim.SGD(rows.parameters(), lr=0.01)
+loader = stretto.distribute(rows, optimizer, DataLoader(torch.arange(56), 8))
+for number in loader:
+    optimizer.zero_grad()
+    rows(number).square().sum().backward()
+    optimizer.step()
+"""
+CLOSURE = """
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+loader = stretto.distribute(model, optimizer, loader, recipe="async_sgd")
+def closure():
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(a), b)
+    loss.backward()
+    return loss
+for a, b in loader:
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [(CLOSURE, "local_sgd(every=16)"), pytest.param(ROWS, "async_sgd", marks=pytest.mark.long)],
+    ids=["quoted", "plain"],
+)
+def test_a_script_that_needs_another_recipe_is_checked_under_the_one_that_its_error_names(
+    text: str, recipe: str, tmp_path: Path
+) -> None:
+    own = "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)"
+    (tmp_path / "train.py").write_text(HEAD.rpartition("loader = ")[0] + own + text)
+    code, traps, output = checked_file(tmp_path, "train.py")
+    assert (code, traps) == (0, []), output
+    assert output.count(f"checked with --recipe {recipe}, since without") == 1
+
+
+def test_a_layout_is_checked_with_two_workers_of_all_their_processes(tmp_path: Path) -> None:
+    text = script("for a, b in loader:\n    STEP").replace(
+        "nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))"
+    )
+    (tmp_path / "train.py").write_text(text + "print('of', stretto.world_size())")
+    code, traps, output = checked_file(tmp_path, "--layout", "pipeline(2)", "train.py")
+    assert (code, traps) == (0, []), output
+    code, traps, output = checked_file(tmp_path, "--layout", "pipeline(3)", "train.py")
+    assert code == 1 and [trap["name"] for trap in traps] == ["error"], output
+
+
+RUNS = [
+    ["digits.py"],
+    ["gan.py"],
+    ["kfold.py"],
+    ["lstm.py"],
+    ["mnist.py"],
+    ["recommender.py"],
+    ["shakespeare.py"],
+    ["thaw.py"],
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [*RUNS, ["-m", "package.train"]], ids=" ".join)
+def test_checks_of_the_examples_find_no_trap(words: list[str]) -> None:
+    code, traps, output = checked_file(ROOT / "examples", *words)
+    assert (code, traps) == (0, []), output
 
 
 def test_modules_beside_the_script_are_read(tmp_path: Path) -> None:
