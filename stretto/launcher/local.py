@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from msgspec import structs
 
 from stretto.checkpoint.file_receiver import INCOMING
 from stretto.checkpoint.model_file import left_in as model_left_in
-from stretto.errors import LaunchError, LogError, RunFailedError, WorkersLostError
+from stretto.errors import LaunchError, LogError, RunFailedError, WorkersLostError, explain
 from stretto.events import read_events
 from stretto.launcher.config import check, described, on_engine, planned, server_notice, settled, with_hosts
 from stretto.launcher.endpoints import servers_for
@@ -46,6 +47,9 @@ from stretto.run_dir import make_folder, write_run
 __all__ = ["JoinRequest", "Stopped", "join", "run"]
 
 MakeEngine = Callable[[Inbox], Engine]
+LEAST_DESCRIPTORS = 64
+"""Number of files that each process of a run may have to open, besides those of the script: a coordinator of four workers
+opens 52."""
 
 
 def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine) -> Path:
@@ -57,6 +61,16 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     """
     config = on_engine(with_hosts(config))
     check(config)
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= descriptors < LEAST_DESCRIPTORS:
+        raise LaunchError(
+            explain(
+                "the processes of a run may open too few files",
+                got=f"{descriptors} descriptors",
+                expected=f"at least {LEAST_DESCRIPTORS}, and those of the script",
+                to_type="ulimit -n 65536",
+            )
+        )
     if config.copy_to is not None:
         check_place(config.copy_to)
     with connected(config) as cluster:

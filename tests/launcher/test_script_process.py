@@ -91,6 +91,14 @@ def test_too_small_a_shared_memory_is_named_with_what_to_type(error: Exception) 
     assert "--shm-size" not in failure(OSError(errno.ENOSPC, "No space left on device", "/home/model.pt"))
 
 
+def test_too_few_descriptors_for_the_run_itself_are_refused_before_it_starts(place: Place) -> None:
+    place.script("")
+    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (40, 40)); "
+    result = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--out", "run", "train.py", before=few)
+    _, err = result.communicate(timeout=90)
+    assert result.returncode == 1 and b"ulimit -n" in err and not Path("run").exists(), err.decode()
+
+
 LOADS = """
 import torch, stretto
 data = torch.utils.data.TensorDataset(torch.randn(1024, 512))
@@ -110,7 +118,7 @@ def test_loader_processes_that_meet_a_limit_end_the_run_with_one_error(place: Pl
     words = ["run", "-n", "2", "--recipe", "allreduce", "--out", str(place.folder / "run"), str(script)]
     few, disk = "", list[str]()
     if limit == "descriptors":
-        few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); "
+        few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 64)); "
     else:
         disk = own_disk("600k", Path("/dev/shm"))
     command = [*disk, sys.executable, "-P", "-c", f"{few}import stretto.cli.main as cli; cli.main()", *words]
