@@ -48,8 +48,7 @@ __all__ = ["JoinRequest", "Stopped", "join", "run"]
 
 MakeEngine = Callable[[Inbox], Engine]
 LEAST_DESCRIPTORS = 64
-"""Number of files that each process of a run may have to open, besides those of the script: a coordinator of four workers
-opens 52."""
+"""Number of files that a process of a run may open, without those of the script: a coordinator of 4 workers has 52."""
 
 
 def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = LocalEngine) -> Path:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-watching: ContextVar[Callable[[Sequence[Tensor], bool], None] | None] = ContextVar("watching", default=None)
-"""Callback before every backward pass of this worker; several workers may share a process."""
+Act = Callable[[Sequence[Tensor], bool], None]
+watching: ContextVar[tuple[Act, ...]] = ContextVar("watching", default=())
+"""Callbacks before every backward pass of this worker; several workers may share a process."""
 
 SUM = 2
 """Number by which torch's losses save that they add the losses of the samples; 0 for a loss of each sample."""
@@ -23,16 +24,16 @@ _KEEP_A_SUM = ("AddBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0
 _OF_EACH_SAMPLE = ("AbsBackward0", "PowBackward0")
 
 
-def watch(act: Callable[[Sequence[Tensor], bool], None]) -> None:
+def watch(act: Act) -> None:
     """Call `act` before each backward pass, with the losses and True if it records a graph of the gradients."""
     if not hasattr(torch.autograd.backward, "_stretto_wraps"):
         torch.autograd.backward = _wrapped(torch.autograd.backward)
-    watching.set(act)
+    watching.set((*watching.get(), act))
 
 
-def unwatch() -> None:
-    """Look at no backward pass any more: the section has ended."""
-    watching.set(None)
+def unwatch(act: Act) -> None:
+    """Call `act` no more: the section has ended."""
+    watching.set(tuple(one for one in watching.get() if one != act))
 
 
 def _wrapped(original: Any) -> Any:
@@ -40,9 +41,10 @@ def _wrapped(original: Any) -> Any:
     def backward(
         tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **rest: Any
     ) -> Any:
-        if (act := watching.get()) is not None:
+        if acts := watching.get():
             losses = [tensors] if isinstance(tensors, Tensor) else [one for one in tensors if isinstance(one, Tensor)]
-            act(losses, create_graph)
+            for act in acts:
+                act(losses, create_graph)
         return original(tensors, grad_tensors, retain_graph, create_graph, **rest)
 
     backward._stretto_wraps = original  # type: ignore[attr-defined]

@@ -120,7 +120,7 @@ class GradientStrategy(RecipeStrategy):
 
     def close(self) -> None:
         """Remove all hooks from the model, the parameters and the optimizer."""
-        backward_calls.unwatch()
+        backward_calls.unwatch(self._before_backward)
         self._drop_exchange(self.sets[0])
         super().close()
 

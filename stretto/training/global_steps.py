@@ -37,6 +37,7 @@ from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
+from stretto.training.first_losses import FirstLosses
 from stretto.training.last_model import LastModel
 from stretto.training.left_out import LeftOutSteps
 from stretto.training.not_finite import GradientCheck
@@ -132,6 +133,7 @@ class GlobalSteps:
             trainer.model, optimizers, lambda: self._progress.global_steps if self.current is not None else None
         )
         watch(self._outside.before_step)
+        self._first_losses = FirstLosses()
         self._left_out: LeftOutSteps | None = None
         """The steps that this worker leaves out, where the rounds of the others count them."""
         if self.strategy.in_rounds:
@@ -155,6 +157,7 @@ class GlobalSteps:
     def close(self) -> None:
         """Remove all hooks when the section has ended."""
         unwatch()
+        self._first_losses.unwatch()
         if self._left_out is not None:
             self._left_out.unwatch()
         for hook in self._hooks:
@@ -195,6 +198,7 @@ class GlobalSteps:
         self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
         self._progress.count_global_batch(self._global_batches())
         self._stepped_here.clear()
+        self._first_losses.begin(global_step.batch)
         if self._left_out is not None:
             self._left_out.begin_global_step()
         self._rounds_before = self._progress.rounds
@@ -511,6 +515,10 @@ class GlobalSteps:
             ) from None
         if is_compared:
             self._step_record.clear()
+            if self._transport.siblings is None:  # one process of a worker of several may have the loss
+                same = self._first_losses.compare(self._transport.all_gather_bytes, self._transport.members)
+                if same is not None:
+                    self._events.notice(same)
         if is_compared and self._transport.worker == 0:
             self._events.write("check", step=self._progress.steps, round=self._progress.rounds, equal=True)
         return is_compared

@@ -16,17 +16,17 @@ from stretto.errors import LoaderError
 INPUTS, LABELS = regression(60, torch.float64).tensors
 
 
-def drawing() -> Callable[..., Tensor]:
+def drawing(seed: int | None = None) -> Callable[..., Tensor]:
     """Return a function that draws batches by a generator of the worker: threads share the global one."""
-    source = torch.Generator().manual_seed(stretto.rank())
+    source = torch.Generator().manual_seed(stretto.rank() if seed is None else seed)
     return lambda *_: torch.randint(len(INPUTS), (5,), generator=source)
 
 
-def trained(loader: Any, rows: Any = None, epochs: int = 1, **options: Any) -> Any:
+def trained(loader: Any, rows: Any = None, epochs: int = 1, seed: int | None = None, **options: Any) -> Any:
     """Return a training whose batches are `rows(item)` of the samples, or drawn; its result has their indices, too."""
 
     def work(worker: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        net, seen, draw = small_net(torch.float64), [], rows or drawing()
+        net, seen, draw = small_net(torch.float64), [], rows or drawing(seed)
         optimizer = sgd(net.parameters())
         distributed = stretto.distribute(net, optimizer, loader() if callable(loader) else loader, **options)
         for _ in range(epochs):
@@ -75,6 +75,32 @@ def test_a_generator_that_draws_gives_each_worker_batches_of_its_own(recipe: str
 
     (_, first), (_, second) = run_workers(2, trained(batches, lambda at: at, deal="own"), recipe)
     assert (len(first), len(second)) == (7, 7) and not set(first) & set(second)
+
+
+SAME_ROWS = "workers 0 and 1 had the same losses in each of their first batches"
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)", "gossip(every=1)"])
+def test_workers_that_draw_the_same_batches_are_named_once(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_workers(2, trained(range(16), epochs=2, seed=7), recipe)
+    assert capsys.readouterr().err.count(SAME_ROWS) == 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        trained(range(16), epochs=2),
+        trained(range(16), lambda step: torch.arange(5 * (step % 12), 5 * (step % 12) + 5)),
+        trained([(INPUTS, LABELS)], lambda batch: torch.arange(60), epochs=4),
+        trained([LABELS.sum() * 0 + step for step in range(16)], lambda batch: torch.arange(60)),
+    ],
+    ids=["drawn", "numbered", "full batch", "tensors"],
+)
+def test_workers_with_rows_of_their_own_and_full_batches_are_not_named(
+    work: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_workers(2, work, "allreduce")
+    assert SAME_ROWS not in capsys.readouterr().err
 
 
 def get_batch() -> tuple[Tensor, Tensor]:
