@@ -175,11 +175,9 @@ class LogRelay(threading.Thread):
         self._selector.close()
 
     def append(self, worker: int, rank: int, text: str) -> None:
-        """Add lines of Stretto's own to the log file of a process, once it has exited."""
+        """Add lines of Stretto's own to the log file of a process here, once it has exited."""
         with contextlib.suppress(OSError), open(open_log(log_of(self._folder, worker, rank)), "a") as file:
             file.write(text)
-        if self._forward is not None:
-            self._forward(worker, rank, text.encode())
 
     def _relay_elsewhere(self) -> None:
         """Show new output of workers on other machines, as that of workers here."""

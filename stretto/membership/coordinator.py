@@ -725,8 +725,6 @@ class MembershipCoordinator:
         """End the run. Workers whose loops are `uneven` raise it as an error of their scripts."""
         self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
         self._record(Stopped(why, uneven))
-        if not uneven:
-            self.announcements.notices.append(f"the run cannot continue: {why}")
         for replica in self.workers.replicas.values():
             if replica.is_running:
                 self._send_all(replica, Shutdown(why, uneven))

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.checkpoint.state_transfer import Own, load_some, pack_own, unpack_own
+from stretto.errors import ModelError
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
@@ -22,6 +23,7 @@ from stretto.strategies.model_sync import Named, refuse_other_start, state_of
 from stretto.strategies.optimizers import Optimizers, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
+from stretto.strategies.redraws import refused
 from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, stop_watching, watch_lookups
 from stretto.strategies.tensor_sync import crc
 
@@ -37,6 +39,8 @@ class AsyncStrategy(RecipeStrategy):
     """The exchange; None if no parameter was ever trained."""
     _steps = 0
     """Number of global steps with a step of any of several optimizers."""
+    _noted_in = 0
+    """Recovery epoch of the last look at the parameters."""
     _joined: Own | None = None
     """State that the server does not hold, of a run that this worker joins, until its first epoch begins."""
 
@@ -103,6 +107,15 @@ class AsyncStrategy(RecipeStrategy):
         self._refuse_late(self.sets[0])
         if self._server is not None:
             self._server.before_step(index)
+
+    def look_for_redraws(self) -> None:
+        """Raise ModelError if the script has drawn a layer again: the server would add the change of each worker."""
+        parameter_set, since = self.sets[0], self._noted_in
+        self._noted_in = self._client.recovery_epoch
+        super().look_for_redraws()
+        redrawn, parameter_set.redrawn = parameter_set.redrawn, {}
+        if redrawn and since == self._noted_in:  # else the parameters are those of a snapshot
+            raise ModelError(refused(redrawn, f"new values, which {self.recipe} adds as the update of one worker"))
 
     def after_step(self, index: int, steps: int) -> bool:
         """Push an update if it is due. Return False: the parameters of the workers differ."""

@@ -6,20 +6,24 @@ parameters of the first member.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
 from stretto.collective_ops import CollectiveCoroutine, Exchange
-from stretto.errors import NotFiniteError
+from stretto.errors import NotFiniteError, ReplicasDifferError
+from stretto.membership.loop_positions import named
 from stretto.recipe.whom import mixing_matrix
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.collective_runner import CollectiveRunner, finish
 from stretto.strategies.consistency_check import NO_RATES, Rates
 from stretto.strategies.flat_buffers import in_buffers
 from stretto.strategies.parameter_set import ParameterSet
+from stretto.strategies.redraws import refused
 from stretto.strategies.round_strategy import RoundStrategy
 from stretto.strategies.tensor_sync import FlatTensors
 from stretto.strategies.traffic_counters import Account
@@ -50,23 +54,27 @@ class GossipStrategy(RoundStrategy):
         with in_buffers(parameter_set.parts):
             theta = [part.theta for part in parameter_set.parts]
             own = [one.clone() for one in theta] + buffers.flat()  # peers may read these when theta has changed
-            mixed = self.attempt(lambda: self._mixed(own, parameter_set.weights.share(), number), in_pairs=True)
+            mixed = self.attempt(
+                lambda: self._mixed(own, parameter_set.weights.share(), number, parameter_set.redrawn), in_pairs=True
+            )
             if not all(bool(torch.isfinite(one.sum())) for one in mixed):
                 raise NotFiniteError("a parameter of this worker or of a peer is NaN or infinite; nothing was mixed")
             for one, result in zip(theta, mixed, strict=False):
                 one.copy_(result)
             buffers.take(mixed[len(theta) :])
+        parameter_set.redrawn = {}
 
-    def _mixed(self, own: Sequence[Tensor], share: float, number: int) -> list[Tensor]:
+    def _mixed(self, own: Sequence[Tensor], share: float, number: int, redrawn: Mapping[str, int]) -> list[Tensor]:
         """Return the mixed tensors. A worker sends empty tensors to a peer that gives it no weight.
 
-        The last message says the share, and in which global step the worker does the round.
+        The last message says the share, in which global step the worker does the round, and what it has drawn again.
         """
         rank, rows = self._transport.worker, mixing_matrix(self.recipe.whom, number, self._transport.workers)
         row, tally = rows[rank], self._context.tally
         message = [(one, tally.account("parameters")) for one in own]
         device = own[0].device if own else torch.device("cpu")
-        place = torch.tensor([share, self._observer.batch()], dtype=torch.float64, device=device)
+        drawn = float(zlib.crc32(msgspec.msgpack.encode(redrawn)))
+        place = torch.tensor([share, self._observer.batch(), drawn], dtype=torch.float64, device=device)
         message.append((place, tally.account("counts")))
         runners = {
             peer: [self._swap(peer, one if rank in other else one[:0], account) for one, account in message]
@@ -75,8 +83,11 @@ class GossipStrategy(RoundStrategy):
         }
         received = {peer: finish(each) for peer, each in runners.items()}
         places = {peer: each[-1].tolist() for peer, each in received.items() if each[-1].numel()}
-        if any(batch != self._observer.batch() for _, batch in places.values()):
-            self._observer.refuse_apart({peer: int(batch) for peer, (_, batch) in places.items()})
+        if any(batch != self._observer.batch() for _, batch, _ in places.values()):
+            self._observer.refuse_apart({peer: int(batch) for peer, (_, batch, _) in places.items()})
+        apart = [self._transport.members[peer] for peer, (*_, other) in places.items() if other != drawn]
+        if apart:
+            raise ReplicasDifferError(refused(redrawn, f"{named(sorted(apart))} has drawn other values, or none"))
         shares = {peer: places[peer][0] if peer != rank else share for peer in row}
         weights = weighted_by_samples(row, shares)
         mixed = [one.clone() for one in own]

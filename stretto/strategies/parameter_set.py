@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from stretto.errors import ModelError, explain
+from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.loader.sample_weights import Weights
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.local_updates import LocalUpdates
 from stretto.strategies.model_sync import Named, plain_name, trainable, trained
 from stretto.strategies.optimizers import parameters_of
 from stretto.strategies.parameter_view import is_held, local
+from stretto.strategies.redraws import Redraws, difference
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -59,6 +60,9 @@ class ParameterSet:
         """Names of the trained parameters that other ranks hold, of any worker, when the workers agreed last."""
         self._before: dict[int, Tensor] = {}
         """Values of parameters outside the flat buffers before their first step, by the parameter's id."""
+        self._redraws = Redraws([])
+        self.redrawn: dict[str, int] = {}
+        """Checksums of parameters that the script has drawn again since the workers last compared them, by name."""
 
     def flatten(self, named: Named, spare: bool, tables: Container[int] = ()) -> None:
         """Lay these parameters into flat buffers; `tables` are the ids of those whose rows are exchanged alone."""
@@ -90,8 +94,23 @@ class ParameterSet:
         return all(part.in_place() for part in self.parts)
 
     def has_changed(self) -> bool:
-        """True if other parameters are trained than the workers have agreed on. Cost: a look at each parameter."""
-        return self._signature() != self._seen
+        """True if other parameters are trained than the workers have agreed on, or if some were drawn again.
+
+        Cost: a look at each parameter.
+        """
+        return bool(self.redrawn) or self._signature() != self._seen
+
+    def note_values(self, has_stepped: bool) -> None:
+        """Note the values of the parameters, which the script may change until the next look, unless they are noted."""
+        if self._redraws.parts is not self.parts:
+            self._redraws = Redraws(self.parts)
+        if has_stepped or not self._redraws.is_current():
+            self._redraws.note()
+
+    def look_for_redraws(self) -> None:
+        """Add the parameters that the script has drawn again since they were noted to `redrawn`."""
+        if self._redraws.parts is self.parts:
+            self.redrawn |= self._redraws.found()
 
     def keep_values(self) -> None:
         """Remember the values of parameters that are new to the exchange, before a step changes them."""
@@ -145,14 +164,19 @@ class ParameterSet:
         those of the first worker. Raises ModelError, at all workers, where they are not.
         """
         laid = self.laid
-        own = [(name, id(parameter) in laid) for name, parameter in self.trainable()], self._trained_elsewhere()
+        redrawn, self.redrawn = self.redrawn, {}
+        names = [(name, id(parameter) in laid) for name, parameter in self.trainable()]
         replies = [
-            msgspec.msgpack.decode(reply, type=tuple[list[tuple[str, bool]], set[str]])
-            for reply in self._transport.all_gather_bytes(msgspec.msgpack.encode(own))
+            msgspec.msgpack.decode(reply, type=tuple[list[tuple[str, bool]], set[str], dict[str, int]])
+            for reply in self._transport.all_gather_bytes(
+                msgspec.msgpack.encode((names, self._trained_elsewhere(), redrawn))
+            )
         ]
-        wanted = {name for names, _ in replies for name, _ in names}
-        unlaid = {name for names, _ in replies for name, is_laid in names if not is_laid}
-        elsewhere = set[str]().union(*(names for _, names in replies))
+        if (text := difference([each for *_, each in replies])) is not None:
+            raise ReplicasDifferError(text)
+        wanted = {name for names, *_ in replies for name, _ in names}
+        unlaid = {name for names, *_ in replies for name, is_laid in names if not is_laid}
+        elsewhere = set[str]().union(*(names for _, names, _ in replies))
         before, self._elsewhere = self._elsewhere or set(), elsewhere
         named = {plain_name(name): parameter for name, parameter in self._model.named_parameters()}
         self._check_there(wanted, named)

@@ -79,6 +79,19 @@ class Strategy:
         for part in [part for parameter_set in self.sets for part in parameter_set.parts]:
             part.lay_back()
 
+    def note_values(self, has_stepped: bool) -> None:
+        """Note the parameters when a global step begins, or an optimizer `has_stepped`: the script's code runs next.
+
+        Ranks of a worker do not: they hold other parts, and would decide apart.
+        """
+        for parameter_set in self.sets if self._transport.has_others and self._transport.siblings is None else ():
+            parameter_set.note_values(has_stepped)
+
+    def look_for_redraws(self) -> None:
+        """Look for layers that the script has drawn again; the next exchange compares the workers' values."""
+        for parameter_set in self.sets:
+            parameter_set.look_for_redraws()
+
     def after_step(self, index: int, steps: int) -> bool:
         """Exchange if that is due after the `steps`-th step of this optimizer.
 

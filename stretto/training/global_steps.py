@@ -206,6 +206,7 @@ class GlobalSteps:
         self._accumulated = False
         if global_step.lease is not None:
             self._leases.append(global_step.lease)
+        self.strategy.note_values(has_stepped=False)
 
     def _global_batches(self) -> int:
         """Return the number of global batches that have begun in this epoch, by the samples that all workers lease."""
@@ -240,6 +241,8 @@ class GlobalSteps:
             return
         self._timer.switch("other")
         self.pace.go_on()
+        if not self.current.idle:
+            self.strategy.look_for_redraws()
         if self._left_out is not None and not left and not self.current.idle:
             for index in self._left_out.found():
                 self._count_left_out(index)
@@ -331,6 +334,7 @@ class GlobalSteps:
             self._is_held = True
         if self._left_out is not None:
             self._left_out.before_step(index)
+        self.strategy.look_for_redraws()
         before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
         is_carried = self._idle_workers.is_following or progress.rounds > before
         self.strategy.before_step(index, is_carried or closure_of(args, kwargs) is not None)
@@ -347,6 +351,7 @@ class GlobalSteps:
         is_around = optimizer is not self._optimizers.each[index] and closure_of(args, kwargs) is None
         self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients, is_around)
         self._count_step(index)
+        self.strategy.note_values(has_stepped=True)
         self._timer.switch(before)
 
     def _mean_loss(self, index: int, loss: Any) -> Any:

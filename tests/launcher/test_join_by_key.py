@@ -296,6 +296,30 @@ def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(p
     assert here.returncode == 128 + signal.SIGTERM, said
 
 
+def test_error_of_the_last_worker_is_shown_once_at_the_launcher_of_the_run(place: Place) -> None:
+    (place.folder / "train.py").write_text(
+        "import stretto, torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x in stretto.distribute(model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 1))):\n"
+        "    model(x).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    raise KeyError('no such word')\n"
+    )
+    run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
+    options = ["-n", "0", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1"]
+    here = place.stretto("run", *options, "--out", "run", "train.py", **together)
+    until(lambda: (run / "coordinator.wal").exists(), here)
+    address = json.loads((run / "join.key").read_text())["address"]
+    guest = place.stretto("join", address, "--key", run / "join.key", **together)
+    said = [process.communicate(timeout=90)[0].decode() for process in (guest, here)]
+    assert [guest.returncode, here.returncode] == [1, 1], said
+    for text in said:
+        assert text.count("Traceback") == 1, text
+        assert text.count("KeyError: 'no such word'") == 1, text
+    assert said[1].count("the run cannot continue: 0 workers cannot continue, at least 1 are required") == 1, said[1]
+
+
 @pytest.mark.parametrize("fails", ["worker", pytest.param("guest", marks=pytest.mark.long)])
 def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     place: Place, tmp_path_factory: pytest.TempPathFactory, fails: str

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.errors import ReplicasDifferError, ScriptError
+from stretto.errors import ModelError, ReplicasDifferError, ScriptError
 
 RECIPES = ["allreduce", "local_sgd(every=4)", "gossip()", "async_sgd"]
 
@@ -89,3 +89,77 @@ def test_a_layer_that_each_worker_draws_again_is_named_before_the_next_batch(rec
 @pytest.mark.parametrize("recipe", ["allreduce", "power_sgd(rank=1)"])
 def test_a_layer_that_all_workers_draw_alike_is_trained(recipe: str) -> None:
     assert run_workers(2, redrawn(seeded=True), recipe) == [2, 2]
+
+
+def changed_within(
+    change: Callable[[nn.Linear], object], at: int = 5, before_step: bool = False
+) -> Callable[[int], int]:
+    """Return a training that changes a layer of 8 x 6 values in a step of an epoch; its result is the batches trained.
+
+    0 changes the layer in each step.
+    """
+
+    def work(_worker: int) -> int:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), small_net(features=8))
+        layer, trained = net[0], 0
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)))
+            layer.bias.zero_()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(96), batch_size=4))
+        for _epoch in range(2):
+            for x, y in loader:
+                trained += 1
+                if before_step and at in (0, trained):
+                    change(layer)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                if not before_step and at in (0, trained):
+                    change(layer)
+        return trained
+
+    return work
+
+
+def reset_alike(layer: nn.Linear) -> None:
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(5))
+
+
+DRAWS: dict[str, tuple[Callable[[nn.Linear], object], bool]] = {
+    "in place": (nn.Linear.reset_parameters, False),
+    "as data before a step": (lambda layer: layer.weight.data.normal_(), True),
+    "with other memory": (lambda layer: setattr(layer.weight, "data", torch.randn(8, 6)), False),
+}
+CHANGES: dict[str, tuple[Callable[[nn.Linear], object], str]] = {
+    "clamped": (lambda layer: layer.weight.data.clamp_(-0.5, 0.5), "async_sgd"),
+    "disturbed": (lambda layer: layer.weight.data.add_(torch.randn(8, 6), alpha=0.1), "local_sgd(every=4)"),
+    "masked": (lambda layer: layer.weight.data.mul_(layer.weight.abs() > 0.3), "gossip()"),
+    "reduced to signs": (lambda layer: layer.weight.data.sign_(), "async_sgd"),
+    "cleared": (lambda layer: layer.weight.data.zero_(), "local_sgd(every=4)"),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("recipe", [*RECIPES, "diloco(every=4)"])
+def test_a_layer_that_each_worker_draws_again_within_an_epoch_is_named(recipe: str, draw: str) -> None:
+    change, before_step = DRAWS[draw]
+    with pytest.raises((ModelError, ReplicasDifferError), match=r"drawn again.*0\.weight(.*\n)*.*torch\.manual_seed"):
+        run_workers(2, changed_within(change, before_step=before_step), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_so_is_one_that_is_drawn_again_after_the_last_step_of_an_epoch(recipe: str) -> None:
+    with pytest.raises((ModelError, ReplicasDifferError), match=r"torch\.manual_seed"):
+        run_workers(2, changed_within(nn.Linear.reset_parameters, at=12), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)", "gossip()"])
+def test_a_layer_that_all_workers_draw_alike_within_an_epoch_is_trained(recipe: str) -> None:
+    assert run_workers(2, changed_within(reset_alike), recipe) == [24, 24]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_that_each_worker_changes_in_each_step_are_not_taken_for_drawn_ones(change: str) -> None:
+    act, recipe = CHANGES[change]
+    assert sum(run_workers(2, changed_within(act, at=0, before_step=True), recipe)) == 48
