@@ -97,14 +97,15 @@ def describe(
     """
     rate = "learning rate as in the script" if factor == 1 else f"learning rate {factor:.4g} x the script's"
     samples = f" of {batch} samples" if batch is not None else ""
+    training = workers if batches is None or split else min(workers, batches)
     if not waits:
         part = f"1/{workers} of a batch" if split else "a batch"
+        each = "each" if training == workers else f"{training} of them at a time"
         sums = f"; the updates of {workers} workers are added: a step of up to {added:.3g} x that rate"
-        line = f"{workers} workers that do not wait for each other, each with {part}{samples} a step; {rate}"
-        return line + (sums if added > 1 else "")
+        line = f"{workers} workers that do not wait for each other, {each} with {part}{samples}; {rate}"
+        return line + (sums if added > 1 and training > 1 else "")
     if split:
         return f"{workers} workers share each batch{samples}; {rate}"
-    training = workers if batches is None else min(workers, batches)
     size = f"{training} batch{'es' * (training != 1)} of the script's"
     if batch is not None:
         size = f"{training * batch} samples"

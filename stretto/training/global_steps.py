@@ -49,6 +49,12 @@ from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
 CHECK_EVERY_ROUNDS = 100
+STEP_AT_END = "Step at its end, too: if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): ..."
+NO_LAST_BATCH = (
+    "This worker has no batch in the last step, in which others step: --batch split gives each a part of every batch, "
+    "and so does a number of batches that the workers divide"
+)
+"""Advices for gradients that an epoch's end leaves without a step."""
 
 
 class ExchangeListener(Protocol):
@@ -112,7 +118,9 @@ class GlobalSteps:
         self.stepped_last = True
         """True if the optimizer stepped in the last global step."""
         self._unstepped: int | None = 0
-        """Number of this worker's batches since an optimizer has stepped last; None once the notice was written."""
+        """Number of batches since this worker's gradients were stepped last; None once the notice was written."""
+        self._was_idle = False
+        """True if this worker had no batch in the last global step."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._step_record = StepRecord()
@@ -249,7 +257,8 @@ class GlobalSteps:
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped
-        if self._unstepped is not None:
+        self._was_idle = global_step.idle
+        if self._unstepped is not None and (not global_step.idle or self.strategy.exchanges_gradients):
             self._unstepped = 0 if has_stepped else self._unstepped + (not global_step.idle)
         if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
@@ -304,8 +313,8 @@ class GlobalSteps:
         left = f"{batches} batch{'es' * (batches != 1)} and no step after them"
         self._events.own_notice(
             f"worker {self._transport.number} ends epoch {self._progress.epochs} with gradients of {left}: the first "
-            "step of the next epoch has them, unless zero_grad() drops them; nothing has them after the last. Step at "
-            "its end, too: if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): ..."
+            "step of the next epoch has them, unless zero_grad() drops them; nothing has them after the last. "
+            + (NO_LAST_BATCH if self._was_idle else STEP_AT_END)
         )
 
     def _notice_accumulation(self) -> None:

@@ -78,6 +78,24 @@ def test_steps_are_counted_alike_where_a_worker_has_fewer_batches(recipe: str, s
     assert len(set(end_of(tmp_path))) == 1
 
 
+@pytest.mark.parametrize("recipe", IN_ROUNDS)
+def test_gradients_of_a_worker_without_a_batch_in_the_last_step_are_named(
+    recipe: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Worker 0 has 5 batches and steps after the third and the last; worker 1 has 4."""
+    run_workers(2, accumulating("usual", 36), recipe)
+    said = capfd.readouterr().err
+    assert said.count("worker 1 ends epoch 1 with gradients of 1 batch and no step after them") == 1, said
+    assert "no batch in the last step, in which others step: --batch split" in said
+    assert "worker 0 ends epoch" not in said
+
+
+@pytest.mark.parametrize(("recipe", "samples"), [("local_sgd(every=4)", 40), ("allreduce", 36)])
+def test_gradients_that_are_stepped_are_not_named(recipe: str, samples: int, capfd: pytest.CaptureFixture[str]) -> None:
+    run_workers(2, accumulating("usual", samples), recipe)
+    assert "with gradients of" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("style", ["hf", "usual"])
 @pytest.mark.parametrize("samples", [96, 100, 97])

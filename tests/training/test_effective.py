@@ -148,7 +148,7 @@ def test_a_comparison_of_split_batches_refers_to_the_single_process() -> None:
     [
         ("allreduce", "2 workers x 8 = 16 samples a global batch; learning rate as in the script"),
         ("local_sgd(every=4)", "2 workers x 8 = 16 samples a global batch; learning rate as in the script"),
-        ("async_sgd", "2 workers that do not wait for each other, each with a batch of 8 samples a step; learning"),
+        ("async_sgd", "2 workers that do not wait for each other, each with a batch of 8 samples; learning"),
         ("async_sgd", "the updates of 2 workers are added: a step of up to 2 x that rate"),
     ],
 )
@@ -158,15 +158,19 @@ def test_a_run_prints_its_effective_batch_once(recipe: str, line: str, capfd: py
 
 
 @pytest.mark.parametrize("batch", [37, 64])
-@pytest.mark.parametrize(("split", "line"), [
-    (False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
-    (True, "3 workers share each batch of 37 samples"),
+@pytest.mark.parametrize(("recipe", "split", "line"), [
+    ("allreduce", False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
+    ("allreduce", True, "3 workers share each batch of 37 samples"),
+    ("gossip()", False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
+    ("async_sgd", False, "3 workers that do not wait for each other, 1 of them at a time with a batch of 37 samples;"),
 ])  # fmt: skip
 def test_a_batch_of_all_data_is_that_of_one_worker(
-    batch: int, split: bool, line: str, capfd: pytest.CaptureFixture[str]
+    batch: int, recipe: str, split: bool, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_workers(3, training(regression(37), batch), "allreduce", split=split)
-    assert capfd.readouterr().err.count(line) == 1
+    run_workers(3, training(regression(37), batch), recipe, split=split)
+    said = capfd.readouterr().err
+    assert said.count(line) == 1, said
+    assert "111" not in said
 
 
 def test_of_a_list_the_number_of_batches_is_known(capfd: pytest.CaptureFixture[str]) -> None:
