@@ -35,7 +35,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from stretto.security import log
+from stretto.notices import say
 
 HANDSHAKE_S = 2.0
 """Seconds after which a connection without a signed request is closed."""
@@ -155,12 +155,19 @@ class Pump(asyncio.Protocol):
             self._other.close()
 
 
-def serve(listener: socket.socket, secret: bytes, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
+def serve(
+    listener: socket.socket,
+    secret: bytes,
+    coordinator: str | None = None,
+    services: Sequence[str] = (),
+    is_way: bool = False,
+) -> None:
     """Serve at a listening socket until SIGTERM, and then until the last messages of the services are forwarded.
 
-    Connections of ZeroMQ lead to the address of the coordinator, and requests to those of the services.
+    Connections of ZeroMQ lead to the address of the coordinator, and requests to those of the services. Unless the
+    relay `is_way` of all workers, it says once which hosts need it.
     """
-    relay = Relay(secret, coordinator=coordinator, services=services)
+    relay = Relay(secret, coordinator=coordinator, services=services, is_way=is_way)
     asyncio.new_event_loop().run_until_complete(_until_sigterm(listener, relay))
 
 
@@ -197,11 +204,12 @@ class Relay:
     def __init__(
         self,
         secret: bytes,
-        notice: Callable[[str], None] = log,
+        notice: Callable[[str], None] = say,
         coordinator: str | None = None,
         services: Sequence[str] = (),
+        is_way: bool = False,
     ) -> None:
-        """Without a secret, no request is signed."""
+        """Without a secret, no request is signed. A relay that is the way of all workers says of none that it is."""
         self._secret, self._notice = secret, notice
         self._coordinator = _parts(coordinator) if coordinator is not None else None
         self._services = {stream_to(one): _parts(one) for one in services}
@@ -211,6 +219,7 @@ class Relay:
         self._strangers: dict[_Connection, None] = {}
         self._waiting: dict[_Place, _Connection] = {}
         self._places: dict[_Connection, _Place] = {}
+        self._is_way, self._said = is_way, set[str]()
         self.refused = 0
 
     @property
@@ -246,11 +255,15 @@ class Relay:
             raise ValueError("a request that no worker of this run sends")
         del self._strangers[connection]
         if end == b"c":
+            self._say_once(f"relay: {connection.address} reaches the parameter server through this port alone")
             self._connect(connection, self._services[stream], JOINED)
             return None
         other = self._waiting.get((b"r" if end == b"s" else b"s", stream))
         if other is not None:
             self.left(other)
+            sender, receiver = (one.address for one in ((connection, other) if end == b"s" else (other, connection)))
+            closed = f"since {sender} reached no port of it"
+            self._say_once(f"relay: what workers of {sender} send to {receiver} passes this port, {closed}")
             return other
         earlier = self._waiting.get((end, stream))
         if earlier is not None:  # its worker has connected again
@@ -258,6 +271,11 @@ class Relay:
             earlier.close()
         self._waiting[end, stream], self._places[connection] = connection, (end, stream)
         return None
+
+    def _say_once(self, text: str) -> None:
+        if not self._is_way and text not in self._said:
+            self._said.add(text)
+            self._notice(text)
 
     def greeted_by_zeromq(self, connection: _Connection, received: bytes) -> None:
         """Connect with the coordinator, which closes the connection of a stranger. Raise ValueError without one."""

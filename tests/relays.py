@@ -30,7 +30,7 @@ class RecordingRelay(Relay):
     def __init__(self, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
         self.notices = list[str]()
         self._connections = list[Any]()
-        super().__init__(SECRET, self.notices.append, coordinator, services)
+        super().__init__(SECRET, self.notices.append, coordinator, services, is_way=True)
 
     @property
     def made(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
-from stretto.events import COORDINATOR, process_name
+from stretto.events import COORDINATOR, RELAY, process_name
 from stretto.launcher.logs_elsewhere import LogsElsewhere
 from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
 from stretto.membership.output_lines import log_of, open_log, plain
@@ -201,15 +201,15 @@ class LogRelay(threading.Thread):
     def _relay(self, source: _Output, data: bytes) -> None:
         if self._output == "rank0" and (source.worker, source.rank) == (0, 0):
             self._show(lambda display: display.say(data))
-        elif self._output == "all" or source.worker == COORDINATOR:
+        elif self._output == "all" or source.worker in (COORDINATOR, RELAY):
             lines = _whole_lines(source, data)
-            if source.worker == COORDINATOR:
+            if source.worker in (COORDINATOR, RELAY):
                 self._note_lines(lines)
             else:
                 self._show(lambda display: display.say(_labelled(source.worker, source.rank, lines)))
 
     def _note_lines(self, lines: Sequence[bytes]) -> None:
-        """Show lines of the coordinator as notes."""
+        """Show lines of the coordinator or the relay as notes."""
         for line in lines:
             self.note(line.removeprefix(OURS).decode(errors="replace"))
 

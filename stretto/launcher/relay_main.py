@@ -22,7 +22,7 @@ def main() -> None:
         from stretto.relay import serve  # imports zmq: SIGTERM has its handler before that
 
         secret = "".join(config.keys or ()).encode()
-        serve(socket.socket(fileno=config.listen_fd), secret, config.coordinator, config.services)
+        serve(socket.socket(fileno=config.listen_fd), secret, config.coordinator, config.services, config.options.relay)
     except BaseException as error:
         fail(error, RELAY, log_in(config.run))
     leave()

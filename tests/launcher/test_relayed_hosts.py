@@ -68,6 +68,7 @@ def test_hosts_that_cannot_reach_each_other_train_each_sample_once(
     said = [one.communicate(timeout=90)[0] for one in (here, there, elsewhere)]
     assert [one.returncode for one in (here, there, elsewhere)] == [0, 0, 0], said
     assert "workers of different hosts exchange through the relay at 10.79.0.1:" in said[0]
+    assert "passes this port" not in said[0]
     assert_each_sample_counts_once(run)
     failed = {event["process"] for event in events(run) if event["event"] == "membership" and event["what"] == "failed"}
     assert failed == {"worker 3", "relay"}
@@ -130,8 +131,11 @@ def test_one_open_port_of_the_launchers_host_suffices(
     output = said[1].decode() + (run / "worker-1.log").read_text() + (run / "worker-0.log").read_text()
     if recipe == "allreduce":
         assert "no port of 10.79.0.1 was reached from here: what is sent to its workers passes the relay" in output
+        shown = "what workers of 10.79.0.2 send to 10.79.0.1 passes this port, since 10.79.0.2 reached no port of it"
     else:
         assert f"the parameter server is reached through {ADDRESS}" in output
+        shown = "10.79.0.2 reaches the parameter server through this port alone"
+    assert said[0].count(f"stretto: relay: {shown}\n") == 1
 
 
 def test_a_worker_that_cannot_reach_another_one_says_what_to_type_and_the_others_continue(
