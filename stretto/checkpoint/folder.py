@@ -128,6 +128,26 @@ class CheckpointFolder:
             self._complete.add(path)
         return True
 
+    def missing(self) -> str | None:
+        """Return what the newest checkpoint lacks, if all lack something; None if one has all of its bytes.
+
+        Checksums of tensors are not computed.
+        """
+        lacks: str | None = "no checkpoint"
+        for number, path in enumerate(self.paths()):
+            try:
+                manifest = read_manifest(path / MANIFEST)
+                for name, seal in manifest.files.items():
+                    if (size := (path / name).stat().st_size) != seal.bytes:
+                        raise DamagedError(f"{path / name} has {size} bytes of {seal.bytes}")
+            except DamagedError as damage:
+                lacks = str(damage) if number == 0 else lacks
+            except OSError as error:
+                lacks = f"{error.filename} cannot be read: {error.strerror}" if number == 0 else lacks
+            else:
+                return None
+        return lacks
+
     def temporary(self) -> Path:
         """Return a new path for a directory that is not yet, or no longer, a checkpoint."""
         return self.folder / f"{TEMPORARY}{os.urandom(8).hex()}"

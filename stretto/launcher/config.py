@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from stretto.checkpoint.folder import CheckpointFolder
 from stretto.errors import LaunchError, explain
 from stretto.faults.plan import Fault, FaultEvent, Kill, Pause, check_live, parse, schedule
 from stretto.faults.plan import check as check_faults
@@ -25,7 +26,7 @@ from stretto.launcher.layout_checks import check_layout
 from stretto.launcher.listeners import is_address, own_addresses
 from stretto.masking import masked
 from stretto.run_config import RunConfig
-from stretto.run_dir import CHECKPOINTS, check_owner
+from stretto.run_dir import CHECKPOINTS, check_owner, section_folders
 from stretto.units import spelled
 
 LARGEST_SEED = 2**32 - 1
@@ -359,6 +360,13 @@ def _check_checkpoints(config: RunConfig) -> None:
         if not (config.resume / CHECKPOINTS).is_dir():
             _refuse_resume(config.resume)
         check_owner(config.resume, "--resume")
+        lacks = [
+            CheckpointFolder(one / CHECKPOINTS).missing() for one in (config.resume, *section_folders(config.resume))
+        ]
+        if all(lacks):
+            problem, expected = f"there is no complete checkpoint in {config.resume}", "all files of one checkpoint"
+            to_type = "stretto run without --resume, with --checkpoint-every; or another copy of the folder"
+            raise LaunchError(explain(problem, got=lacks[-1] or "", expected=expected, to_type=to_type))
     elif config.resume_stream is not None:
         problem, expected = "--resume-stream changes nothing without --resume", "the run that is continued"
         got, to_type = (

@@ -125,14 +125,17 @@ def manifests(config: RunConfig, pods: PodOptions) -> str:
     if not _is_name(pods.name):
         problem, expected = f"{pods.name} is no name for objects of Kubernetes", "lower-case letters, digits and -"
         raise LaunchError(explain(problem, got=f"--name {pods.name}", expected=expected, to_type="--name my-run"))
-    run = commands(config, f"{pods.name}-head:{PORT}", f"$(POD_IP):{PORT}")
+    listen = f"$(POD_IP):{PORT}"
+    run = commands(config, f"{pods.name}-head:{PORT}", listen)
+    # Kubernetes would expand $(NAME)
+    words = [word if word == listen else word.replace("$", "$$") for word in run.head]
     worker = {"cpu": pods.processors, "memory": pods.memory}
     gpus = {"nvidia.com/gpu": pods.gpus} if pods.gpus else {}
     head = {"cpu": "1", "memory": "2Gi"}
     environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE).render(
         name=pods.name, image=pods.image, port=PORT, keys=KEYS, grace_s=GRACE_S, workers=config.workers,
-        restarts=config.restarts * config.workers, head=run.head, worker=run.worker,
+        restarts=config.restarts * config.workers, head=words, worker=run.worker,
         secret_file=SECRET, secret=run.secret, key_file=JOIN_KEY, key=run.key,
         requests={"head": head, "worker": worker | gpus},
         limits={"head": {"memory": "2Gi"}, "worker": {"memory": pods.memory} | gpus},

@@ -24,6 +24,7 @@ from stretto.run_dir import CHECKPOINTS, section_folders
 
 LOOK_S = 1.0
 """Seconds between two looks for new checkpoints."""
+PLACE, TO_TYPE = "a folder, or a URI that fsspec can write to", "--copy-to s3://bucket/name, with pip install s3fs"
 LEFT_OUT = ("join.key", "snapshots", "residuals", "coordinator.wal", "dispatcher.wal")
 """Files and folders that are of no use without the running processes, or secret."""
 
@@ -51,6 +52,8 @@ class RunCopy:
                 problem, expected = f"there is something at {self._to}", "a place that is new or empty"
                 to_type = f"--copy-to {self._to.rstrip('/')}-2"
                 raise LaunchError(explain(problem, got=f"--copy-to {self._to}", expected=expected, to_type=to_type))
+            if "file" in self._files.protocol:
+                Path(self._root).mkdir(0o700, parents=True, exist_ok=True)  # as private as the folder of the run
             self._put(self._folder / "run.json")
         except LaunchError:
             raise
@@ -132,8 +135,13 @@ def copying(
 
 
 def check_place(to: str) -> None:
-    """Raise LaunchError if nothing here can write to a place."""
-    _opened(to)
+    """Raise LaunchError if nothing here can write to a place, or the place ends with this process."""
+    files, _ = _opened(to)
+    named = to.rpartition("://")[2].strip("/")
+    if not named or files.protocol == "memory":
+        got = f"--copy-to {masked([to])[0]}" if to else '--copy-to ""'
+        problem = "a copy in memory is lost at the end" if named else "there is no name of a place"
+        raise LaunchError(explain(problem, got=got, expected=PLACE, to_type=TO_TYPE))
 
 
 def _opened(to: str) -> tuple[Any, str]:
@@ -148,9 +156,8 @@ def _opened(to: str) -> tuple[Any, str]:
 
 
 def _unusable(to: str, error: Exception) -> LaunchError:
-    problem, expected = f"nothing can be copied to it: {_reason(error)}", "a folder, or a URI that fsspec can write to"
-    to_type = "--copy-to s3://bucket/name, with pip install s3fs"
-    return LaunchError(explain(problem, got=f"--copy-to {masked([to])[0]}", expected=expected, to_type=to_type))
+    problem = f"nothing can be copied to it: {_reason(error)}"
+    return LaunchError(explain(problem, got=f"--copy-to {masked([to])[0]}", expected=PLACE, to_type=TO_TYPE))
 
 
 def _reason(error: Exception) -> str:

@@ -31,8 +31,8 @@ class Announcements:
         rank = replica.ranks[replica.failed_rank]
         activity = rank.described_activity(now)
         doing = f" while {activity}" if activity else ""
-        others = f"continuing with {remaining} {'worker' if remaining == 1 else 'workers'}"
-        self.notices.append(f"{replica.name_of(rank)} failed ({replica.why}){doing}; {others}{restart_note}")
+        others = f"; continuing with {remaining} {'worker' if remaining == 1 else 'workers'}" if remaining else ""
+        self.notices.append(f"{replica.name_of(rank)} failed ({replica.why}){doing}{others}{restart_note}")
         cause = {"rank": rank.number} if len(replica.ranks) > 1 else {}
         self.changed("failed", of_process(replica.worker), replica.incarnation, generation, replica.why, **cause)
 

@@ -169,7 +169,7 @@ def summary(record: Mapping[str, Any]) -> str:
         f"encoded, per worker: {sent} MB of {raw} sent ({ratios['sent']} less), {received} received "
         f"({ratios['received']} less)"
     ]
-    if record["values_sent_share"] is not None:
+    if record["values_sent_share"] not in (None, 1.0):
         texts.append(f"{formatting.percent(record['values_sent_share'])} of the values")
     if record["residual_share"] is not None:
         texts.append(f"residual {formatting.figure(record['residual_share'], 2)} of the input")

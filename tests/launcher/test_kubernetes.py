@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from stretto.cli import main
 from stretto.errors import LaunchError
@@ -34,6 +35,16 @@ def test_commands_are_words_that_no_shell_reads_and_hold_no_key() -> None:
     assert not any(part in " ".join([*head, *worker]) for part in (kept["secret"], kept["join.key"]))
     assert text.count('"nvidia.com/gpu": 2') == 2
     assert "completions: 4" in text
+
+
+def test_kubernetes_expands_no_word_of_the_script() -> None:
+    """It replaces $(NAME) by a variable's value, and $$ by $."""
+    words = ("--note", "$(POD_IP) costs $5 or $$")
+    text = manifests(replace(CONFIG, args=words), PodOptions("i", "mine"))
+    head = json.loads(re.findall(r"^ +command: (.*)$", text, flags=re.M)[0])
+    expanded = [re.sub(r"\$\$|\$\((\w+)\)", lambda found: "value" if found[1] else "$", word) for word in head]
+    assert tuple(expanded[-2:]) == words
+    assert expanded[5] == "value:7878"
 
 
 def test_key_of_the_workers_is_that_of_the_secret_and_of_nothing_else() -> None:

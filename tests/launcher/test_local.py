@@ -255,6 +255,14 @@ def test_invalid_run_is_refused_before_any_process_starts(
     assert not Path("runs").exists()
 
 
+def test_a_run_without_a_complete_checkpoint_is_not_resumed(place: Place) -> None:
+    Path("before/checkpoints/round-00000003").mkdir(parents=True)
+    with pytest.raises(LaunchError, match="there is no complete checkpoint in before") as raised:
+        place.run("open('ran', 'w')", resume=Path("before"))
+    assert "round-00000003/manifest.json cannot be read" in str(raised.value)
+    assert not Path("ran").exists() and not Path("runs").exists()
+
+
 def test_port_in_use_is_refused_by_number(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

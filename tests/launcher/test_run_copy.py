@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +148,9 @@ def test_run_whose_copy_is_not_complete_fails(tmp_path: Path, memory: Any, monke
     [
         ("nosuch://store/copy", ("Protocol not known", "got: --copy-to nosuch://store/copy")),
         ("run.json/copy", ("nothing can be copied to it", "expected: a folder")),
+        ("", ("there is no name of a place", 'got: --copy-to ""')),
+        ("file:///", ("there is no name of a place", "got: --copy-to file:///")),
+        ("memory://store/copy", ("a copy in memory is lost at the end", "expected: a folder")),
         ("full", ("there is something at full", "new or empty", "try: --copy-to full-2")),
     ],
 )
@@ -160,6 +165,14 @@ def test_place_that_cannot_be_used_is_an_error_before_training(
     assert done.returncode == 1
     assert all(word in done.stderr for word in words), done.stderr
     assert "it has begun" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["copy", "file://{}/copy", "new/copy"])
+def test_copy_in_a_folder_is_as_private_as_the_run(tmp_path: Path, place: str) -> None:
+    run = run_folder(tmp_path / "run")
+    with contextlib.chdir(tmp_path), RunCopy(run, place.format(tmp_path), print):
+        pass
+    assert stat.S_IMODE((tmp_path / place.rpartition("{}/")[2]).stat().st_mode) == 0o700
 
 
 def test_copy_of_a_stopped_run_is_resumed_without_the_run(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ LOG: list[Any] = [
 """Records of the scenario, as any version has written them."""
 NOTICES = [
     f"{FAILED}; continuing with 2 workers, worker 2 is restarted",
-    "worker 2 failed (killed by SIGTERM); continuing with 0 workers",
+    "worker 2 failed (killed by SIGTERM)",
 ]
 CHANGES = [
     *[("joined", f"worker {worker}") for worker in range(3)],

@@ -283,6 +283,18 @@ def test_without_a_complete_checkpoint_none_is_found(second_checkpoint: Path) ->
     assert Checkpoints(second_checkpoint / "nowhere").newest(pytest.fail) is None
 
 
+def test_what_all_checkpoints_lack_is_found_without_reading_tensors(second_checkpoint: Path) -> None:
+    checkpoints = Checkpoints(second_checkpoint.parent)
+    assert Checkpoints(second_checkpoint / "nowhere").missing() == "no checkpoint"
+    for file, whole in every_file(second_checkpoint):
+        for damage in (file.unlink, lambda file=file, whole=whole: file.write_bytes(whole[:-1])):
+            damage()
+            assert checkpoints.missing() is None, "the first one is whole"
+            first = second_checkpoint.with_name("round-00000001").rename(second_checkpoint.parent / "away")
+            assert str(file) in (checkpoints.missing() or "")
+            first.rename(second_checkpoint.with_name("round-00000001"))
+
+
 def test_checkpoint_of_a_later_format_is_skipped_and_kept(second_checkpoint: Path) -> None:
     manifest = second_checkpoint / "manifest.json"
     body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": folder_format.FORMAT + 1}).encode()
