@@ -31,10 +31,15 @@ class Announcements:
         rank = replica.ranks[replica.failed_rank]
         activity = rank.described_activity(now)
         doing = f" while {activity}" if activity else ""
-        others = f"; continuing with {remaining} {'worker' if remaining == 1 else 'workers'}" if remaining else ""
-        self.notices.append(f"{replica.name_of(rank)} failed ({replica.why}){doing}{others}{restart_note}")
+        failed = f"{replica.name_of(rank)} failed ({replica.why}){doing}"
+        self.notices.append(f"{failed}{_continuing(remaining)}{restart_note}")
         cause = {"rank": rank.number} if len(replica.ranks) > 1 else {}
         self.changed("failed", of_process(replica.worker), replica.incarnation, generation, replica.why, **cause)
+
+    def left(self, replica: Replica, generation: int, remaining: int) -> None:
+        """Announce that a replica has left the run, which others, `remaining` in number, continue."""
+        self.notices.append(f"worker {replica.worker} has left, since {replica.why}{_continuing(remaining)}")
+        self.changed("left", of_process(replica.worker), replica.incarnation, generation, replica.why)
 
     def slow(self, replica: Replica, rank: Rank, generation: int, silent: float, limit_s: float, now: float) -> None:
         """Announce a rank without a heartbeat for `silent` seconds, which fails after `limit_s`."""
@@ -43,3 +48,7 @@ class Announcements:
         why, left_s = f"no heartbeat for {silent:.1f} s", max(limit_s - silent, 0.0)
         self.notices.append(f"{replica.name_of(rank)} has sent {why}.{doing} In {left_s:.1f} s it is declared failed")
         self.changed("slow", of_process(replica.worker, rank.number), replica.incarnation, generation, why)
+
+
+def _continuing(workers: int) -> str:
+    return f"; continuing with {workers} {'worker' if workers == 1 else 'workers'}" if workers else ""

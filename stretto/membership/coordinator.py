@@ -679,7 +679,7 @@ class MembershipCoordinator:
             if previous.get(member.worker) != member.incarnation:
                 self._note("joined", of_process(member.worker), member.incarnation, why)
         for worker in leaving:
-            self._note("left", of_process(worker), self.workers.replicas[worker].incarnation, ASKED)
+            self.announcements.left(self.workers.replicas[worker], self.generation, len(workers))
         self._note("formed", of_process(COORDINATOR), 0, why, members=workers)
         return True
 

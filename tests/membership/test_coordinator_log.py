@@ -37,6 +37,7 @@ LOG: list[Any] = [
 """Records of the scenario, as any version has written them."""
 NOTICES = [
     f"{FAILED}; continuing with 2 workers, worker 2 is restarted",
+    "worker 1 has left, since it was asked to end; continuing with 2 workers",
     "worker 2 failed (killed by SIGTERM)",
 ]
 CHANGES = [
