@@ -41,7 +41,7 @@ HANDSHAKE_S = 2.0
 """Seconds after which a connection without a signed request is closed."""
 DRAIN_S = 0.6
 """Seconds in which the last messages of ended services are forwarded; a launcher kills its processes a little later."""
-MAX_STRANGERS = 64
+MAX_STRANGERS = 1024
 """Connections without a signed request; one more closes the oldest."""
 BUFFERED_BYTES = 1 << 18
 NONCE_BYTES = ID_BYTES = MAC_BYTES = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -24,7 +25,6 @@ from stretto.relay import (
     GREETING,
     HANDSHAKE_S,
     JOINED,
-    MAX_STRANGERS,
     NONCE_BYTES,
     REQUEST_BYTES,
     End,
@@ -154,9 +154,12 @@ def test_strangers_are_refused_and_logged_and_members_connect(
     close(ends)
 
 
-def test_more_connections_without_a_request_close_the_oldest(running: RelayThread) -> None:
-    strangers = [plain(running) for _ in range(2 * MAX_STRANGERS)]
-    assert all(is_closed(one) for one in strangers[:MAX_STRANGERS])
+def test_more_connections_without_a_request_close_the_oldest(
+    running: RelayThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.relay.MAX_STRANGERS", 64)
+    strangers = [plain(running) for _ in range(2 * 64)]
+    assert all(is_closed(one) for one in strangers[:64])
     assert any("too many connections" in one for one in running.relay.notices)
 
 
@@ -380,6 +383,40 @@ def test_members_that_do_not_connect_in_time_are_named_by_their_numbers(running:
     rendezvous.close()
     for one in silent:
         one.close()
+
+
+def test_ends_that_ask_at_the_same_time_are_all_joined_beside_receivers_that_read_nothing(
+    running: RelayThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation of 12 workers forms so, some of them stopped."""
+    monkeypatch.setattr("stretto.relay.HANDSHAKE_S", LIMIT_S)
+    pairs, stopped, size = 150, 10, 100_000
+
+    async def joined_end(kind: End, number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        stream = Stream(digest(b"sender %d" % number), digest(b"receiver %d" % number), 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(GREETING)
+        writer.write(signed(kind, stream, await reader.readexactly(NONCE_BYTES), SECRET))
+        assert await reader.readexactly(1) == JOINED
+        return reader, writer
+
+    async def passed(number: int) -> list[asyncio.StreamWriter]:
+        (_, sender), (reader, receiver) = await asyncio.gather(joined_end(b"s", number), joined_end(b"r", number))
+        if number < stopped:
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            sender.write(bytes(100 * size))
+        else:
+            sender.write(bytes([number % 256]) * size)
+            assert await reader.readexactly(size) == bytes([number % 256]) * size
+        return [sender, receiver]
+
+    async def all_pass() -> None:
+        for writers in await asyncio.wait_for(asyncio.gather(*map(passed, range(pairs))), LIMIT_S):
+            for one in writers:
+                one.transport.abort()
+
+    asyncio.run(all_pass())
+    assert running.relay.refused == 0
 
 
 # --- one port ---------------------------------------------------------------------------------------------------------
