@@ -4,14 +4,15 @@ The script works in a tree that mirrors the folders of the machine, so that rela
 `__file__` lead where they always do:
 
     RUN/.files/tree/home/ada/project/    the script's working folder
-        train.py                         copies of Python files, so that `Path(__file__).resolve().parent` is here
+        train.py                         copies of Python files, so that `Path(__file__).resolve().parent` is here,
+        settings.json                    and of other small files, so that a library may write them
         data/labels.csv                  folders, and links to files
         data/train/                      a link to a folder with many entries
     RUN/files/                           afterwards: the files that the script has written
 
 A link becomes a copy before Python opens it for writing, and a linked folder becomes a folder of links before
-something is written in it. Files that the script reaches by an absolute path, and those to which a
-library writes through a link without Python's `open`, are compared with their state before.
+something is written in it. Files that the script reaches by an absolute path are compared with their state before;
+those to which a library, or another process, writes through a link have changed since the tree was made.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ from stretto.launcher.seeding import after_import
 
 MOST_LINKS = 2000
 """Number of links that are made at the start; further folders are linked as a whole."""
+SMALL_BYTES, MOST_COPIED = 1 << 16, 1000
+"""Largest size of a file that is copied at the start, and the number of such files."""
+MOST_LOOKED_AT = 100_000
+"""Number of files in folders linked as a whole that are looked at afterwards."""
 MOST_ABOVE = 1000
 """Number of entries of a folder above the working folder that have a link."""
 MOST_CHAINED = 40
@@ -99,13 +104,16 @@ class PrivateFiles:
         self._claimed: set[str] = set()
         self._origin = origin
         self.here = self._tree + origin
+        self._began = os.path.join(self._base, "began")
         self._noted: set[str] = set()
+        self._copied = 0
         self._unfolded: set[str] = set()
 
     def make(self) -> None:
         """Make the tree: at most about MOST_LINKS links, and those of the folders above."""
         os.makedirs(self.here)
         os.mkdir(self._new)
+        Path(self._began).touch()
         for above in Path(self._origin).parents:
             with contextlib.suppress(OSError):
                 self._fill(self._tree + str(above).rstrip("/"), str(above), MOST_ABOVE, truncates=True)
@@ -209,12 +217,8 @@ class PrivateFiles:
         if path in self._noted or f"{path}/".startswith(unwatched):
             return
         self._noted.add(path)
-        self._record([path])
-
-    def _record(self, paths: list[str]) -> None:
-        lines = "".join(json.dumps([path, _state(path)]) + "\n" for path in paths)
         with contextlib.suppress(OSError), open(self._before, "a") as file:
-            file.write(lines)
+            file.write(json.dumps([path, _state(path)]) + "\n")
 
     def written(self) -> dict[int, list[str]]:
         """Return the paths that each worker has opened for writing so far, or at which it has changed a file."""
@@ -242,7 +246,7 @@ class PrivateFiles:
             entries = list(itertools.islice(scanned, None if most is None else most + 1))
         if most is not None and len(entries) > most and not truncates:
             return None
-        folders, files, present = [], [], set(os.listdir(place))
+        folders, present = [], set(os.listdir(place))
         for entry in entries[:most]:
             source, link = os.path.join(folder, entry.name), os.path.join(place, entry.name)
             if source == self._excluded or entry.name in present:
@@ -252,13 +256,19 @@ class PrivateFiles:
             elif entry.is_dir():
                 os.symlink(f"{source}/", link)
                 folders.append(entry.name)
-            elif copies and entry.name.endswith(".py") and entry.is_file() and os.access(source, os.R_OK):
+            elif copies and self._is_copied(entry):
                 shutil.copy2(source, link)
             else:
                 os.symlink(source, link)
-                files.append(source)
-        self._record(files if copies else [])
         return folders
+
+    def _is_copied(self, entry: os.DirEntry[str]) -> bool:
+        """Return True for a file that is copied at the start."""
+        if not entry.is_file() or not os.access(entry.path, os.R_OK):
+            return False
+        is_small = self._copied < MOST_COPIED and entry.stat().st_size <= SMALL_BYTES
+        self._copied += is_small
+        return is_small or entry.name.endswith(".py")
 
     def _text(self, source: str) -> str:
         """Return what a copy of a symbolic link in the tree leads to."""
@@ -339,11 +349,30 @@ class PrivateFiles:
             for line in file:
                 path, state = json.loads(line)
                 before.setdefault(path, state)
-        return [
+        found = [
             path
             for path, state in before.items()
             if _state(path) != state and (state is not None or self._is_inside(path))
         ]
+        return list(dict.fromkeys([*found, *self._changed_through_links()]))
+
+    def _changed_through_links(self) -> Iterator[str]:
+        """Yield the files that links in the tree lead to, and that have changed since it was made."""
+        began, left = os.stat(self._began).st_mtime_ns, MOST_LOOKED_AT
+        for folder, folders, files in os.walk(self.here):
+            origin = folder[len(self._tree) :]
+            if f"{self._excluded}/".startswith(f"{origin}/") and origin != self._origin:
+                continue  # other runs
+            for link in [path for name in (*folders, *files) if _is_link(path := os.path.join(folder, name))]:
+                if not self.is_made(link):
+                    continue
+                if not os.readlink(link).endswith("/"):
+                    yield from [link[len(self._tree) :]] * _has_changed(link, began)
+                elif not _is_unusual(link) and not os.path.exists(os.path.join(link, "run.json")):
+                    below = (os.path.join(at, name) for at, _, names in os.walk(link) for name in names)
+                    for path in itertools.islice(below, left):
+                        left -= 1
+                        yield from [path[len(self._tree) :]] * _has_changed(path, began)
 
     def _remove_unchanged(self) -> int:
         """Remove all that the script has not written, and return the number of files that it has."""
@@ -479,6 +508,15 @@ def _state(path: str) -> list[int] | None:
     except OSError:
         return None
     return None if stat.S_ISDIR(status.st_mode) else [status.st_size, status.st_mtime_ns]
+
+
+def _has_changed(path: str, since_ns: int) -> bool:
+    """Return True for a file whose content or mode was changed after a time, which no program can hide."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_ctime_ns > since_ns
 
 
 def _is_unusual(folder: str) -> bool:

@@ -257,11 +257,16 @@ def test_folder_of_the_script_is_in_the_private_files(project: Path) -> None:
 
 
 def test_files_that_are_reached_otherwise_are_named(project: Path) -> None:
+    """Small files are copies, which another program may write; it reaches others by their links."""
+    (project / "best.pt").write_bytes(bytes(module.SMALL_BYTES + 1))
+    (project / "settings.json").write_text("small")
     with private(project) as (_, sentences):
         (project / "log.csv").write_text("by its absolute path")
         (project / "made.txt").write_text("new")
         (project / "data" / "labels.csv").open("a").close()
         subprocess.run(["sh", "-c", "echo changed > best.pt"], check=True)
+        subprocess.run(["sh", "-c", "echo private > settings.json"], check=True)
+    assert (project / "settings.json").read_text() == "small"
     (sentence,) = [sentence for sentence in sentences if "outside" in sentence]
     named = sentence.partition(": ")[2].partition(". ")[0].split(", ")
     assert sorted(named) == sorted(map(str, (project / name for name in ("log.csv", "best.pt", "made.txt"))))
@@ -281,6 +286,26 @@ def test_large_folders_cost_few_links(project: Path, monkeypatch: pytest.MonkeyP
     assert os.path.isfile(os.path.join(files.here, "data", "images", "7.bin"))
     files.keep(project / "run" / "files")
     assert sorted(os.listdir(project / "run")) == []
+
+
+@pytest.mark.parametrize("is_unfolded", [True, False])
+def test_files_that_a_program_changes_in_a_folder_that_is_one_link_are_named(
+    project: Path, is_unfolded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it keeps their sizes and times; files that the run itself writes are not."""
+    monkeypatch.setattr(module, "MOST_LINKS", 0)
+    (project / "other").mkdir()
+    (project / "other" / "run.json").touch()
+    with private(project) as (_, sentences):
+        if is_unfolded:
+            Path("data/train/2.txt").write_text("private")
+        command = "printf 'OLD data/train/0.txt\n' > new && touch -r data/train/0.txt new && cat new > data/train/0.txt"
+        subprocess.run(["sh", "-c", f"{command} && touch -r new data/train/0.txt"], check=True)
+        (project / "runs" / "run" / "events.jsonl").write_text("{}")
+        subprocess.run(["sh", "-c", f"echo a > {project}/other/events.jsonl"], check=True)
+    assert not (project / "data" / "train" / "2.txt").exists()
+    (sentence,) = [sentence for sentence in sentences if "outside" in sentence]
+    assert sentence.partition(": ")[2].partition(". ")[0] == str(project / "data" / "train" / "0.txt")
 
 
 def _append(number: int, barrier: Any) -> None:
