@@ -33,6 +33,7 @@ from namespace_hosts import (
 )
 from run_place import Place, coordinators
 
+from stretto.checkpoint.model_file import newest
 from stretto.errors import LaunchError
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import JoinRequest, invitation_of, packed_code, plan_of_join, write_join_key
@@ -296,7 +297,7 @@ def test_run_without_workers_of_its_own_waits_for_others_after_one_that_failed(p
     assert here.returncode == 128 + signal.SIGTERM, said
 
 
-def test_error_of_the_last_worker_is_shown_once_at_the_launcher_of_the_run(place: Place) -> None:
+def test_error_of_the_last_worker_is_shown_once_at_the_launcher_and_its_last_model_is_there(place: Place) -> None:
     (place.folder / "train.py").write_text(
         "import stretto, torch\n"
         "model = torch.nn.Linear(1, 1)\n"
@@ -304,7 +305,7 @@ def test_error_of_the_last_worker_is_shown_once_at_the_launcher_of_the_run(place
         "for x in stretto.distribute(model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 1))):\n"
         "    model(x).sum().backward()\n"
         "    optimizer.step()\n"
-        "    raise KeyError('no such word')\n"
+        "raise KeyError('no such word')\n"
     )
     run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
     options = ["-n", "0", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1"]
@@ -318,6 +319,14 @@ def test_error_of_the_last_worker_is_shown_once_at_the_launcher_of_the_run(place
         assert text.count("Traceback") == 1, text
         assert text.count("KeyError: 'no such word'") == 1, text
     assert said[1].count("the run cannot continue: 0 workers cannot continue, at least 1 are required") == 1, said[1]
+    assert (
+        said[1]
+        .splitlines()[-1]
+        .startswith("the last model on which the workers agreed, after epoch 1, step 8: run/las")
+    )
+    model = newest(run)
+    assert model is not None and (model.epoch, model.is_complete) == (1, False)
+    assert "the run cannot continue" in str(model.cause)
 
 
 @pytest.mark.parametrize("fails", ["worker", pytest.param("guest", marks=pytest.mark.long)])

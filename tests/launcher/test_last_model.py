@@ -23,7 +23,7 @@ from stretto.launcher.program import RunResult
 LIMIT_S = 120
 
 SCRIPT = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch, stretto
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,10 +38,17 @@ for epoch in range(20):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
+        if (how, epoch, stretto.rank()) == ("uneven", 19, 1):
+            sys.exit()
+    if (how, epoch, stretto.rank()) == ("killed", 9, 0) and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if epoch == 18:
+        stretto.save(model.state_dict(), "before.pt")
 stretto.save(model.state_dict(), "own.pt")
 if how == "finish":
     stretto.finish()
-if how in ("raise", "finish") or how == f"raise at {stretto.rank()}":
+if how in ("raise", "finish", "killed") or how == f"raise at {stretto.rank()}":
     raise ValueError("the plot failed")
 if how == "exit":
     sys.exit(3)
@@ -84,9 +91,9 @@ def until(is_so: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def is_own(folder: Path, file: str) -> bool:
-    """Return True if a model of the run has the bits that the script has saved itself after its last epoch."""
-    found, own = load_file(folder / "run" / file), torch.load(folder / "own.pt", weights_only=True)
+def is_own(folder: Path, file: str, own_file: str = "own.pt") -> bool:
+    """Return True if a model of the run has the bits that the script has saved itself, after its last epoch."""
+    found, own = load_file(folder / "run" / file), torch.load(folder / own_file, weights_only=True)
     return found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
 
 
@@ -121,6 +128,30 @@ def test_worker_of_several_processes_leaves_its_whole_last_model(layout: str, tm
         said = process.communicate(timeout=LIMIT_S)[1].splitlines()
     model = newest(tmp_path / "run")
     assert model is not None and (model.epoch, model.is_complete) == (20, False), said
+    assert is_own(tmp_path, LAST)
+    assert "run/last.safetensors" in said[-1]
+
+
+def test_worker_that_leaves_its_last_epoch_alone_leaves_the_model_of_the_epoch_before(tmp_path: Path) -> None:
+    with ended(started(tmp_path, "uneven")) as process:
+        said = process.communicate(timeout=LIMIT_S)[1].splitlines()
+    assert process.returncode == 1
+    model = newest(tmp_path / "run")
+    assert model is not None and (model.epoch, model.step, model.is_complete) == (19, 38, False), said
+    assert "left the loop" in str(model.cause) or "UnevenLoopsError" in str(model.cause), model.cause
+    assert is_own(tmp_path, LAST, "before.pt")
+    assert said[-1].startswith("the last model on which the workers agreed, after epoch 19, step 38: run/last.saf")
+
+
+def test_error_after_a_kill_of_worker_0_leaves_the_last_model(tmp_path: Path) -> None:
+    """Worker 0 is killed when an epoch has ended, starts again, and raises an error after its last epoch."""
+    with ended(started(tmp_path, "killed")) as process:
+        said = process.communicate(timeout=LIMIT_S)[1].splitlines()
+    assert process.returncode == 1
+    assert (tmp_path / "killed").exists()
+    model = newest(tmp_path / "run")
+    assert model is not None and (model.epoch, model.is_complete) == (20, False), said
+    assert "ValueError: the plot failed" in str(model.cause)
     assert is_own(tmp_path, LAST)
     assert "run/last.safetensors" in said[-1]
 

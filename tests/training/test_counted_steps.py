@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulator.harness import simulated
 from thread_workers import flat, regression, relative_distance, run_single_process, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -67,6 +68,19 @@ def test_rounds_count_the_steps_of_the_optimizer(recipe: str, style: str, steps:
     found = run_workers(2, accumulating(style, 144), recipe, run=tmp_path)
     assert [(made, counted) for _, made, counted in found] == [(steps, steps)] * 2
     assert end_of(tmp_path) == [(steps, steps // 4)] * 2
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", *IN_ROUNDS])
+@pytest.mark.parametrize(("style", "samples"), [("hf", 144), ("usual", 100)])
+def test_simulated_steps_and_exchanges_are_those_of_a_live_run(
+    recipe: str, style: str, samples: int, tmp_path: Path
+) -> None:
+    """Worker 1 has a batch fewer than worker 0 where there are 100 samples."""
+    live = run_workers(2, accumulating(style, samples), recipe, run=tmp_path)
+    ended = simulated(2, accumulating(style, samples), recipe)
+    assert [made for _, *made in ended.found] == [made for _, *made in live]
+    assert [(one["step"], one["rounds"]) for one in ended.of("end")] == end_of(tmp_path)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(ended.found, live, strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "gossip()"])
