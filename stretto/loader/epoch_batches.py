@@ -570,7 +570,15 @@ class BatchSource:
         else:
             reader, trained = self._reader(number, is_own, place), place.trained if place is not None else []
         if place is not None:
-            read_to_place(reader, place, self._transport, self._clock, self._loop.events)
+            events = self._loop.events
+            try:
+                read_to_place(reader, place, self._transport, self._clock, events)
+            except LoaderError:
+                if place.state is None:
+                    raise
+                events.notice("the state of the stream gives other batches than were trained: it is read again")
+                reader = self._reader(number, is_own, place := replace(place, state=None))
+                read_to_place(reader, place, self._transport, self._clock, events)
         workers = self._transport.workers
         if workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
             compare_first(reader, self._transport, is_own)

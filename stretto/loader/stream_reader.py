@@ -137,6 +137,8 @@ class StreamReader:
         if place is not None and place.start:
             self._restore(place.start)
         self.start = self._random()
+        self._continued: Any = None
+        """Owner of the state that was loaded, until a batch was read."""
         if place is not None and place.state is not None:
             self._load(place.state)
 
@@ -192,6 +194,12 @@ class StreamReader:
         before = _states() if self._common is None and self._keeps_last else None
         with self._applied():
             batch = next(self._batches, None)
+        if self._continued is not None:
+            owners: list[Any] = [self._continued, getattr(self._continued, "dataset", None)]
+            for owner in owners:
+                if hasattr(owner, "_starting_state_dict"):
+                    owner._starting_state_dict = None  # `datasets` would begin each further epoch there, too
+            self._continued = None
         return None if batch is None else (batch, before)
 
     def _applied(self) -> AbstractContextManager[None]:
@@ -234,6 +242,7 @@ class StreamReader:
             self._restore(state.random)
             facts, tensors = unpack_own(state.content)
             owner.load_state_dict(unpack(facts["stream"], tensors))
+            self._continued = owner
             self.position = state.position
 
     def _random(self) -> bytes:

@@ -263,6 +263,79 @@ def test_stream_with_a_state_continues_from_it(workers: tuple[int, int], tmp_pat
     assert "continued from its state" in notices(tmp_path / "resumed")
 
 
+class Lasting(Stream):
+    """A stream whose state is in force for each iteration, as in `datasets`."""
+
+    at = 0
+    _starting_state_dict: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers[(self._starting_state_dict or {"at": 0})["at"] :]:
+            self.at = number + 1
+            yield batch_of(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._starting_state_dict = state
+
+
+def test_epoch_after_a_resumed_one_begins_at_the_beginning_of_a_stream_whose_state_stays_in_force(
+    tmp_path: Path,
+) -> None:
+    work = reading(lambda _: DataLoader(Lasting(), batch_size=None))
+    run_with_checkpoints(2, work, "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(2, work, "allreduce", tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(done))
+    assert trained(found, 1) == list(range(BATCHES))
+
+
+class Shifted(Lasting):
+    """A stream whose state leaves out a batch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({"at": state["at"] + 1})
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_stream_whose_state_gives_other_batches_is_read_again(recipe: str, tmp_path: Path) -> None:
+    work = reading(lambda _: DataLoader(Shifted(), batch_size=None))
+    run_with_checkpoints(2, work, recipe, tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(2, work, recipe, tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(done))
+    assert trained(found, 1) == list(range(BATCHES))
+    assert "gives other batches than were trained: it is read again" in notices(tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("library", ["torchdata", "datasets", "torchdata over datasets"])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_streams_of_libraries_continue_from_their_state(library: str, workers: int, tmp_path: Path) -> None:
+    def make(_: int) -> Any:
+        data: Any = Stream() if library == "torchdata" else None
+        if data is None:
+            datasets = pytest.importorskip("datasets")
+            table = datasets.table.InMemoryTable.from_pydict({"x": torch.arange(2.0 * BATCHES).tolist()})
+            data = datasets.Dataset(table, fingerprint="stream").to_iterable_dataset().with_format("torch")
+        options: dict[str, Any] = {"batch_size": None}
+        if library != "torchdata":
+            options = {"batch_size": 2, "collate_fn": lambda rows: torch.stack([row["x"] for row in rows])[:, None]}
+        if library == "datasets":
+            return DataLoader(data, **options)
+        return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(data, **options)
+
+    make(0)
+    run_with_checkpoints(2, reading(make), "local_sgd(every=2)", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    found = run_with_checkpoints(workers, reading(make), "local_sgd(every=2)", tmp_path / "resumed", resume=part)
+    assert trained(found, 0) == sorted(set(range(BATCHES)) - set(done))
+    assert trained(found, 1) == list(range(BATCHES))
+    assert "continued from its state" in notices(tmp_path / "resumed")
+
+
 def test_state_of_a_data_set_that_other_processes_read_or_whose_buffer_it_leaves_out_is_not_used() -> None:
     shuffled = Stateful()
     shuffled._ex_iterable = SimpleNamespace(ex_iterable=type("BufferShuffledExamplesIterable", (), {})())  # type: ignore[attr-defined]
