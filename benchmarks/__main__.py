@@ -20,6 +20,7 @@ from benchmarks import (
     hybrid,
     kernels,
     lab,
+    last_model,
     line,
     machines,
     on_ray,
@@ -67,6 +68,7 @@ LONG: dict[str, Callable[[int | None], Any]] = {
     "spark": spark.run,
     "ray": on_ray.run,
     "upkeep": upkeep.run,
+    "last_model": last_model.run,
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 

@@ -306,6 +306,18 @@ def upkeep(record: Record) -> Iterator[str]:
     )
 
 
+def last_model(record: Record) -> Iterator[str]:
+    """Yield what the newest model costs that is kept at the end of each epoch."""
+    yield from head(
+        f"Epochs per second with the last model kept against without, {record['workers']} workers", "last_model"
+    )
+    yield "| model | recipe | ratio | wanted | seconds of an epoch |"
+    yield "| --- | --- | --- | --- | --- |"
+    for one in record["cases"]:
+        asked = f"at least {record['wanted']:g}"
+        yield f"| {one['case']} | {one['recipe']} | {ratio(one['ratio'])} | {asked} | {one['epoch_s']:.2f} |"
+
+
 def soak(record: Record) -> Iterator[str]:
     """Yield the results of long runs with faults for each recipe."""
     about = f"{record['minutes']:g} minutes of kills and pauses, one every {record['every_s']:g} s in the mean"
@@ -380,6 +392,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "spark": on_spark,
     "ray": on_ray,
     "upkeep": upkeep,
+    "last_model": last_model,
     "soak": soak,
 }
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks import recovery, soak, tables, upkeep
+from benchmarks import last_model, recovery, soak, tables, upkeep
 from benchmarks.measure import outcomes
 from benchmarks.pace import Seconds
 from benchmarks.soak import Case, Sample
@@ -169,6 +169,12 @@ def test_table_of_upkeep():
     assert "All 10 pairs of runs together: 0.995 ± 0.002." in page
     assert "| 5 M | allreduce | 5 | 0.200 ± 0.010 | 0.7% | at most 3% |" in page
     assert "| 0.8 M | allreduce | 0 | none was written | | at most 3% |" in page
+
+
+def test_table_of_last_models():
+    case = {"case": "5 M", "recipe": "allreduce", "ratio": {"median": 0.99, "standard_error": 0.002}, "epoch_s": 1.5}
+    page = "\n".join(tables.last_model({"wanted": last_model.WANTED, "workers": 2, "cases": [case]}))
+    assert "| 5 M | allreduce | 0.990 ± 0.002 | at least 0.97 | 1.50 |" in page
 
 
 # --- soak -------------------------------------------------------------------------------------------------------------
