@@ -11,6 +11,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -260,7 +261,8 @@ class StreamedEpoch:
 
     All workers read one `order`, and each gets every N-th batch; or its part of each batch, by `part`; or `is_own` and
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
-    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples.
+    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples; by `ahead`
+    each has trained its parts of the first batches already, when the run stopped.
     """
 
     dropped = samples = 0
@@ -276,6 +278,7 @@ class StreamedEpoch:
         is_own: bool = False,
         samples: int = 0,
         load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
+        ahead: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._part, self._is_own = arrangement.cut, part, is_own
@@ -283,9 +286,9 @@ class StreamedEpoch:
         self._index = transport.worker if self._is_dealt else 0
         self._batches = 1 if part is not None else transport.workers
         """Number of the stream's batches in a global step, at most."""
-        self._read = self._stepped = 0
+        self._read = self._stepped = ahead.get(transport.number, 0)
         """Number of batches that this worker has read, and of those that were followed by a step."""
-        self._given = dict.fromkeys(self._members, 0)
+        self._given = dict.fromkeys(self._members, 0) | dict(ahead)
         """Number of batches by worker, as far as this worker knows it."""
         self._carried = dict(self._given)
         """Number of them whose work is in the agreed state."""
@@ -354,7 +357,7 @@ class StreamedEpoch:
 
     def _parts(self) -> Iterator[Any]:
         """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
-        number = 0
+        number = self._read
         while (batch := self.reader.take(self._order.position(self._index, number))) is not None:
             number += 1
             if self._loads:
@@ -588,8 +591,16 @@ class BatchSource:
             part = functools.partial(cut, part=self._transport.worker, parts=workers)
         order = StreamOrder(1 if is_own or part is not None else workers, trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
+        ahead = dict[int, int]()
+        if (
+            place is not None
+            and part is not None
+            and self._asynchronous
+            and {*place.counts} == {*self._transport.members}
+        ):
+            ahead = {worker: count - min(place.counts.values()) for worker, count in place.counts.items()}
         self.streamed = StreamedEpoch(
-            reader, order, self._transport, self._asynchronous, self._arrangement, part, is_own, samples, load
+            reader, order, self._transport, self._asynchronous, self._arrangement, part, is_own, samples, load, ahead
         )
         return self.streamed
 

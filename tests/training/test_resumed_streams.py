@@ -26,6 +26,7 @@ from stretto.errors import LoaderError
 from stretto.events import read_events
 from stretto.interval import every
 from stretto.loader.stream_reader import SHOWN_S, SLICE_S, StreamPlace, digest_of, excerpt, read_to_place, stateful
+from stretto.training.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.usefixtures("every_checkpoint")
 BATCHES = 30
@@ -401,6 +402,38 @@ def test_run_of_one_worker_draws_the_same_random_numbers_after_a_resume(recipe: 
     for epoch in (1, 2):
         part, _ = only_within(run, tmp_path / f"part{epoch}", epoch)
         assert torch.equal(run_one_worker(work, recipe, resume=part), whole)
+
+
+def test_parts_that_some_workers_have_trained_ahead_of_others_are_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointManager, "batches_to_meeting", lambda self, _: [3, 1][self._trainer.transport.number])
+
+    def work(worker: int) -> list[int]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        found = []
+        for x in stretto.distribute(net, optimizer, KINDS["iterable"]()):
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            found.append(int(x[0, 0]))
+        return found
+
+    (tmp_path / "run").mkdir()
+    often = {"run": tmp_path / "run", "checkpoint": every("1 rounds"), "keep": 999}
+    run_workers(2, work, "async_sgd", split=True, **often)
+    places = {one: place_in(one) for one in sorted((tmp_path / "run" / "checkpoints").iterdir())}
+    within = {one: place for one, place in places.items() if place is not None and place.counts[1] < BATCHES}
+    newest, place = max(within.items(), key=lambda found: found[1].counts[0] - found[1].counts[1])
+    assert place.counts[0] > place.counts[1] > 0
+    shutil.copytree(newest, tmp_path / "part" / "checkpoints" / newest.name)
+    again = tmp_path / "again"
+    again.mkdir()
+    found = run_workers(2, work, "async_sgd", split=True, resume=tmp_path / "part", **(often | {"run": again}))
+    assert found == [[2 * number + worker for number in range(place.counts[worker], BATCHES)] for worker in range(2)]
+    later = [one for folder in again.glob("checkpoints/*") if (one := place_in(folder)) is not None]
+    assert all(one.counts[0] >= one.counts[1] for one in later)
 
 
 def test_workers_exchange_at_least_once_in_a_slice_while_one_reads_its_stream_again() -> None:
