@@ -28,10 +28,11 @@ from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import ROOT
 from stretto.collective_ops import AllReduceMean
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
 from stretto.transport.interface import Transport
 from stretto.transport.process_group import ProcessGroupTransport
 from stretto.transport.relay_tunnels import RelayAccess
+from stretto.transport.worker_endpoint import Endpoint
 
 QUESTION = "milliseconds of a mean, float32, one worker a host: encrypted against gloo"
 OURS, THEIRS = "encrypted", "gloo"

@@ -11,10 +11,11 @@ from zmq.utils import z85
 
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Cipher, Handshake
 from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.secure_connections import MAGIC, PREFACE, sealed
+from stretto.transport.worker_endpoint import Endpoint
 from tests.relays import received, shared_relay
 
 LIMIT_S = 60.0

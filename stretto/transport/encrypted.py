@@ -22,7 +22,7 @@ from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, NothingCameError, TransportError, UnreachedError
 from stretto.notices import say_once
 from stretto.transport.device_groups import by_host
-from stretto.transport.encrypted_sockets import LINGER_S, Endpoint, MemberSockets, ReservedPort
+from stretto.transport.encrypted_sockets import LINGER_S, MemberSockets, ReservedPort
 from stretto.transport.interface import CHANNELS, Handle, Message, Traffic, Transport, check_peer, nbytes
 from stretto.transport.noise import AuthenticationError
 from stretto.transport.peer_group import PeerGroup
@@ -30,6 +30,7 @@ from stretto.transport.peer_means import Mean
 from stretto.transport.peer_stream import HELLO, Head, PairExchange, PeerStream, ended
 from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.secure_connections import IncomingMessage, wire_bytes
+from stretto.transport.worker_endpoint import Endpoint
 
 MANY = 16
 """Messages that are received before another thread can submit."""

@@ -22,12 +22,13 @@ from stretto.membership.messages import GenerationView
 from stretto.transport.device_groups import notice_host_memory
 from stretto.transport.elastic import AbortableTransport
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import KeyPair, ReservedPort
 from stretto.transport.gloo_rendezvous import own_address
 from stretto.transport.malloc import trim_freed_memory
 from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.rendezvous import LastWorkerTransport
 from stretto.transport.shared_memory import over_shared_memory
+from stretto.transport.worker_endpoint import Endpoint
 
 
 class EncryptedRendezvous:

@@ -21,12 +21,10 @@ import struct
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from stretto.relay import GREETING, JOINED, NONCE_BYTES, End, Pump, Stream, digest, signed, stream_to
-
-if TYPE_CHECKING:
-    from stretto.transport.encrypted_sockets import Endpoint
+from stretto.transport.worker_endpoint import Endpoint
 
 RETRY_S = 0.1
 """Seconds between two attempts to connect with the relay."""

@@ -20,7 +20,7 @@ from stretto.collective_ops import AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.notices import say_once
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, Endpoint, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, KeyPair, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
 from stretto.transport.peer_stream import (
     EAGER_BYTES,
@@ -43,6 +43,7 @@ from stretto.transport.secure_connections import (
     PREFACE,
     sealed,
 )
+from stretto.transport.worker_endpoint import Endpoint
 from tests.encrypted_ends import LIMIT_S, Sending, encrypted, joined, new_keys
 from tests.relays import received
 

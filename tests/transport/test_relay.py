@@ -39,10 +39,11 @@ from stretto.training import worker_context
 from stretto.transport import encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
-from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
+from stretto.transport.encrypted_sockets import ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES
 from stretto.transport.relay_tunnels import RelayAccess, ServiceTunnels
 from stretto.transport.secure_connections import PREFACE
+from stretto.transport.worker_endpoint import Endpoint
 from tests.encrypted_ends import joined, new_keys
 from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received, relay, shared_relay

@@ -20,8 +20,9 @@ from stretto.relay import GREETING, JOINED, NONCE_BYTES, REQUEST_BYTES
 from stretto.transport import encrypted_rendezvous, encrypted_sockets
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_rendezvous import EncryptedRendezvous
-from stretto.transport.encrypted_sockets import Endpoint, ReservedPort
+from stretto.transport.encrypted_sockets import ReservedPort
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
+from stretto.transport.worker_endpoint import Endpoint
 from tests.encrypted_ends import joined, new_keys, view
 from tests.fixed_ports import fixed_port
 from tests.relays import SECRET, RelayThread, received

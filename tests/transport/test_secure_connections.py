@@ -23,11 +23,12 @@ from stretto.collective_ops import AllGather, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport import encrypted_sockets, secure_connections
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import Endpoint, MemberSockets, ReservedPort
+from stretto.transport.encrypted_sockets import MemberSockets, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Cipher, Handshake
 from stretto.transport.peer_stream import HELLO, RECEIVED, Head
 from stretto.transport.relay_tunnels import RelayAccess
 from stretto.transport.secure_connections import PREFACE, IncomingMessage, SendingConnection
+from stretto.transport.worker_endpoint import Endpoint
 from tests.encrypted_ends import LIMIT_S, Sending, encrypted, joined, new_keys
 from tests.relays import received
 
