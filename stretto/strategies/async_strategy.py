@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.checkpoint.state_transfer import Own, load_some, pack_own, unpack_own
-from stretto.errors import ModelError
+from stretto.errors import ModelError, explain
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
@@ -23,7 +23,6 @@ from stretto.strategies.model_sync import Named, refuse_other_start, state_of
 from stretto.strategies.optimizers import Optimizers, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
-from stretto.strategies.redraws import refused
 from stretto.strategies.sparse_tables import SparseTable, notice_of, sparse_tables, stop_watching, watch_lookups
 from stretto.strategies.tensor_sync import crc
 
@@ -115,7 +114,16 @@ class AsyncStrategy(RecipeStrategy):
         super().look_for_redraws()
         redrawn, parameter_set.redrawn = parameter_set.redrawn, {}
         if redrawn and since == self._noted_in:  # else the parameters are those of a snapshot
-            raise ModelError(refused(redrawn, f"new values, which {self.recipe} adds as the update of one worker"))
+            raise ModelError(
+                explain(
+                    f"a layer was drawn again in the middle of an epoch, where {self.recipe} can't follow: "
+                    f"{', '.join(sorted(redrawn)[:4])}",
+                    got="new values, which the server adds as the update of each worker",
+                    expected="a layer that is drawn again between two epochs, alike at all workers",
+                    to_type="torch.manual_seed(0) and the layer drawn again before an epoch begins; or a recipe whose "
+                    "workers wait for each other, such as local_sgd(every=16)",
+                )
+            )
 
     def after_step(self, index: int, steps: int) -> bool:
         """Push an update if it is due. Return False: the parameters of the workers differ."""
