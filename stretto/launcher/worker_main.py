@@ -80,13 +80,13 @@ def main() -> None:
     try:
         STARTS[kind](script)
         if os.getpid() != own_pid:
-            _end_forked(None)
+            end_forked(None)
         _finish()
         _report_written(written, config)
         status.finish()
     except BaseException as error:
         if os.getpid() != own_pid:
-            _end_forked(error)
+            end_forked(error)
         _report_written(written, config)
         fail(error, config.worker, log_of(config), config.rank)
 
@@ -203,10 +203,11 @@ def _finish() -> None:
     close()
 
 
-def _end_forked(error: BaseException | None) -> NoReturn:
+def end_forked(error: BaseException | None, exit_functions: bool = True) -> NoReturn:
     """End a process that the script has forked as `python` does: the run, its connections and threads are its parent's.
 
-    Objects are not destroyed: those of a connection would wait for threads that a fork does not copy.
+    Objects are not destroyed: those of a connection would wait for threads that a fork does not copy. Without
+    `exit_functions` those that its parent has registered with atexit are not called.
     """
     code: object = error.code if isinstance(error, SystemExit) else None
     if error is not None and not isinstance(error, SystemExit):
@@ -215,7 +216,8 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     elif not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    atexit._run_exitfuncs()
+    if exit_functions:
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code if isinstance(code, int) else 0)

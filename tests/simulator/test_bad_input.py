@@ -345,6 +345,26 @@ def test_step_time_is_measured_with_few_steps(simulate: Simulate, workers: str, 
     assert not living()
 
 
+FORKS = """
+import os, sys
+codes = []
+for end in (lambda: None, lambda: sys.exit(0), lambda: sys.exit(3), lambda: sys.exit("no"), lambda: 1 / 0):
+    if (pid := os.fork()) == 0:
+        end()
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    print("codes", codes)
+"""
+
+
+def test_forked_children_end_as_under_python_and_the_simulation_is_their_parents(simulate: Simulate) -> None:
+    code, said, wrong = simulate("--recipe", "allreduce", AFTER=FORKS)
+    assert code == 0, wrong
+    assert "codes [0, 0, 3, 1, 1]" in said
+    assert Path("run/final.safetensors").exists() and not Path("run/.files").exists()
+
+
 MINIMISES = """def loss_of():
             optimizer.zero_grad()
             loss = ((net(a) - b) ** 2).mean()

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from stretto.api import close
 from stretto.errors import LaunchError, explain
 from stretto.launcher.entry import module_file
+from stretto.launcher.worker_main import end_forked
 from stretto.runtime.runtime import StopTraining
 from stretto.simulator.engine import Worker
 from stretto.simulator.isolation.process_state import ProcessState, sow
@@ -88,15 +89,18 @@ class Program:
         return ProcessState(main, list(self._arguments), out, err)
 
     def run(self, worker: Worker) -> None:
-        """Run the script, then close the run."""
+        """Run the script, then close the run. A process that the script has forked ends before that."""
+        own_pid = os.getpid()
         try:
             self._import_package()
             exec(self._code, vars(self.mains[worker.number]))  # noqa: S102 (the file that the user asked to run)
-        except StopTraining:
-            pass
-        except SystemExit as exit:
-            if exit.code not in (None, 0):
+        except BaseException as error:
+            if os.getpid() != own_pid:
+                end_forked(error, exit_functions=False)
+            if not isinstance(error, StopTraining) and not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 raise
+        if os.getpid() != own_pid:
+            end_forked(None, exit_functions=False)
         close()
 
     def _import_package(self) -> None:
