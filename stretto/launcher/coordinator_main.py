@@ -89,6 +89,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
             *([_inviter(config, coordinator)] if options.host is not None else []),
         ],
         every(options.checkpoint_every).seconds if options.checkpoint_every else None,
+        options.timeout_s,
     ).run(threading.Event())  # never set: it serves until SIGTERM
 
 

@@ -277,6 +277,11 @@ class MembershipCoordinator:
                 self._on_quit(replica, now)
         return self._settled(now)
 
+    def stop(self, why: str, now: float) -> list[Outgoing]:
+        """End the run, since it cannot continue."""
+        self._stop(why)
+        return self._settled(now)
+
     def _process_message(self, replica: Replica, rank: Rank, message: WorkerMessage, now: float) -> None:
         match message:
             case Register():

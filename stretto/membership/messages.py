@@ -51,7 +51,16 @@ def connection_name(worker: int, incarnation: int, rank: int = 0, ranks: int = 1
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    pass
+    def awaits_log(self, generation: int) -> bool:
+        """Return True if the message is sent only once its decision is in the log, which has this generation."""
+        return True
+
+
+class _Request(_Message, frozen=True):
+    """A message of the coordinator that one restored without its decision would send again, or would not contradict."""
+
+    def awaits_log(self, generation: int) -> bool:
+        return False
 
 
 # --- of workers -----------------------------------------------------------------------------------------------------
@@ -200,20 +209,20 @@ class Registered(_Message, frozen=True):
     generation: int
 
 
-class AbortGeneration(_Message, frozen=True):
+class AbortGeneration(_Request, frozen=True):
     """Order to abort the generation's operations, pause and send a ReadyReport."""
 
     generation: int
     why: str
 
 
-class PauseRequest(_Message, frozen=True):
+class PauseRequest(_Request, frozen=True):
     """Request to pause between two global steps and to send a ReadyReport. No operation is aborted."""
 
     generation: int
 
 
-class Continue(_Message, frozen=True):
+class Continue(_Request, frozen=True):
     """Order to pause again at or after this global step, since others are further."""
 
     generation: int
@@ -267,6 +276,9 @@ class GenerationView(_Message, frozen=True):
         """Global step at which the generation began or last paused; -1 if no member was between two steps."""
         return max((member.report.global_step for member in self.members if member.report.between_steps), default=-1)
 
+    def awaits_log(self, generation: int) -> bool:
+        return self.generation > generation
+
     def ranks(self) -> list[MemberRanks]:
         """Return the ranks of each member."""
         reports = (member.report for member in self.members)
@@ -292,7 +304,7 @@ class Evicted(_Message, frozen=True):
     unreachable: bool = False
 
 
-class Shutdown(_Message, frozen=True):
+class Shutdown(_Request, frozen=True):
     """Notice that the run cannot continue. `uneven`: since the workers' loops are of unequal length."""
 
     why: str

@@ -1,12 +1,14 @@
 """Network side of the membership coordinator: one socket, one coordinator, one write-ahead log.
 
-Decisions are on disk before any worker is notified of them. Every message of a worker has a reply, if only an empty
-frame, so that the worker knows that the coordinator runs.
+Decisions on members are on disk before any worker is notified of them. While the log can't be written, the members
+continue; a change of members that stays without a record for too long ends the run. Every message of a worker has a
+reply, if only an empty frame, so that the worker knows that the coordinator runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import socket
 import threading
@@ -81,6 +83,7 @@ class MembershipServer:
         publish: Callable[[Sequence[str], Sequence[Event]], None],
         services: Sequence[Service] = (),
         save_every_s: float | None = None,
+        log_limit_s: float = math.inf,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
@@ -96,7 +99,11 @@ class MembershipServer:
         self._socket = router(self._context, keys, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
-        self._has_log_error = False
+        self._log_error: LogError | None = None
+        self._log_limit_s = log_limit_s
+        """Longest time for which a change of members may wait until the log can be written."""
+        self._logged, self._logged_at = 0, math.inf
+        """Generation in the log, and the time until which the log had the current one."""
         self._launchers: dict[bytes, float] = {}
         """Launchers that are notified of failures, with the time of the last message of each."""
         self._has_watcher = False
@@ -120,6 +127,7 @@ class MembershipServer:
                     due_s = now + self._tick_s
                     self._send_logged(self._coordinator.tick(now))
                     self._save(now)
+                    self._stop_without_log(now)
         finally:
             if self._door is not None:
                 self._door.stop()
@@ -130,6 +138,15 @@ class MembershipServer:
         if self._save_every_s is not None and now - self._saved >= self._save_every_s:
             self._saved = now
             self._send_logged(self._coordinator.save(now))
+
+    def _stop_without_log(self, now: float) -> None:
+        """End the run if its members wait for a change that can't be written."""
+        coordinator = self._coordinator
+        if self._log_error is None or coordinator.generation == self._logged or coordinator.rules.asynchronous:
+            self._logged_at = now
+        elif now - self._logged_at > self._log_limit_s:
+            self._send_logged(coordinator.stop(f"{self._log_error}, and its members have changed", now))
+            self._logged_at = math.inf
 
     def _receive_all(self) -> None:
         for _ in range(1000):
@@ -165,7 +182,7 @@ class MembershipServer:
             self._publish([f"refused a message of {sender!r:.60}: {error} ({self.refused} so far)"], [])
             return
         self._send_logged(outgoing)
-        if not (needs_log and self._has_log_error):
+        if not (needs_log and self._log_error):
             self._send(name, reply)
 
     def _reply_of_service(self, name: bytes, message: bytes) -> tuple[bytes, bool]:
@@ -209,12 +226,15 @@ class MembershipServer:
         return []
 
     def _send_logged(self, outgoing: Sequence[Outgoing]) -> None:
-        """Write the log, then send, then publish. Messages whose records cannot be written are not sent; workers repeat
-        theirs."""
+        """Write the log, then send, then publish.
+
+        Messages whose decisions can't be written are not sent; workers repeat theirs.
+        """
         for record in self._coordinator.records():
             self._log.append(record)
-        if self._is_logged():
-            for post in outgoing:
+        self._write_log()
+        for post in outgoing:
+            if self._log_error is None or not post.message.awaits_log(self._logged):
                 name = connection_name(post.worker, post.incarnation, post.rank, post.ranks)
                 self._send(name, _ENCODER.encode(post.message))
         notices, events = self._coordinator.announcements.take()
@@ -227,16 +247,15 @@ class MembershipServer:
         if notices or events:
             self._publish(notices, events)
 
-    def _is_logged(self) -> bool:
+    def _write_log(self) -> None:
         try:
             self._log.flush()
         except LogError as error:
-            if not self._has_log_error:
+            if self._log_error is None:
                 self._publish([f"{error}; until it can be written, no worker joins and none is replaced"], [])
-            self._has_log_error = True
+            self._log_error = error
         else:
-            self._has_log_error = False
-        return not self._has_log_error
+            self._log_error, self._logged = None, self._coordinator.generation
 
     def _send(self, name: bytes, frame: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the worker has exited, or will reconnect

@@ -178,7 +178,7 @@ class StateLog:
             self._log.flush()
             self._size += len(text)
         except LogError as error:
-            problem = f"{self._path} cannot be written: {error.__cause__}; the batch dispatcher continues without it"
+            problem = f"{error}; the batch dispatcher continues without it"
             print(problem, file=sys.stderr, flush=True)
             self._log.abandon()
             self._path.unlink(missing_ok=True)  # it lacks this input
