@@ -6,13 +6,14 @@ for step in stretto.distribute(model, optimizer, range(1000)):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from torch import Tensor
 
 from stretto.membership.loop_positions import named
 from stretto.strategies import backward_calls
+from stretto.transport import Transport
 
 MOST = 8
 """Number of losses that are compared."""
@@ -41,14 +42,16 @@ class FirstLosses:
         if self._is_drawn and len(self._losses) < MOST:
             self._losses += [one.detach().clone() for one in losses[:1] if one.numel() == 1]
 
-    def compare(self, gather: Callable[[bytes], Sequence[bytes]], workers: Sequence[int]) -> str | None:
+    def compare(self, transport: Transport) -> str | None:
         """Return one sentence if workers had the same losses until now; each worker calls this, and the first says it.
 
         With dropout, whose random numbers are a worker's own, losses of the same rows differ.
         """
-        told = gather(msgspec.msgpack.encode([float(one) for one in self._losses]))
+        told = transport.all_gather_bytes(msgspec.msgpack.encode([float(one) for one in self._losses]))
+        if len(told) != len(transport.members):  # a worker has failed, and nothing says whose losses these are
+            return None
         alike: dict[bytes, list[int]] = {}
-        for worker, text in zip(workers, told, strict=True):
+        for worker, text in zip(transport.members, told, strict=True):
             if len(set(msgspec.msgpack.decode(text, type=list[float]))) >= LEAST_VALUES:
                 alike.setdefault(text, []).append(worker)
         same = next((found for found in alike.values() if len(found) > 1), None)

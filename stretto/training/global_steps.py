@@ -529,8 +529,9 @@ class GlobalSteps:
             ) from None
         if is_compared:
             self._step_record.clear()
-            if self._transport.siblings is None:  # one process of a worker of several may have the loss
-                same = self._first_losses.compare(self._transport.all_gather_bytes, self._transport.members)
+            is_listed = isinstance(self._trainer.loader, list | tuple | range)  # else the loader has the rows
+            if is_listed and self._transport.siblings is None:  # one process of a worker of several may have the loss
+                same = self._first_losses.compare(self._transport)
                 if same is not None:
                     self._events.notice(same)
         if is_compared and self._transport.worker == 0:
