@@ -37,17 +37,20 @@ def unwrapped(optimizer: Any) -> Any:
     """
     is_wrapped = _is_of(optimizer, "accelerate.", "AcceleratedOptimizer")
     own = optimizer.optimizer if is_wrapped else optimizer
-    if isinstance(own, Optimizer) and not (
-        hasattr(own, "_optimizer_step_pre_hooks") and getattr(type(own).step, "hooked", False)
+    if (
+        isinstance(own, Optimizer)
+        and hasattr(own, "param_groups")
+        and not (hasattr(own, "_optimizer_step_pre_hooks") and getattr(type(own).step, "hooked", False))
     ):
         vars(own).setdefault("defaults", {})
         Optimizer.__setstate__(own, {})  # makes what __init__ would have made, as for one that was unpickled
     if not hasattr(own, "_optimizer_step_pre_hooks"):
+        missing = "which has no param_groups" if isinstance(own, Optimizer) else "which is no torch.optim.Optimizer"
         raise ModelError(
             explain(
                 "the optimizer has no hooks, by which stretto sees its steps",
-                got=f"{type(own).__name__}, which is no torch.optim.Optimizer",
-                expected="an optimizer whose class is derived from torch.optim.Optimizer",
+                got=f"{type(own).__name__}, {missing}",
+                expected="an optimizer with param_groups, whose class is derived from torch.optim.Optimizer",
                 to_type="class ...(torch.optim.Optimizer), or the optimizer within it as the second argument",
             )
         )

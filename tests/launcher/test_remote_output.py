@@ -106,8 +106,8 @@ def test_error_of_a_joined_worker_is_shown_at_the_launcher_with_its_traceback(pl
     assert 'raise ValueError("boom' in said and "boom \x1b" not in said + said_there
     (failed,) = [event for event in events(Path("run")) if event.get("what") == "failed"]
     assert failed["why"] == "ValueError: boom \x1b[2J"
-    log = Path("run/worker-1.log").read_text()
-    assert "worker 1 failed: ValueError: boom" in log and 'raise ValueError("boom' in log
+    log = Path("run/coordinator.log").read_text()
+    assert "worker 1 failed (ValueError: boom" in log and 'raise ValueError("boom' in log
 
 
 def test_signal_that_killed_a_joined_worker_is_named_at_the_launcher(place: Place, beside: Path) -> None:

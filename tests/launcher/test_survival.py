@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from run_place import Place, until
 
+from stretto.checkpoint.storage import Checkpoints, State
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher.exit_notifier import ExitNotifier
@@ -452,7 +453,7 @@ def test_error_of_a_server_ends_the_run(place: Place) -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_configuration_of_workers_and_coordinator(place_with_coordinator: Place, plain: bool) -> None:
     (place_with_coordinator.folder / "old").mkdir()
-    (place_with_coordinator.folder / "old/checkpoints").mkdir()
+    Checkpoints(place_with_coordinator.folder / "old/checkpoints").write(State({}, {}, {}), 1)
     text = """
 import json
 import msgspec

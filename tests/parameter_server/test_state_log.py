@@ -106,7 +106,7 @@ def test_a_dispatcher_continues_on_a_full_disk_and_a_later_log_is_complete(
 
     def full(log: WriteAheadLog) -> None:
         if is_full[0]:
-            raise LogError("the log is full") from OSError("no space left")
+            raise LogError("the log is full: no space left")
         flush(log)
 
     monkeypatch.setattr(WriteAheadLog, "flush", full)
