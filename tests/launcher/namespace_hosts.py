@@ -18,7 +18,7 @@ from fork_server import OWN_DISK
 from stretto.events import read_events
 
 HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there", "elsewhere"))
-EPOCHS, LIMIT_S = 24, 120
+EPOCHS, LIMIT_S = 60, 120
 SCRIPT = """
 import pathlib, sys, time, torch, stretto, nets
 assert sys.argv[1:] == ["--lr", "0.01"]
@@ -36,9 +36,9 @@ for epoch in range(epochs):
         optimizer.zero_grad()
         ((net(a) - b) ** 2).mean().backward()
         optimizer.step()
-        for _ in range(1 if epoch < epochs - 1 else 40):  # a busy machine needs longer than all epochs take
+        for _ in range(1 if epoch < epochs - 1 else 100):  # a busy machine needs longer than all epochs take
             if not pathlib.Path(ENOUGH).exists():
-                time.sleep(0.3)
+                time.sleep(0.12)
 """.replace("EPOCHS", str(EPOCHS))
 """A script that trains slowly until there is a file, and slower still in its last epoch."""
 

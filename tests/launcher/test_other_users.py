@@ -24,7 +24,7 @@ from other_users import USER, hidden_folder, joining_as_user
 from run_place import Place
 
 __all__ = ["hosts"]
-ADDRESS, EPOCHS = "10.79.0.1:7878", 40
+ADDRESS, EPOCHS = "10.79.0.1:7878", 100
 
 
 def times(run: Path, worker: int, what: str) -> int:
