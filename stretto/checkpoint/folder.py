@@ -133,20 +133,19 @@ class CheckpointFolder:
 
         Checksums of tensors are not computed.
         """
-        lacks: str | None = "no checkpoint"
-        for number, path in enumerate(self.paths()):
+        lacks = list[str]()
+        for path in self.paths():
             try:
-                manifest = read_manifest(path / MANIFEST)
-                for name, seal in manifest.files.items():
+                for name, seal in read_manifest(path / MANIFEST).files.items():
                     if (size := (path / name).stat().st_size) != seal.bytes:
                         raise DamagedError(f"{path / name} has {size} bytes of {seal.bytes}")
             except DamagedError as damage:
-                lacks = str(damage) if number == 0 else lacks
+                lacks.append(str(damage))
             except OSError as error:
-                lacks = f"{error.filename} cannot be read: {error.strerror}" if number == 0 else lacks
+                lacks.append(f"{error.filename} cannot be read: {error.strerror}")
             else:
                 return None
-        return lacks
+        return next(iter(lacks), "no checkpoint")
 
     def temporary(self) -> Path:
         """Return a new path for a directory that is not yet, or no longer, a checkpoint."""

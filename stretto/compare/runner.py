@@ -163,7 +163,7 @@ class Comparison:
             self.question.target.check(finished[0]["metrics"])
 
     def described(self) -> dict[str, object]:
-        """Return the question, the records of the runs, and the verdict on those that there are."""
+        """Return the question, the records of the runs, and the verdict on the runs so far."""
         records = list(self.records.values())
         return {
             "question": self.question.describe(),

@@ -33,12 +33,8 @@ SKIPPED = GitIgnoreSpec.from_lines(["__pycache__/", "*.py[cod]", ".*"])
 """Files that are never sent."""
 Ignored: TypeAlias = list[tuple[str, GitIgnoreSpec]]
 """Contents of `.gitignore` files, higher ones first, with the paths of their folders in the repository."""
-
-
 PRIVATE_KEY = re.compile(rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----\s+[\w+/=:,. -]{8}|PuTTY-User-Key-File-\d: ")
 """Beginning of the text of a private key. A text that only names the line is none."""
-
-
 JOIN_KEY = re.compile(rb'"keys"\s*:\s*\[\s*"[!-~]{40}"')
 """Text of a key for joining a run: three keys in Z85."""
 READ_BY_OTHERS = stat.S_IRGRP | stat.S_IROTH
@@ -78,7 +74,7 @@ def packed(script: Path, secrets: Sequence[str] = (), largest_bytes: int = LARGE
 
 
 def unpack(archive: bytes, folder: Path) -> str:
-    """Write the files of an archive into a folder, and return the names of those that stayed where it was made.
+    """Write the files of an archive into a folder, and return the names of the files left out of it.
 
     Names that lead out of the folder are changed by `zipfile`.
     """

@@ -109,10 +109,9 @@ def _run(
             for line in [*invited(key, servers), *route(config, servers)]:
                 display.note(line)
         with copying(folder, config.copy_to, display.note):
-            own = structs.replace(
-                config, retyped=(), copy_to=None, secret_file=None
-            )  # without what the launcher alone needs
-            plan = ProcessPlan(own, folder, listener, servers, time.perf_counter())
+            # other hosts may read what the processes are told: not what the launcher alone needs
+            told = structs.replace(config, retyped=(), copy_to=None, secret_file=None)
+            plan = ProcessPlan(told, folder, listener, servers, time.perf_counter())
             try:
                 _supervise(plan, inbox, display, make_engine, cluster)
             except Stopped as stop:
