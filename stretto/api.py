@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, e
 from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
 from stretto.parallel.meta_start import build, build_states, place_meta
+from stretto.process_config import VARIABLE
 from stretto.recipe.layout import Layout
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import SeveralModels
@@ -117,6 +119,7 @@ def distribute(
         build_states(optimizers)
         _plain_loop.set(loop := PlainLoop(loader, list(whole.parameters())))
         return PlainLoader(whole, loader, evaluate, evaluate_every, loop)
+    _refuse_child()
     refuse_shared_parameters(whole, optimizers)
     refuse_foreign_shards(whole)
     workers, sections = chosen_layout(context, scripted_layout), _sections_of(context)
@@ -132,6 +135,20 @@ def distribute(
     for line in overruled(context, (scripted, trainer.recipe), (scripted_layout, workers)):
         trainer.events.notice(line)
     return SharedLoader(trainer, loader)
+
+
+def _refuse_child() -> None:
+    """Refuse a process that the script has started: the launcher's worker is the one that runs the script."""
+    if current_context.get() is None and VARIABLE in os.environ and multiprocessing.parent_process() is not None:
+        raise ScriptError(
+            explain(
+                "a process that the script has started cannot train in place of the worker that started it",
+                got=f"stretto.distribute in {multiprocessing.current_process().name}",
+                expected="the loop in the process that the launcher started; one that is spawned imports the script",
+                to_type='if __name__ == "__main__": before the part that trains, and no process around the loop: '
+                "stretto run -n 2 starts the workers",
+            )
+        )
 
 
 def _sections_of(context: WorkerContext) -> Sections:

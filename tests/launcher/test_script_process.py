@@ -48,6 +48,30 @@ def test_forked_children_end_as_under_python_and_the_run_is_their_parents(place:
     assert log.count("a line of the child") == 5 and "ZeroDivisionError" in log
 
 
+CHILD = """
+import multiprocessing, sys, torch, stretto
+
+def train():
+    model = torch.nn.Linear(1, 1)
+    stretto.distribute(model, torch.optim.SGD(model.parameters()), [])
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_process_that_a_script_starts_is_refused_as_a_worker_immediately(place: Place, way: str) -> None:
+    Path("own.py").write_text(CHILD)
+    result = place.stretto("run", "-n", "1", "--out", "run", "own.py", way)
+    assert result.wait(50) == 1  # a wait for the coordinator lasts a minute
+    log = Path("run/worker-0.log").read_text()
+    assert "cannot train in place of the worker" in log and "no process around the loop" in log
+
+
 @pytest.mark.parametrize("environment", [{}, {"COLUMNS": "120", "LINES": "30"}])
 def test_the_size_of_the_terminal_is_known_in_a_worker(
     place: Place, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
