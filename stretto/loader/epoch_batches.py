@@ -503,8 +503,8 @@ class BatchSource:
             rule, initial_workers = "global-batch", 1
 
         def order() -> EpochOrder:
-            loop = self._loop
-            return draw(self._loader, self._transport, self._global_batch_of, loop.peeks, self._arranged, loop.kept)
+            loop, arranged = self._loop, self._arranged if self._rearranges() else None
+            return draw(self._loader, self._transport, self._global_batch_of, loop.peeks, arranged, loop.kept)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
             return BatchAssignment((), self._loop.members(), rule, initial_workers, drawn.bounds)
@@ -517,6 +517,10 @@ class BatchSource:
         plan: PlanName = "one-each" if several else "first-come"
         plan = "in-turn" if when.bound == 0 or self.assignment == "contiguous" else plan
         return LeasedBatchSampler(order, self._transport.server, self._division.barrier_every, plan)
+
+    def _rearranges(self) -> bool:
+        is_cut = self.splits and self._asynchronous
+        return self.assignment == "contiguous" or is_cut or self._arrangement.divides_batches
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""

@@ -1,19 +1,31 @@
-"""The order of an epoch: drawn once by worker 0, then broadcast; each worker loads its own batches of it."""
+"""The order of an epoch: drawn once by worker 0; each worker loads its own batches of it.
+
+Where torch's own samplers draw it, worker 0 broadcasts the state of their random generator alone, and the others draw
+the same numbers again; the order of any other sampler is broadcast.
+"""
 
 from __future__ import annotations
 
 import functools
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise, repeat
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
 from stretto.errors import LoaderError, explain
@@ -21,50 +33,124 @@ from stretto.loader.arrangement import Arrangement, Batch
 from stretto.transport import Transport
 from stretto.transport.device_memory import accelerator
 
+LARGEST = 1 << 63
 ENDLESS = 50_000_000
 """Number of samples above which an epoch is not drawn before it begins: the loader is read as a stream."""
 
 
-@dataclass(frozen=True)
+class Permutation(msgspec.Struct, frozen=True):
+    """The draw of a data set's samples, each once, by torch's own samplers: what every worker can repeat."""
+
+    samples: int
+    generator: bytes
+    """State of the random generator before; empty for samples in their own order."""
+    checksum: int
+
+    @staticmethod
+    def drawn(samples: int, generator: torch.Generator | None) -> tuple[Permutation, NDArray[Any]]:
+        """Draw as `RandomSampler` does, or number the samples without a generator; return the result, too."""
+        state = b"" if generator is None else generator.get_state().numpy().tobytes()
+        flat = _numbered(samples) if generator is None else _permuted(samples, generator)
+        return Permutation(samples, state, _checksum(flat)), flat
+
+    def repeated(self) -> NDArray[Any]:
+        """Return the same result at another worker. Raises LoaderError where torch draws other numbers."""
+        if not self.generator:
+            return _numbered(self.samples)
+        generator = torch.Generator()
+        generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
+        if _checksum(flat := _permuted(self.samples, generator)) != self.checksum:
+            raise LoaderError(
+                explain(
+                    "this worker's torch draws another order of the samples than that of the worker that began",
+                    got=f"torch {torch.__version__}",
+                    expected="one version of torch at all workers of a run, and of one that is resumed",
+                    to_type="pip install torch==VERSION of the other machine, which run.json names",
+                )
+            )
+        return flat
+
+
+def _kind_of(samples: int) -> tuple[Any, torch.dtype]:
+    return (np.int32, torch.int32) if samples < 1 << 31 else (np.int64, torch.int64)
+
+
+def _numbered(samples: int) -> NDArray[Any]:
+    return np.arange(samples, dtype=_kind_of(samples)[0])
+
+
+def _permuted(samples: int, generator: torch.Generator) -> NDArray[Any]:
+    found: NDArray[Any] = torch.randperm(samples, generator=generator, dtype=_kind_of(samples)[1]).numpy()
+    return found
+
+
+def _checksum(flat: NDArray[Any]) -> int:
+    return zlib.crc32(flat.data.cast("B"))
+
+
+@dataclass(frozen=True, eq=False)
 class EpochOrder:
-    """The batches of one epoch, in order. `dropped` samples of the data set are in none of them.
+    """The samples of one epoch, in order, and where its batches begin. `dropped` samples of the data set are in none.
 
     For a worker that joins later, `peeks` are the numbers of the earlier iterations that were peeks, and `kept` holds
     the script's own values at the first worker when the epoch began, where no worker sends the state of the run.
     """
 
-    batches: Sequence[Batch]
+    flat: Any
+    """Indices of all samples: an array of numbers, or a list of other indices."""
+    bounds: array[int]
+    """Position of each batch's first sample among all samples, and the end of the last batch."""
     dropped: int
     peeks: Sequence[int] = ()
     kept: bytes = b""
+    permutation: Permutation | None = None
+    """The draw of all samples, where it is one that other workers can repeat."""
+
+    @staticmethod
+    def of(batches: Iterable[Batch], dropped: int = 0) -> EpochOrder:
+        """Return the order of these batches. Raises LoaderError for batches without an end."""
+        numbers, others, bounds = array("q"), list[Any](), array("q", [0])
+        are_numbers = True
+        for batch in batches:
+            if are_numbers and not all(type(index) is int and -LARGEST <= index < LARGEST for index in batch):
+                are_numbers, others = False, numbers.tolist()
+            (numbers if are_numbers else others).extend(batch)
+            bounds.append(bounds[-1] + len(batch))
+            if bounds[-1] > ENDLESS:
+                raise _endless()
+        return EpochOrder(_narrow(np.array(numbers)) if are_numbers else others, bounds, dropped)
 
     @functools.cached_property
     def sizes(self) -> list[int]:
         """Number of samples of each batch."""
-        return [len(batch) for batch in self.batches]
+        return [stop - start for start, stop in pairwise(self.bounds)]
 
-    @functools.cached_property
-    def bounds(self) -> array[int]:
-        """Position of each batch's first sample among all samples, and the end of the last batch."""
-        return bounds_of(self.sizes)
+    def indices(self, start: int, stop: int) -> Batch:
+        """Return the indices of the samples at these positions."""
+        found: Batch = list(self.flat[start:stop]) if isinstance(self.flat, list) else self.flat[start:stop].tolist()
+        return found
 
-    @functools.cached_property
-    def flat(self) -> Batch:
-        """Indices of all samples."""
-        return list(chain.from_iterable(self.batches))
+    def batch(self, number: int) -> Batch:
+        """Return the indices of one batch."""
+        return self.indices(self.bounds[number], self.bounds[number + 1])
 
     def among(self, pieces: Ranges) -> list[Batch]:
         """Return the indices in these ranges of all samples, a list for each range."""
-        return [self.flat[start:stop] for start, stop in pieces]
+        return [self.indices(start, stop) for start, stop in pieces]
+
+    def appended(self, batch: Batch) -> EpochOrder:
+        """Return this order with one more batch."""
+        order = EpochOrder.of([self.indices(0, self.bounds[-1]), batch])
+        bounds = array("q", [*self.bounds, self.bounds[-1] + len(batch)])
+        return replace(self, flat=order.flat, bounds=bounds, permutation=None)
 
 
 class _Packed(msgspec.Struct):
-    """A serialised order: sizes and indices as raw integers, or indices of any kind in `others`."""
+    """A serialised order: how often each size of batches follows, and how all indices were drawn, or the indices."""
 
     dropped: int
-    sizes: bytes
-    numbers: bytes
-    others: list[Any] | None
+    sizes: list[tuple[int, int]]
+    indices: Permutation | bytes | list[Any]
     peeks: list[int] = []
     kept: bytes = b""
 
@@ -74,7 +160,7 @@ def draw(
     transport: Transport,
     global_batch_of: int,
     peeks: Sequence[int] = (),
-    arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
+    arranged: Callable[[list[Batch]], list[Batch]] | None = None,
     kept: Callable[[], bytes] = bytes,
 ) -> EpochOrder:
     """Draw the order of the next epoch at worker 0 and broadcast it; all ranks of a worker have that of its rank 0.
@@ -156,19 +242,42 @@ def interleaved(batches: Sequence[Batch], stretches: int) -> list[Batch]:
     return [batches[start + at] for at, those in enumerate(rounds) for start in those]
 
 
-def _drawn(loader: DataLoader[Any], global_batch_of: int, arranged: Callable[[list[Batch]], list[Batch]]) -> EpochOrder:
-    batches, samples = list[Batch](), 0
-    for batch in map(_as_list, _sampler(loader)):
-        batches.append(batch)
-        samples += len(batch)
-        if samples > ENDLESS:
-            raise _endless()
-    batches = arranged(batches)
+def _drawn(
+    loader: DataLoader[Any], global_batch_of: int, arranged: Callable[[list[Batch]], list[Batch]] | None
+) -> EpochOrder:
+    order = _of_torch(loader) or EpochOrder.of(map(_as_list, _sampler(loader)))
+    if arranged is not None:
+        order = EpochOrder.of(arranged([order.batch(number) for number in range(len(order.sizes))]))
     if global_batch_of > 1:
-        batches = [list(chain(*batches[at : at + global_batch_of])) for at in range(0, len(batches), global_batch_of)]
+        order = replace(order, bounds=array("q", [*order.bounds[:-1:global_batch_of], order.bounds[-1]]))
     drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
-    handed = sum(len(batch) for batch in batches)
-    return EpochOrder(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
+    return replace(order, dropped=max(len(loader.sampler) - order.bounds[-1], 0) if drops else 0)  # type: ignore[arg-type]
+
+
+def _of_torch(loader: DataLoader[Any]) -> EpochOrder | None:
+    """Return the order of a loader with torch's own samplers, which draws from the random generators what they draw."""
+    sampler, batch_sampler = loader.sampler, loader.batch_sampler
+    if batch_sampler is not None and (type(batch_sampler) is not BatchSampler or batch_sampler.sampler is not sampler):
+        return None
+    size, drops = (batch_sampler.batch_size, batch_sampler.drop_last) if batch_sampler is not None else (1, False)
+    if type(sampler) is RandomSampler:
+        samples = len(sampler.data_source)
+        if sampler.replacement or sampler.num_samples != samples or not samples:
+            return None
+        generator = sampler.generator or torch.Generator().manual_seed(
+            int(torch.empty((), dtype=torch.int64).random_())
+        )
+    elif type(sampler) is SequentialSampler:
+        samples, generator = len(sampler.data_source), None
+    else:
+        return None
+    permutation, flat = Permutation.drawn(samples, generator)
+    if generator is not None and generator is getattr(sampler, "generator", None):
+        torch.randperm(samples, generator=generator, dtype=torch.int32)  # as the sampler does after its last number
+    bounds = array("q", range(0, samples + 1, size))
+    if bounds[-1] < samples and not drops:
+        bounds.append(samples)
+    return EpochOrder(flat[: bounds[-1]], bounds, 0, permutation=permutation)
 
 
 def _endless() -> LoaderError:
@@ -205,17 +314,13 @@ def _as_list(batch: Any) -> Batch:
 
 def pack(order: EpochOrder) -> bytes:
     """Return a serialised order. Raises LoaderError for indices that can't be serialised."""
-    flat = [index for batch in order.batches for index in batch]
-    sizes = np.array(order.sizes, dtype=np.int64).tobytes()
-    for_joining = list(order.peeks), order.kept
-    if all(type(index) is int for index in flat):
-        numbers = np.array(flat, dtype=np.int64)
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None, *for_joining))
+    sizes = [(size, len(list(those))) for size, those in groupby(order.sizes)]
+    indices = order.permutation or (order.flat if isinstance(order.flat, list) else order.flat.tobytes())
     try:
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat, *for_joining))
-    except TypeError as error:
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, indices, list(order.peeks), order.kept))
+    except (TypeError, OverflowError) as error:
         problem = "the sampler gives indices that can't be sent to other workers"
-        got = f"{type(flat[0]).__name__} ({error})"
+        got = f"{type(order.flat[0]).__name__} ({error})"
         raise LoaderError(
             explain(
                 problem,
@@ -226,26 +331,25 @@ def pack(order: EpochOrder) -> bytes:
         ) from None
 
 
-def _narrow(numbers: NDArray[np.int64]) -> bytes:
-    """Return 32 bits for each number where that is enough; the reader infers the width from the length."""
+def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """Return 32 bits for each number where that is enough; a reader infers the width from the length."""
     fits = numbers.size == 0 or (numbers.min() >= 0 and numbers.max() < 1 << 31)
-    return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
+    return numbers.astype(np.int32) if fits else numbers
 
 
 def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
     """Return an order whose `left` ranges are batches of their own, and the numbers of the batches that are done.
 
-    The samples and their order stay the same. Cost: a list of all indices.
+    The samples and their order stay the same.
     """
-    batches, done, at = list[Batch](), list[int](), 0
-    for start, stop in (*left, (len(order.flat), len(order.flat))):
-        if at < start:
-            done.append(len(batches))
-            batches.append(order.flat[at:start])
+    bounds, done, end = array("q", [0]), list[int](), order.bounds[-1]
+    for start, stop in (*left, (end, end)):
+        if bounds[-1] < start:
+            done.append(len(bounds) - 1)
+            bounds.append(start)
         if start < stop:
-            batches.append(order.flat[start:stop])
-        at = stop
-    return replace(order, batches=batches), done
+            bounds.append(stop)
+    return replace(order, bounds=bounds), done
 
 
 @functools.lru_cache(maxsize=1)
@@ -257,17 +361,14 @@ def unpack(message: bytes) -> EpochOrder:
         problem, got = "this worker begins an epoch while others do something else", "loops of unequal lengths"
         expected = "the same epochs at every worker: each has its own number of batches, and the loader knows it"
         raise LoaderError(explain(problem, got=got, expected=expected, to_type="for batch in loader: ...")) from None
-    sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
-    others = packed.others
-    flat = _wide(packed.numbers, sum(sizes)) if others is None else [_as_tuple(index) for index in others]
-    batches = [flat[start:stop] for start, stop in pairwise(bounds_of(sizes))]
-    return EpochOrder(batches, packed.dropped, packed.peeks, packed.kept)
-
-
-def _wide(numbers: bytes, count: int) -> list[int]:
-    kind = np.int32 if len(numbers) == 4 * count else np.int64
-    found: list[int] = np.frombuffer(numbers, dtype=kind).tolist()
-    return found
+    bounds = bounds_of([*chain.from_iterable(repeat(size, count) for size, count in packed.sizes)])
+    found = packed.indices
+    if isinstance(found, Permutation):
+        return EpochOrder(found.repeated()[: bounds[-1]], bounds, packed.dropped, packed.peeks, packed.kept, found)
+    if isinstance(found, bytes):
+        kind = np.int32 if len(found) == 4 * bounds[-1] else np.int64
+        return EpochOrder(np.frombuffer(found, kind), bounds, packed.dropped, packed.peeks, packed.kept)
+    return EpochOrder([_as_tuple(index) for index in found], bounds, packed.dropped, packed.peeks, packed.kept)
 
 
 def _as_tuple(index: Any) -> Any:
@@ -315,7 +416,7 @@ class ShardedBatchSampler(BatchSampler):
     def append(self, indices: Batch) -> EpochOrder:
         """Append samples to the order of this epoch, and return the new order."""
         order, batch_assignment = self._drawn()
-        self._assigned = replace(order, batches=[*order.batches, indices]), batch_assignment
+        self._assigned = order.appended(indices), batch_assignment
         return self._assigned[0]
 
     @property
@@ -334,10 +435,10 @@ class ShardedBatchSampler(BatchSampler):
         return self._indices(self._upcoming)
 
     def _indices(self, ahead: Iterator[Ranges] | None) -> Iterator[Batch]:
-        flat = self.order.flat
+        order = self.order
         for pieces in ahead or self._upcoming or ():
             if pieces:
-                first, *others = (flat[start:stop] for start, stop in pieces)
+                first, *others = order.among(pieces)
                 if loaded := self._arrangement.loaded(list(chain(first, *others)) if others else first):
                     yield loaded
 

@@ -133,7 +133,7 @@ class LeasedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Batch]:
         order = self.order()
         while (lease := self._lease()) is not None:
-            yield order.batches[lease.batch]
+            yield order.batch(lease.batch)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

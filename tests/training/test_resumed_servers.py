@@ -115,7 +115,7 @@ def test_finished_batches_are_not_repeated_when_a_worker_and_then_the_coordinato
         data = TensorDataset(torch.arange(BATCHES))
         loader = DataLoader(data, batch_size=1, shuffle=False)
         sampler = LeasedBatchSampler(lambda: draw(loader, client, 1), client, None, "first-come")
-        order = EpochOrder([[one] for one in range(BATCHES)], 0)
+        order = EpochOrder.of([[one] for one in range(BATCHES)])
         start = order, BatchAssignment.from_settled(bounds_of(order.sizes), range(DONE), 2)
         batches = DataLoader(data, batch_sampler=sampler)
         loop: Any = SimpleNamespace(push_all=lambda: exchange.finish(*unsent()), wait_at_barriers=lambda _times: None)
