@@ -7,8 +7,8 @@ those that were not trained are dealt among the workers that continue.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from stretto.data.assignment import Range
@@ -73,6 +73,22 @@ def merged(ranges: Sequence[Range]) -> list[Range]:
         elif start < stop:
             found.append((start, stop))
     return found
+
+
+def without(ranges: Sequence[Range], positions: Collection[int]) -> list[Range]:
+    """Return sorted ranges without these positions.
+
+    >>> without([(0, 3), (4, 5)], {1, 4})
+    [(0, 1), (2, 3)]
+    """
+    found = list[Range]()
+    rest = sorted(positions)
+    for start, stop in ranges:
+        for position in rest[bisect_left(rest, start) : bisect_left(rest, stop)]:
+            found.append((start, position))
+            start = position + 1
+        found.append((start, stop))
+    return merged(found)
 
 
 def first_untrained(trained: Sequence[Range]) -> int:

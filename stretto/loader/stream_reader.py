@@ -126,7 +126,11 @@ class StreamReader:
         self._ahead: deque[tuple[Any, tuple[Any, ...] | None]] = deque()
         """Batches that were read before they were taken, with the random states before each."""
         self.position = 0
-        """Position of the batch that is taken next."""
+        """Position of the batch that is read next."""
+        self._kept: dict[int, tuple[Any, tuple[Any, ...] | None]] = {}
+        """Batches that were read and may be taken later, by their positions."""
+        self._keeps_from: int | None = None
+        """Position from which on batches are kept; None if none are."""
         self._expected = dict(place.proofs) if place is not None else {}
         self.problem = ""
         """Why this is not the stream that the place is in; empty if it may be."""
@@ -148,7 +152,7 @@ class StreamReader:
         """Return the batch at a position, and pass those before it; None if the stream has ended before."""
         while self.position < position and self.skip():
             pass
-        found = self._next()
+        found = self._kept.get(position) if position < self.position else self._next()
         if self.problem:
             raise other_stream(self.problem)
         if found is None:
@@ -157,6 +161,16 @@ class StreamReader:
         if self._keeps_last:
             self._taken = position, excerpt(batch), before
         return batch
+
+    def keep_from(self, position: int) -> None:
+        """Keep all batches from a position on, so that they can be taken again; release those before it."""
+        self._keeps_from = position
+        for kept in [one for one in self._kept if one < position]:
+            del self._kept[kept]
+
+    def release(self, position: int) -> None:
+        """Release one kept batch."""
+        self._kept.pop(position, None)
 
     def skip(self) -> bool:
         """Pass one batch. Return False at the end of the stream."""
@@ -182,6 +196,8 @@ class StreamReader:
         expected = self._expected.pop(self.position, None)
         if expected is not None and digest_of(excerpt(found[0])) != expected:
             self.problem = f"batch {self.position + 1} is not the batch that was trained there"
+        if self._keeps_from is not None and self.position >= self._keeps_from:
+            self._kept[self.position] = found
         self.position += 1
         return found
 

@@ -384,6 +384,8 @@ class ElasticAgent:
             back = current.change_members(
                 change, max(ahead, assignment.global_step), assignment.global_step if behind else assignment.committed
             )
+        elif isinstance(current, StreamedEpoch):
+            back = current.change_members(change, behind)
         if isinstance(closing, AssignedEpoch):
             closing.change_members_at_end(change)
         if current is None and change.global_step > progress.step_requests:
@@ -392,7 +394,7 @@ class ElasticAgent:
         if not behind:
             for worker, samples in self._reassign_lost(change.gone).items():
                 back[worker] = back.get(worker, 0) + samples
-        if isinstance(current, AssignedEpoch):
+        if isinstance(current, AssignedEpoch | StreamedEpoch):
             progress.follow_assignment(current.assigned_samples)
         if _first(change) == trainer.transport.number:
             self._write_change(change, back)
@@ -426,10 +428,11 @@ class ElasticAgent:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
         transport = self._trainer.transport
         in_rounds = self._trainer.strategy.in_rounds
-        if not transport.repeats_attempts or not isinstance(epoch_batches, AssignedEpoch) or not in_rounds:
+        has_returned = isinstance(epoch_batches, AssignedEpoch | StreamedEpoch)
+        if not transport.repeats_attempts or not has_returned or not in_rounds:
             return False
         self._is_agreeing = True
-        replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.unassigned() else b"")
+        replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.is_unfinished() else b"")
         self._is_agreeing = False
         if b"more" not in replies:
             return False
