@@ -736,6 +736,7 @@ class BatchSource:
         workers = self._transport.workers
         if workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
             compare_first(reader, self._transport, is_own)
+            workers = self._transport.workers  # some may have failed
         split: Callable[[Any, int, int], Any] | None = None
         if self.splits and workers > 1 and not is_own:
             split = indices_of if self.is_indexed else part_of

@@ -67,8 +67,11 @@ def compare_first(reader: StreamReader, transport: Transport, is_own: bool) -> N
     each a worker's own are equal: a script that shards by environment variables which are not set reads the whole
     stream at every worker.
     """
-    first = reader.peek(1 if is_own else transport.workers)
-    found = transport.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first]))
+
+    def first() -> bytes:  # of the workers that are present, also if the comparison is repeated
+        return msgspec.msgpack.encode([digests(one) for one in reader.peek(1 if is_own else transport.workers)])
+
+    found = transport.all_gather_bytes(first)
     (_refuse_equal if is_own else _refuse_different)(found)
 
 

@@ -428,8 +428,9 @@ class ElasticAgent:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
         transport = self._trainer.transport
         in_rounds = self._trainer.strategy.in_rounds
-        has_returned = isinstance(epoch_batches, AssignedEpoch | StreamedEpoch)
-        if not transport.repeats_attempts or not has_returned or not in_rounds:
+        if not isinstance(epoch_batches, AssignedEpoch | StreamedEpoch):
+            return False
+        if not transport.repeats_attempts or not in_rounds:
             return False
         self._is_agreeing = True
         replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.is_unfinished() else b"")
