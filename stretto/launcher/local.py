@@ -35,7 +35,7 @@ from stretto.launcher.output_sender import CLOSE_S, OutputSender
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.remote_workers import RemoteWorkers
-from stretto.launcher.resume_hint import left_in
+from stretto.launcher.resume_hint import left_in, left_out
 from stretto.launcher.run_copy import check_place, copying
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import Stopped, handled
@@ -102,8 +102,8 @@ def _run(
         folder = make_folder(config.name, config.out, now)
         write_run(folder, config.record(), now)
         display.starting(f"{described(config)}, run folder {folder}")
-        if note is not None:
-            display.note(note)
+        for line in filter(None, (left_out(config), note)):
+            display.note(line)
         if config.host is not None:
             key = write_join_key(folder, servers)
             for line in [*invited(key, servers), *route(config, servers)]:

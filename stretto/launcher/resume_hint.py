@@ -1,4 +1,4 @@
-"""Lines about a stopped run: its folder, its page, and the command that continues it."""
+"""Lines about a stopped run, its folder, its page and the command that continues it, and about the continued one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.masking import masked
-from stretto.run_dir import CHECKPOINTS
+from stretto.run_config import RunConfig, options
+from stretto.run_dir import CHECKPOINTS, read_run
+
+DECIDE_WHAT_IS_TRAINED = ("recipe", "seed", "global_batch", "lr_scale", "on_nan", "on_resize")
 
 
 def left_in(folder: Path, retyped: Sequence[str], command: str = "run") -> str:
@@ -22,3 +25,16 @@ def left_in(folder: Path, retyped: Sequence[str], command: str = "run") -> str:
     every = "5m" if command == "run" else "1"
     lines.append(f"continue: not possible, for no checkpoint was written; --checkpoint-every {every} writes them")
     return "\n".join(lines)
+
+
+def left_out(config: RunConfig) -> str | None:
+    """Return a line that names the options of the resumed run that this one leaves out; None if there are none."""
+    before = read_run(config.resume) if config.resume is not None else {}
+    words = []
+    for name in DECIDE_WHAT_IS_TRAINED:
+        _, option, default = options()[name]
+        if getattr(config, name) == default != before.get(name, default):
+            words += [option.names[-1] if option.names else f"--{name.replace('_', '-')}", str(before[name])]
+    if not words:
+        return None
+    return f"the run that is continued had {shlex.join(words)}, which is left out now: add it to continue as before"
