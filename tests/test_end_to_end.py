@@ -458,6 +458,30 @@ def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
     check_staleness(found, updates=SAMPLES // BATCH + 6)
 
 
+@pytest.mark.parametrize("victim", ["worker", "shard"])
+def test_what_a_killed_process_costs_of_a_stream_over_a_server_is_named_and_the_run_ends_with_an_error(
+    place: Place, victim: str
+) -> None:
+    """The share of a failed worker, or what was trained since the last snapshot of a shard."""
+    path = async_script(body="pathlib.Path(f'at-{stretto.rank()}').touch(); time.sleep(0.01)", options="", epochs=1)
+    stream = STREAM.replace(
+        "return iter(zip(x, y))", "return itertools.islice(itertools.cycle(zip(x, y)), 40 * len(x))"
+    )
+    path.write_text(
+        "import itertools, time\n" + path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", stream)
+    )
+    process = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--restarts", "1", path)
+    until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
+    number = 1 if victim == "worker" else 0
+    os.kill(next(one for one in place.left() if config_of(one).get(victim) == number).pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    text = err.decode()
+    assert "the run has ended, and a part of a stream was not trained" in text
+    lost = {"worker": "worker 1 failed or left within the stream", "shard": "a part of the server was lost: at least"}
+    assert lost[victim] in text
+
+
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
 def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     place: Place, ended: str, monkeypatch: pytest.MonkeyPatch

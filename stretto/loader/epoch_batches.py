@@ -316,6 +316,9 @@ class StreamedEpoch:
         """This worker's batch of the next global step and its samples, until all workers have exchanged theirs."""
         self._late: list[Change] = []
         """Changes of membership that follow the global step whose samples are exchanged now."""
+        self._lost_shards: dict[int, int] = {}
+        self._shards_ended: set[int] = set()
+        """Workers whose own shard has ended."""
         self._has_ended = self._is_unfinished = False
         """True if no worker has found a batch; and if a failed worker's were returned after that."""
         self._samples_so_far = samples
@@ -390,6 +393,7 @@ class StreamedEpoch:
         samples = dict(zip(self._members, counts, strict=True))
         total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._note_given(samples)
+        self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and not count}
         self._samples_so_far += total
         for change in self._late:
             self._deal_again(change.gone, change.members, is_committed=False)
@@ -480,6 +484,12 @@ class StreamedEpoch:
     def _deal_again(self, gone: Sequence[int], members: Sequence[int], is_committed: bool) -> dict[int, int]:
         uncommitted = {worker: self._uncommitted.pop(worker, []) for worker in gone}
         lost = {} if is_committed or self._is_own else uncommitted
+        if self._is_own:
+            self._lost_shards |= {
+                worker: 0 if is_committed else sum(samples for _, samples in of_worker)
+                for worker, of_worker in uncommitted.items()
+                if worker not in self._shards_ended or (of_worker and not is_committed)
+            }
         pieces = [piece for of_worker in lost.values() for piece, _ in of_worker]
         samples = {worker: sum(samples for _, samples in of_worker) for worker, of_worker in lost.items()}
         trained = self._ranges(self._given)
@@ -497,6 +507,22 @@ class StreamedEpoch:
         self._samples_so_far -= sum(samples.values())
         self._is_unfinished |= self._has_ended and bool(pieces)
         return samples
+
+    def take_lost_shards(self) -> dict[int, int]:
+        """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
+
+        Of the rest of such a shard no worker knows the length.
+        """
+        lost, self._lost_shards = self._lost_shards, {}
+        return lost
+
+    def share_of_absent(self) -> dict[int, int]:
+        """Return the number of batches that were dealt to each worker that is absent now, once the stream has ended."""
+        absent = [worker for worker in self._dealers if worker not in self._transport.members]
+        read = self.reader.position
+        if self._is_dealt:
+            return {one: len(range(self._dealers.index(one), read, len(self._dealers))) for one in absent}
+        return dict.fromkeys(absent, read)
 
     def is_unfinished(self) -> bool:
         """Return True if batches were returned after all had been given."""

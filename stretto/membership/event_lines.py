@@ -47,6 +47,7 @@ Kind = Literal[
     "error",
     "end",
     "samples_reassigned",
+    "batches_lost",
     "generation_changed",
     "written",
     "checkpoint",

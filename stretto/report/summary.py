@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.checkpoint.model_file import newest
-from stretto.errors import LogError
+from stretto.errors import LogError, RunFailedError
 from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
 from stretto.report.formatting import count, figure, percent, plural
@@ -23,7 +23,8 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
     The record of a run of several sections is that of the first, with those of the others in order as `sections`. If
     the page cannot be written (the folder was removed, or the disk is full), the run still counts as finished: a
-    message is printed. Raises LogError if the record was requested and cannot be written.
+    message is printed. Raises LogError if the record was requested and cannot be written, and RunFailedError if a part
+    of a stream was not trained.
     """
     if json_to is None and not (folder / "run.json").exists():
         print(f"stretto: {_removed(folder)}", file=sys.stderr)
@@ -46,7 +47,8 @@ def _removed(folder: Path) -> str:
 
 
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
-    first, *further = records = [record(section) for section in (folder, *section_folders(folder))]
+    folders = [folder, *section_folders(folder)]
+    first, *further = records = [record(section) for section in folders]
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if further else 0)]
     if (model := newest(folder)) is not None:
@@ -55,6 +57,10 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
         print(printable("\n".join(lines)), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:
         write_json(json_to, first | {"sections": further} if further else first)
+    if lost := [
+        f"epoch {event['epoch']}: {event['text']}" for one in folders for event in read(one).of("batches_lost")
+    ]:
+        raise RunFailedError("\n  ".join(["the run has ended, and a part of a stream was not trained", *lost]), folder)
 
 
 def _section(record: dict[str, Any], number: int) -> list[str]:

@@ -370,6 +370,7 @@ class ElasticAgent:
         behind = trainer.section.rounds + progress.rounds < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
+        lost_shards: dict[int, int] = {}
         ahead = change.global_step - progress.step_requests_before
         if isinstance(current, AssignedEpoch) and current.is_over:
             if (
@@ -386,6 +387,7 @@ class ElasticAgent:
             )
         elif isinstance(current, StreamedEpoch):
             back = current.change_members(change, behind)
+            lost_shards = current.take_lost_shards()
         if isinstance(closing, AssignedEpoch):
             closing.change_members_at_end(change)
         if current is None and change.global_step > progress.step_requests:
@@ -398,6 +400,11 @@ class ElasticAgent:
             progress.follow_assignment(current.assigned_samples)
         if _first(change) == trainer.transport.number:
             self._write_change(change, back)
+            for worker, samples in lost_shards.items():
+                trainer.epochs.write_lost(
+                    f"the shard of worker {worker} was lost with it: {samples:,} samples that it had trained since the "
+                    'last exchange, and the rest of the shard, which no other worker reads (deal="own")'
+                )
 
     def _write_change(self, change: Change, back: dict[int, int]) -> None:
         """Write the new membership, and the reassigned samples, into the event log."""

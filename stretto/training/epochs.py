@@ -88,6 +88,8 @@ class Epochs:
         """The schedules' state at the beginning of this epoch."""
         self._batches_to_meeting = 0
         """Number of batches before the next meeting in an epoch over a stream, of workers that do not wait."""
+        self._recovery_epoch = self._samples_at_meeting = 0
+        """Number of rollbacks of the server that were noted, and this worker's samples at the last snapshot."""
         self.is_stopped = False
         """True if the run ends before the script does."""
 
@@ -177,6 +179,7 @@ class Epochs:
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
+        self._samples_at_meeting = progress.own_samples
         progress.begin_loop(whole=not is_continued or (begun is not None and not begun[1].global_step))
 
     def _divide_model(self) -> None:
@@ -212,6 +215,7 @@ class Epochs:
             return None
         while True:
             agent.rest()
+            self._note_rollback()
             self._meet_within_stream()
             if self._is_limit_reached():
                 self.is_stopped = True
@@ -257,6 +261,38 @@ class Epochs:
                 break
         own = checkpoints.batches_to_meeting(self._progress.global_steps)
         self._batches_to_meeting = int(self._trainer.rank_parts.gathered(str(own).encode())[0])
+
+    def write_lost(self, text: str) -> None:
+        """Write that batches of a stream were lost in this epoch: the run ends with an exit code that is not 0."""
+        events = self._trainer.events
+        events.write("batches_lost", epoch=self._trainer.evaluator.epoch + 1, text=text)
+        events.own_notice(f"lost in epoch {self._trainer.evaluator.epoch + 1}: {text}")
+        events.flush()
+
+    def _note_rollback(self) -> None:
+        """Write what this worker has trained of a stream and a rollback of the server has undone, if there was one."""
+        server = self._transport.server
+        if server is None or server.recovery_epoch == self._recovery_epoch:
+            return
+        self._recovery_epoch = server.recovery_epoch
+        undone = self._progress.own_samples - self._samples_at_meeting
+        if isinstance(self.current, StreamedEpoch) and undone > 0:
+            self.write_lost(
+                f"a part of the server was lost: at least {undone:,} samples of a stream that worker "
+                f"{self._transport.number} had trained since the last snapshot"
+            )
+
+    def _note_absent(self) -> None:
+        """Write the shares of workers that failed or left within a stream, where workers do not wait for each other."""
+        if not isinstance(self.current, StreamedEpoch) or not self._progress.has_stepped_in_epoch:
+            return
+        if self._transport.number != min(self._transport.members):
+            return
+        for worker, batches in self.current.share_of_absent().items():
+            self.write_lost(
+                f"worker {worker} failed or left within the stream: of its share, {batches:,} batches, no other worker "
+                "has trained the rest"
+            )
 
     def _is_limit_reached(self) -> bool:
         """Return True if the run ends before the next global step; all sections count."""
@@ -379,6 +415,8 @@ class Epochs:
 
     def _end_asynchronous(self, epoch_batches: EpochBatches) -> bool:
         """Agree on the samples of workers that do not wait for each other. Return True if all have only peeked."""
+        self._note_rollback()
+        self._note_absent()
         self._count_all_samples()
         self._progress.count_untrained(epoch_batches.samples)
         if self._all_peeked:
@@ -401,6 +439,8 @@ class Epochs:
             self._trainer.strategy.sync_for_evaluation(called)
         self._count_all_samples()
         then()
+        self._note_rollback()
+        self._samples_at_meeting = self._progress.own_samples
         self._trainer.strategy.resume()
         self._trainer.rank_parts.settle()
 

@@ -33,6 +33,9 @@ class EpochsView(Protocol):
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
 
+    def write_lost(self, text: str) -> None:
+        """Write that batches of a stream were lost in this epoch."""
+
     def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated."""
 

@@ -6,6 +6,7 @@ The model is a table that counts: a step subtracts each batch's share of the mea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import stretto
+from stretto.events import read_events
 from stretto.loader.stream_reader import StreamReader
 
 BATCHES = 41
@@ -145,3 +147,22 @@ def test_kept_batches_are_those_since_the_last_exchange(monkeypatch: pytest.Monk
     monkeypatch.setattr(StreamReader, "keep_from", counted)
     run_elastic_workers(3, counting("generator", killed()), "local_sgd(every=4)")
     assert 0 < most <= 3 * 4
+
+
+@pytest.mark.parametrize("deaths", [[(1, 6)], []])
+def test_shard_that_is_lost_with_its_worker_is_named(deaths: list[tuple[int, int]], tmp_path: Path) -> None:
+    def work(worker: int) -> int:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        shard = [torch.full((2, 1), float(worker))] * (12 + worker)
+        for step, x in enumerate(stretto.distribute(net, optimizer, shard, deal="own")):
+            killed(*deaths)(worker, step)
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+        return 0
+
+    run_elastic_workers(3, work, "local_sgd(every=4)", tmp_path)
+    lost = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "batches_lost"]
+    assert len(lost) == len(deaths)
+    assert all("the shard of worker 1 was lost with it: 6 samples" in event["text"] for event in lost)
