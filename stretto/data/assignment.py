@@ -279,6 +279,17 @@ class BatchAssignment:
                 self._add(counts, segment, numbers, worker)
         return counts
 
+    def samples_of_departed(self) -> dict[int, int]:
+        """Return the number of samples in `counts_of_departed` by worker; -1 has the work from before `restored`."""
+        batch, extra, unassigned = self._restored
+        before = self._bounds[batch] + extra - _samples(unassigned)
+        samples = {-1: before} if before else {}
+        for segment, numbers in self._committed_steps():
+            for worker in set(segment.members) - self._unrestarted(segment):
+                parts = (_samples(self._part(segment, number, worker)) for number in numbers)
+                samples[worker] = samples.get(worker, 0) + sum(parts)
+        return samples
+
     def own_counts(self, me: int) -> NDArray[np.uint8]:
         """Return how often each position is in the committed work of a member since it joined."""
         counts = np.zeros(self._bounds[-1] + self._extra_samples, np.uint8)

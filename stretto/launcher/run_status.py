@@ -81,10 +81,11 @@ class Progress:
         return [fact for fact in facts if fact]
 
     def samples_per_second(self) -> float | None:
-        """Return samples of all workers per second of training, over the last RECENT_S."""
+        """Return samples of all workers per second of training, over the last RECENT_S; None before the first one."""
         rates = [_rate(points) for points in self._recent.values()]
         known_rates = [rate for rate in rates if rate is not None]
-        return sum(known_rates) if known_rates else None
+        has_trained = any(points[-1][1] for points in self._recent.values())
+        return sum(known_rates) if known_rates and has_trained else None
 
     def waiting(self) -> float | None:
         """Return the share of their time that workers waited for others."""
@@ -99,8 +100,17 @@ class Progress:
         return traffic.ratio(raw, sent) if raw != sent else None
 
     def _on_start(self, event: Event) -> None:
+        """Begin the rate of a worker again: each incarnation counts its samples from zero.
+
+        A run that is resumed shows the last epoch that has ended, until its first step.
+        """
         self.recipe = str(event.get("recipe") or self.recipe)
+        if not self.epoch and event.get("epochs"):
+            self.epoch, self.step = event["epochs"], event.get("step", 0)
+            self._ended_at = self.step
         self.epoch = self.epoch or 1
+        if "t" in event:
+            self._recent[event["worker"]] = deque([(event["t"], 0)])
 
     def _on_warning(self, event: Event) -> str | None:
         """Return a notice; worker 0 prints its own."""

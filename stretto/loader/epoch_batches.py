@@ -174,13 +174,15 @@ class AssignedEpoch:
             counts[start:stop] += 1
         return counts
 
-    def departed_counts(self) -> tuple[int, NDArray[np.uint8]] | None:
+    def departed_counts(self) -> tuple[int, NDArray[np.uint8], dict[int, int]] | None:
         """Return the global step from which on this worker knows the counts of departed workers, and these counts.
 
-        None if the membership did not change in this epoch. The least step is that of the worker that has been a member
+        They are those of each sample, and of the samples of each worker. None if the membership did not change in this epoch. The least step is that of the worker that has been a member
         for the longest time.
         """
-        return (self._since, self.batch_assignment.counts_of_departed()) if self._changed else None
+        if not self._changed:
+            return None
+        return self._since, self.batch_assignment.counts_of_departed(), self.batch_assignment.samples_of_departed()
 
     def change_members(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Assign to other members after global step `after`. Return the number of returned samples by failed worker."""

@@ -120,16 +120,46 @@ class History:
         """Return the last totals of each of `processes`; an empty event for a process that never wrote any."""
         return [(self.counts(*place) or [{}])[-1] for place in self.processes]
 
-    @property
+    @cached_property
     def trained(self) -> list[int] | None:
-        """Number of samples that count, by worker; None unless a dispatcher counted them until the end of the run.
+        """Number of samples that count, by worker; None unless each epoch of a run that ended has counted them.
 
-        The totals that a killed worker wrote itself lack its work since its last progress event.
+        The totals that workers write themselves include work that was lost or repeated, and those of a killed worker
+        lack its work since its last progress event. Here they count only for work after the last epoch that has ended.
         """
-        by_epoch = [event.get("trained") for event in self.epochs]
-        if not self.ended or not all(by_epoch):
+        by_epoch = [counts for event in self.epochs if isinstance(counts := event.get("trained"), dict)]
+        if not self.ended or not by_epoch or len(by_epoch) < len(self.epochs):
             return None
-        return [sum(int((counts or {}).get(str(worker), 0)) for counts in by_epoch) for worker in range(self.workers)]
+        return [
+            after + sum(int(counts.get(str(worker), 0)) for counts in by_epoch)
+            for worker, after in enumerate(self.after_last_epoch)
+        ]
+
+    @cached_property
+    def after_last_epoch(self) -> list[int]:
+        """Number of samples of each worker after the last epoch that has ended: a run may end within one."""
+        last: Event = self.epochs[-1] if self.epochs else {"t": -math.inf}
+        at_end = {one["worker"]: int(one.get("samples") or 0) for one in last.get("workers") or ()}
+        samples = [0] * self.workers
+        for event in sorted([*self.of("progress"), *self.of("end")], key=lambda event: event["t"]):
+            worker = event["worker"]
+            if not event.get("rank") and event["t"] >= last["t"]:
+                is_new = self._starts[_place(event)][-1:] >= [last["t"]]
+                samples[worker] = max(int(event.get("samples") or 0) - (0 if is_new else at_end.get(worker, 0)), 0)
+        return samples
+
+    @property
+    def trained_before(self) -> int:
+        """Number of samples that count and are of the state that the run continues from, of no worker of this run."""
+        if self.trained is None:
+            first_start = min(self.of("start"), key=lambda event: event["t"], default={})
+            return int(first_start.get("samples") or 0)
+        counts = [event.get("sample_counts") or {} for event in self.epochs]
+        first, size = self.epochs[0], sum(int(counts[0].get(name) or 0) for name in ("once", "twice", "never"))
+        before = int(first.get("samples") or 0) - size if (first.get("epoch") or 0) > 1 else 0
+        times = {"once": 1, "twice": 2, "recovered_samples": 1}
+        here = sum(int(one.get(name) or 0) * weight for one in counts for name, weight in times.items())
+        return max(before + here - (sum(self.trained) - sum(self.after_last_epoch)), 0)
 
     @property
     def failure(self) -> str | None:

@@ -24,8 +24,10 @@ GLOBAL_BATCH = "single process (global batch)"
 def record(run_folder: Path) -> Record:
     """Return the record of a run directory, from run.json and events.jsonl only.
 
-    `seconds` is training time without evaluations, in virtual time if the run is `simulated`; `samples` counts all
-    workers. `evaluations` are sorted by samples, `metrics` has the last value of each metric. `failed` is None for a
+    `seconds` is training time without evaluations, in virtual time if the run is `simulated`. `samples` are those whose
+    gradients are in the model, the sum of `samples_by_worker` and `samples_before`, those of the state that a resumed
+    run continues from; work that was lost or repeated does not count. `evaluations` are sorted by samples, `metrics`
+    has the last value of each metric. `failed` is None for a
     run that finished, and else the reason. Fields that only a comparison can fill are None. `steps` and `rounds` are
     the largest of any worker; workers of asynchronous runs differ. `bytes_sent`, `bytes_received` and `time_breakdown`
     have an entry for each of `processes`, the workers or their ranks; the bytes are measured at the transport. `stages`
@@ -102,6 +104,7 @@ def unstarted(
     counted = {
         "wall_seconds": 0.0,
         "samples": 0,
+        "samples_before": 0,
         "steps": 0,
         "rounds": 0,
         "bytes_counted": True,
@@ -146,10 +149,16 @@ def _length(history: History) -> tuple[float | None, int]:
     """Return training seconds and samples of all workers at the same moment."""
     counts = history.last_counts()
     counted = sum(int(event.get("samples") or 0) for event in counts)
-    if history.epochs and history.ended:
+    if history.trained is not None:
+        counted = history.trained_before + sum(history.trained)
+        if not any(history.after_last_epoch):
+            return number(history.epochs[-1].get("training_s")), counted
+    elif history.epochs and history.ended:
         last = history.epochs[-1]
         beyond = 0 if history.has_returned else counted  # repeated samples count once
         return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
+    else:
+        counted += history.trained_before
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]
     return (max(trained), counted) if trained else (None, counted)
 
@@ -196,6 +205,7 @@ def _asynchronous(history: History) -> Record:
     counts = history.last_counts()
     blocked = [number(event.get("blocked_s")) for event in counts]
     return {
+        "samples_before": history.trained_before,
         "samples_by_worker": history.trained or [int(event.get("samples") or 0) for event in counts],
         "staleness": staleness.summary(history),
         "blocked_seconds": None if all(s is None for s in blocked) else [s or 0.0 for s in blocked],

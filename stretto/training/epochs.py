@@ -396,6 +396,7 @@ class Epochs:
         if not strategy.is_carried:
             agent.keep_uncommitted(self.current)
         steps.settle_leases()
+        steps.drop_unstepped()
         if progress.unstepped:
             trainer.schedules.take(self._schedules_before)
         self._notice_unstepped()

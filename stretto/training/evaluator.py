@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,9 @@ class Evaluator:
         is_countable = epoch_batches.samples and not isinstance(
             epoch_batches, LeasedEpoch
         )  # streams have no counts; the coordinator has those of leases
-        counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(epoch_batches)) if is_countable else None
+        transport = trainer.transport
+        pack = functools.partial(_packed_counts, transport.number, epoch_batches)
+        counts = transport.all_gather_bytes(pack) if is_countable else None
         summary = EpochSummary(self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures)
         with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
             trainer.transport.broadcast_by_ranks(lambda: self._write_epoch(summary))
@@ -244,10 +247,10 @@ class Evaluator:
         return self._trainer.rank_parts.joined_tensors(saveable_tensors(self._trainer.model))
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
-        counts, trained = summary.counts, {}
+        counts = summary.counts
         if isinstance(summary.epoch_batches, LeasedEpoch):
-            counted, by_worker = summary.epoch_batches.audited()
-            counts, trained = [_encoded_counts(counted)], {"trained": by_worker}
+            counts = [_encoded_counts(*summary.epoch_batches.audited())]
+        counted = _sample_counts(counts, summary.epoch_batches) if counts is not None else {"sample_counts": None}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
         self._trainer.events.write(
@@ -256,10 +259,9 @@ class Evaluator:
             step=summary.step,
             samples=summary.samples,
             training_s=summary.training_s,
-            sample_counts=_sample_counts(counts, summary.epoch_batches) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=figures,
-            **trained,
+            **counted,
         )
         self._save_state(f"states/{summary.samples:08d}")
         self._trainer.events.flush()
@@ -291,30 +293,39 @@ def _as_file(array: NDArray[Any]) -> list[memoryview]:
     return [file.getbuffer()]
 
 
-def _packed_counts(epoch_batches: EpochBatches) -> bytes:
-    """Return the counts of each sample by this worker, and those of departed workers."""
+def _packed_counts(number: int, epoch_batches: EpochBatches) -> bytes:
+    """Return the counts of each sample by this worker, which has this number, and those of departed workers."""
     counted = epoch_batches.counted()
     assert counted is not None
     departed = epoch_batches.departed_counts() if isinstance(epoch_batches, AssignedEpoch) else None
-    return _encoded_counts(counted, departed)
+    return _encoded_counts(counted, {number: int(counted.sum())}, departed)
 
 
-def _encoded_counts(counted: NDArray[np.uint8], departed: tuple[int, NDArray[np.uint8]] | None = None) -> bytes:
-    """Encode counts of 0 and 1, compressed: every worker receives those of all, and each has few ones."""
-    since, counts = departed or (-1, np.zeros(0, np.uint8))
-    return msgspec.msgpack.encode([since, *(zlib.compress(np.packbits(one).tobytes(), 1) for one in (counted, counts))])
+def _encoded_counts(
+    counted: NDArray[np.uint8],
+    trained: dict[int, int],
+    departed: tuple[int, NDArray[np.uint8], dict[int, int]] | None = None,
+) -> bytes:
+    """Encode counts of 0 and 1, compressed: every worker receives those of all, and each has few ones.
+
+    `trained` is the number of samples by worker.
+    """
+    since, counts, before = departed or (-1, np.zeros(0, np.uint8), {})
+    packed = (zlib.compress(np.packbits(one).tobytes(), 1) for one in (counted, counts))
+    return msgspec.msgpack.encode([since, *packed, trained, before])
 
 
-def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dict[str, int]:
-    """Return how often each sample of the epoch counted, over all workers.
+def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dict[str, Any]:
+    """Return how often each sample of the epoch counted, over all workers, and how many each worker has `trained`.
 
     The counts of departed workers are from the worker that has been a member for the longest time.
     """
     assert isinstance(epoch_batches, AssignedEpoch | LeasedEpoch)
     size = epoch_batches.order.bounds[-1]
-    decoded = [msgspec.msgpack.decode(one, type=tuple[int, bytes, bytes]) for one in figures]
-    departed = [(since, counts) for since, _, counts in decoded if since >= 0]
-    packed = [*(own for _, own, _ in decoded), *([min(departed)[1]] if departed else [])]
+    message = tuple[int, bytes, bytes, dict[int, int], dict[int, int]]
+    decoded = [msgspec.msgpack.decode(one, type=message) for one in figures]
+    longest = min((one for one in decoded if one[0] >= 0), key=lambda one: one[:3], default=None)
+    packed = [*(own for _, own, *_ in decoded), *([longest[2]] if longest is not None else [])]
     counts = [np.unpackbits(np.frombuffer(zlib.decompress(one), np.uint8), count=size) for one in packed]
     found, late = (
         audit(one[: epoch_batches.samples] for one in counts),
@@ -322,7 +333,11 @@ def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dic
     )
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
     recovered_samples = {"recovered_samples": late.once} if size > epoch_batches.samples else {}
-    return {**facts, "dropped": epoch_batches.dropped, **recovered_samples}
+    trained: Counter[int] = Counter()
+    for by_worker in (*(one[3] for one in decoded), longest[4] if longest is not None else {}):
+        trained.update(by_worker)
+    facts |= {"dropped": epoch_batches.dropped, **recovered_samples}
+    return {"sample_counts": facts, "trained": dict(sorted(trained.items()))}
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], predictions: Predicted) -> None:

@@ -263,9 +263,6 @@ class GlobalSteps:
         if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
         if not global_step.idle:
-            if left and len(self._leases) > self._worked:  # the script left without a step with these batches
-                progress.drop_batch(global_step.own)
-                del self._leases[self._worked :]
             self._idle_workers.end(global_step, self.strategy.exchanges_gradients)
             self._notice_accumulation()
             self._trainer.rank_parts.end_batch(has_stepped)
@@ -281,6 +278,13 @@ class GlobalSteps:
         if self._events.due():
             self._trainer.figures.write("progress")
             self._events.flush()
+
+    def drop_unstepped(self) -> None:
+        """Drop the leases of batches that the ending epoch leaves without a step: their samples do not count."""
+        for lease in self._leases[self._worked :]:
+            is_leased = isinstance(lease, Lease)
+            self._progress.drop_samples(lease.samples if is_leased else sum(stop - start for start, stop in lease))
+        del self._leases[self._worked :]
 
     def abandon(self) -> None:
         """Drop the global step under way: the script has only peeked at it."""
@@ -474,6 +478,8 @@ class GlobalSteps:
         """Push the work that no exchange has carried yet to a server."""
         samples, self._samples_sent = self._progress.own_samples - self._samples_sent, self._progress.own_samples
         leases = self._take_leases()
+        if isinstance(self._trainer.epoch_batches, LeasedEpoch):
+            samples = sum(lease.samples for lease in leases)
         with ExitStack() as scaled:
             for rate in self._rates:
                 scaled.enter_context(rate.applied())
@@ -494,8 +500,8 @@ class GlobalSteps:
         self.settle(self._take_leases())
 
     def _take_leases(self) -> list[Lease]:
-        """Return the leases of the work since the last exchange, and clear them."""
-        leases, self._leases, self._worked = self._leases, [], 0
+        """Remove and return the leases of the work since the last exchange; those without a step stay."""
+        leases, self._leases, self._worked = self._leases[: self._worked], self._leases[self._worked :], 0
         return leases
 
     def forget_epoch(self) -> None:
@@ -506,7 +512,7 @@ class GlobalSteps:
         if not self._progress.steps:
             self._outside.refuse_updates_by_hand()
         self.strategy.forget(self._progress.global_steps_of_epoch)
-        self._take_leases()
+        self._leases, self._worked = [], 0
 
     # --- comparison of the replicas -----------------------------------------------------------------------------
 

@@ -185,8 +185,8 @@ class LoopProgress:
         self.follow_assignment(assigned_samples)
         self._steps_before = self.steps
 
-    def drop_batch(self, own: int) -> None:
-        """Remove a batch of `own` samples that the script has left without a step."""
+    def drop_samples(self, own: int) -> None:
+        """Remove `own` samples of batches that the script has left without a step."""
         self.own_samples -= own
 
     def count_step(self, index: int) -> None:

@@ -20,6 +20,9 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
         threads=torch.get_num_threads(),
         recipe=str(recipe or "single process" if context.single_process else recipe or context.layout),
         servers=recipe.shards if recipe else 0,
+        epochs=trainer.evaluator.epoch,
+        step=trainer.progress.steps,
+        samples=trainer.progress.samples,
         at=round(context.runtime.clock(), 6),
     )
     if recipe is not None and workers > 1:

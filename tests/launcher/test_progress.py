@@ -145,3 +145,29 @@ def test_workers_whose_events_are_not_seen_are_followed_by_their_records() -> No
     assert progress.follow([training[1], training[0]]) == "in the run: 2 of 2 workers of this machine"
     assert progress.follow(training) is None
     assert progress.facts() == ["epoch 2", "step 9"]
+
+
+def test_rate_of_a_restarted_worker_is_that_since_its_restart() -> None:
+    """Each incarnation counts its samples from zero; the rate was negative for a while."""
+    progress = Progress()
+    progress.take({"event": "start", "t": 0.0, "worker": 0})
+    progress.take(counted(0, 10.0, 800))
+    progress.take({"event": "start", "t": 12.0, "worker": 0})
+    progress.take(counted(0, 14.0, 100))
+    assert progress.samples_per_second() == pytest.approx(50)
+
+
+def test_finished_run_that_is_resumed_shows_its_last_epoch_and_no_rate() -> None:
+    progress = Progress()
+    progress.take({"event": "start", "t": 10.0, "worker": 0, "epochs": 2, "step": 16})
+    progress.take({**counted(0, 10.1, 0), "event": "end", "step": 16, "bytes_sent": 0})
+    assert progress.facts()[:2] == ["epoch 2", "step 16"]
+    assert not any("samples/s" in fact for fact in progress.facts())
+
+
+def test_resumed_run_shows_the_epoch_that_it_continues() -> None:
+    progress = Progress()
+    progress.take({"event": "start", "t": 10.0, "worker": 0, "epochs": 2, "step": 16})
+    progress.take({**counted(0, 12.0, 8), "step": 17})
+    assert progress.facts()[0] == "epoch 3"
+    assert progress.samples_per_second() == pytest.approx(4)

@@ -1,0 +1,60 @@
+"""The record of a run against its model: an embedding counts how often each sample was really trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.counting_model import Counted, run_counted
+
+SLOW = ["--pause", "0.05"]
+
+
+def assert_record_is_true(run: Counted) -> None:
+    """Compare the record with the model, and its numbers of samples with each other."""
+    assert run.code == 0, run.text
+    assert run.recorded == run.epochs[-len(run.recorded) :]
+    record = run.record
+    assert record["samples"] == record["samples_before"] + sum(record["samples_by_worker"])
+    assert record["samples"] == sum(times * samples for epoch in run.epochs for times, samples in epoch.items())
+    assert record["samples_per_second"] * record["seconds"] == pytest.approx(record["samples"])
+
+
+@pytest.mark.parametrize(
+    "recipe", ["async_sgd", pytest.param("local_sgd(every=1)", marks=pytest.mark.long), "allreduce"]
+)
+def test_samples_that_an_epoch_leaves_without_a_step_do_not_count(recipe: str, tmp_path: Path) -> None:
+    run = run_counted(tmp_path, recipe, options=["-n", "2"], script=["--accumulate", "4", "--drop"])
+    assert_record_is_true(run)
+    assert all(0 < epoch[0] < 60 for epoch in run.epochs)
+
+
+@pytest.mark.plain_processes  # the script finds other processes by their commands
+@pytest.mark.parametrize(
+    ("recipe", "strike"),
+    [
+        ("async_sgd(shards=2)", "1:KILL:stepped:9:shard"),
+        ("async_sgd", "1:KILL:computed:4"),
+        pytest.param("async_sgd", "0:KILL:stepped:5:coordinator", marks=pytest.mark.long),
+        ("local_sgd(every=3)", "1:KILL:stepped:5"),
+        pytest.param("local_sgd(every=3)", "1:KILL:stepped:11", marks=pytest.mark.long),
+        pytest.param("allreduce", "0:KILL:computed:4", marks=pytest.mark.long),
+    ],
+)
+def test_work_that_was_lost_and_repeated_counts_once(recipe: str, strike: str, tmp_path: Path) -> None:
+    run = run_counted(tmp_path, recipe, options=["-n", "3"], script=[*SLOW, "--strike", strike])
+    assert_record_is_true(run)
+    assert run.epochs == [{1: 240}] * 2
+    assert run.record["failures"]
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=3)", pytest.param("async_sgd", marks=pytest.mark.long)])
+def test_resumed_run_counts_each_sample_once_and_names_those_of_its_checkpoint(recipe: str, tmp_path: Path) -> None:
+    options = ["-n", "2", "--checkpoint-every", "2 rounds"]
+    script = [*SLOW, "--strike", "1:KILL:stepped:12:launcher"]
+    assert run_counted(tmp_path, recipe, options=options, script=script).code == -9
+    resume = ["--resume", str(tmp_path / "run-1")]
+    assert_record_is_true(run := run_counted(tmp_path, recipe, options=[*options, *resume], script=script))
+    assert run.epochs == [{1: 240}] * 2
+    assert run.record["samples_before"] > 0
