@@ -177,8 +177,8 @@ class AssignedEpoch:
     def departed_counts(self) -> tuple[int, NDArray[np.uint8], dict[int, int]] | None:
         """Return the global step from which on this worker knows the counts of departed workers, and these counts.
 
-        They are those of each sample, and of the samples of each worker. None if the membership did not change in this epoch. The least step is that of the worker that has been a member
-        for the longest time.
+        They are those of each sample, and of the samples of each worker. None if the membership did not change in this
+        epoch. The least step is that of the worker that has been a member for the longest time.
         """
         if not self._changed:
             return None
