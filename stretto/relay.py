@@ -28,6 +28,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
+import random
 import secrets
 import signal
 import socket
@@ -42,7 +44,7 @@ HANDSHAKE_S = 2.0
 DRAIN_S = 0.6
 """Seconds in which the last messages of ended services are forwarded; a launcher kills its processes a little later."""
 MAX_STRANGERS = 1024
-"""Connections without a signed request; one more closes the oldest."""
+"""Connections without a signed request; one more closes one of a network that has the most of them."""
 BUFFERED_BYTES = 1 << 18
 NONCE_BYTES = ID_BYTES = MAC_BYTES = 16
 _STREAM = struct.Struct(f"<c{ID_BYTES}s{ID_BYTES}sI")
@@ -75,6 +77,21 @@ def digest(public: bytes) -> bytes:
 def stream_to(address: str) -> Stream:
     """Return what is requested for a connection with the service at an address."""
     return Stream(bytes(ID_BYTES), digest(address.encode()), 0)
+
+
+def network(address: str) -> str:
+    """Return an address's network that one host may have all of: an IPv4 address, or 64 bits of an IPv6 address.
+
+    >>> network("10.0.0.7"), network("::ffff:10.0.0.7"), network("2001:db8::7"), network("2001:db8::1:0:0:7%eth0")
+    ('10.0.0.7', '10.0.0.7', '2001:db8::', '2001:db8::')
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    return str(found.ipv4_mapped or ipaddress.IPv6Address(int(found) >> 64 << 64))
 
 
 def signed(end: End, stream: Stream, nonce: bytes, secret: bytes) -> bytes:
@@ -193,6 +210,8 @@ async def serving(listener: socket.socket, relay: Relay) -> None:
 
 
 _Place: TypeAlias = tuple[bytes, Stream]
+_Group: TypeAlias = tuple[str, bool]
+"""Network of connections without a request, and whether they have greeted the relay."""
 
 
 class Relay:
@@ -216,7 +235,8 @@ class Relay:
         self._connecting = set[asyncio.Task[None]]()
         self._forwarded = set[_Connection]()
         """Connections with services."""
-        self._strangers: dict[_Connection, None] = {}
+        self._strangers: dict[_Group, dict[_Connection, None]] = {}
+        self._is_making_room = False
         self._waiting: dict[_Place, _Connection] = {}
         self._places: dict[_Connection, _Place] = {}
         self._is_way, self._said = is_way, set[str]()
@@ -232,10 +252,30 @@ class Relay:
         return _Connection(self)
 
     def arrived(self, connection: _Connection) -> None:
-        """Note a connection, and close the oldest if too many have asked for nothing."""
-        self._strangers[connection] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            self.refuse(next(iter(self._strangers)), "the oldest of too many connections without a request")
+        """Note a connection without a request, and close one of too many once all that has arrived is read."""
+        self._strangers.setdefault(connection.group, {})[connection] = None
+        if not self._is_making_room:
+            self._is_making_room = True
+            asyncio.get_running_loop().call_later(0, self._make_room)
+
+    def _make_room(self) -> None:
+        """Close connections of the largest groups. Any one of a group: a member's among a flood's has a chance, too."""
+        self._is_making_room = False
+        for _ in range(sum(map(len, self._strangers.values())) - MAX_STRANGERS):
+            largest = max(self._strangers.values(), key=lambda group: (len(group), random.random()))
+            self.refuse(random.choice([*largest]), "one of too many connections without a request")
+
+    def greeted(self, connection: _Connection) -> None:
+        """Note the greeting of a connection, whose request is awaited now."""
+        self._forget_stranger(connection)
+        connection.group = (connection.group[0], True)
+        self.arrived(connection)
+
+    def _forget_stranger(self, connection: _Connection) -> None:
+        group = self._strangers.get(connection.group, {})
+        group.pop(connection, None)
+        if not group:
+            self._strangers.pop(connection.group, None)
 
     def refuse(self, connection: _Connection, why: str) -> None:
         """Close a connection, count it, and log the first, second, fourth, ... one."""
@@ -253,7 +293,7 @@ class Relay:
         end, stream = checked(request, nonce, self._secret) if self._secret else (b"", None)
         if stream is None or end not in (b"s", b"r", b"c") or (end == b"c" and stream not in self._services):
             raise ValueError("a request that no worker of this run sends")
-        del self._strangers[connection]
+        self._forget_stranger(connection)
         if end == b"c":
             self._say_once(f"relay: {connection.address} reaches the parameter server through this port alone")
             self._connect(connection, self._services[stream], JOINED)
@@ -281,7 +321,7 @@ class Relay:
         """Connect with the coordinator, which closes the connection of a stranger. Raise ValueError without one."""
         if self._coordinator is None:
             raise ValueError("a connection of ZeroMQ")
-        self._strangers.pop(connection, None)
+        self._forget_stranger(connection)
         self._connect(connection, self._coordinator, received=received)
 
     def _connect(self, connection: _Connection, to: Address, reply: bytes = b"", received: bytes = b"") -> None:
@@ -310,7 +350,7 @@ class Relay:
 
     def left(self, connection: _Connection) -> None:
         """Forget a connection, unless it is one of two that were joined."""
-        self._strangers.pop(connection, None)
+        self._forget_stranger(connection)
         self._forwarded.discard(connection)
         place = self._places.pop(connection, None)
         if place is not None:
@@ -332,11 +372,12 @@ class _Connection(Pump):
         super().__init__()
         self._relay = relay
         self._nonce, self._request = b"", b""
-        self.address = ""
+        self.address, self.group = "", ("", False)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.address = str((transport.get_extra_info("peername") or ("?",))[0])
+        self.group = (network(self.address), False)
         _probe(transport.get_extra_info("socket"))
         self._relay.arrived(self)
         loop = asyncio.get_running_loop()
@@ -353,6 +394,7 @@ class _Connection(Pump):
             self._refuse("no greeting of a worker")
         elif not self._nonce and self._request == GREETING:
             self._nonce, self._request = secrets.token_bytes(NONCE_BYTES), b""
+            self._relay.greeted(self)
             self.transport.write(self._nonce)
         elif len(self._request) > REQUEST_BYTES:
             self._refuse("more than a request")

@@ -30,6 +30,7 @@ from zmq.utils import z85
 
 from stretto.errors import TransportError
 from stretto.free_ports import PortsInUseError, at_free_port
+from stretto.relay import network
 from stretto.transport.host_memory import host_name
 from stretto.transport.noise import AuthenticationError, Handshake
 from stretto.transport.relay_tunnels import RelayAccess, RelayTunnels
@@ -48,7 +49,7 @@ BACKLOG = 64
 QUEUE = 1024
 """Connections that the kernel keeps until they are accepted."""
 STRANGERS = 64
-"""Connections beside those of members that may be without a confirmed handshake; a further one closes the oldest."""
+"""Connections beside those of members that may be without a confirmed handshake; a further one closes one of them."""
 LINGER_S = 2.0
 """Seconds that the last messages may take to be sent when a worker leaves gracefully, and to arrive from a member that
 accepts none."""
@@ -153,6 +154,8 @@ class MemberSockets:
         }
         self._arriving = list[ReceivingConnection]()
         """Connections that have sent no message yet."""
+        self._seen = set[bytes]()
+        """First messages of members' handshakes."""
         self._receivers = dict[int, ReceivingConnection]()
         self._ended, self._refused, self._redirected = list[int](), list[str](), list[str]()
         self._accepting_from = 0.0
@@ -301,7 +304,7 @@ class MemberSockets:
         try:
             for _ in range(BACKLOG):
                 accepted, address = listener.accept()
-                one = ReceivingConnection(accepted, str(address[0]), self._generation, self._answer)
+                one = ReceivingConnection(accepted, str(address[0]), self._generation, self._answer, self._seen)
                 self._arriving.append(one)
                 if len(self._arriving) > STRANGERS + len(self._members):
                     self._end(self._oldest_stranger())
@@ -312,8 +315,8 @@ class MemberSockets:
 
     def _oldest_stranger(self) -> ReceivingConnection:
         """Return a connection to close: one without a member's handshake, of the address that has the most of them."""
-        of_address = Counter(one.address for one in self._arriving)
-        return min(self._arriving, key=lambda one: (one.rank is not None, -of_address[one.address], one.until))
+        of_network = Counter(network(one.address) for one in self._arriving)
+        return min(self._arriving, key=lambda one: (one.rank is not None, -of_network[network(one.address)], one.until))
 
     def _is_confirmed(self, one: ReceivingConnection) -> bool:
         """Return True if the connection is that of its member, which its first message shows."""

@@ -23,7 +23,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from stretto.relay import GREETING, JOINED, NONCE_BYTES, End, Pump, Stream, digest, signed, stream_to
+from stretto.relay import GREETING, HANDSHAKE_S, JOINED, NONCE_BYTES, End, Pump, Stream, digest, signed, stream_to
 from stretto.transport.worker_endpoint import Endpoint
 
 RETRY_S = 0.1
@@ -146,7 +146,8 @@ class Tunnels:
         """Return a connection with the relay that is joined with the other end of a stream. Raise OSError."""
         host, _, port = self._relay.address.rpartition(":")
         ask = functools.partial(signed, end, stream, secret=self._relay.secret)
-        _, made = await self._loop.create_connection(lambda: _Relayed(ask), host, int(port))
+        connecting = self._loop.create_connection(lambda: _Relayed(ask), host, int(port))
+        _, made = await asyncio.wait_for(connecting, HANDSHAKE_S)  # the kernel waits longer after each lost attempt
         self.note(made)
         await made.has_reply.wait()
         if made.is_lost.is_set():

@@ -37,6 +37,8 @@ RETRY_S = 0.005
 """Seconds between two attempts to connect with a member that does not listen yet."""
 HANDSHAKE_S = 2.0
 """Seconds after which a connection without a member's handshake is closed, on both sides."""
+CONFIRM_S = 10.0
+"""Seconds between a member's handshake and its first message after which the connection is closed."""
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -203,7 +205,8 @@ class SendingConnection:
 class ReceivingConnection:
     """Connection from a member of the generation, or from a stranger.
 
-    `handshake` returns a new one with the member of a rank, for a preface, or None if there is no such member.
+    `handshake` returns a new one with the member of a rank, for a preface, or None if there is no such member. A first
+    message that is one of `seen` is a copy, since a member draws a new one for each attempt; this one's is added.
     """
 
     def __init__(
@@ -212,13 +215,14 @@ class ReceivingConnection:
         address: str,
         generation: int,
         handshake: Callable[[int, bytes], Handshake | None],
+        seen: set[bytes],
     ) -> None:
         accepted.setblocking(False)
         without_delay(accepted)
         self.socket, self.address = accepted, address
-        self._generation, self._handshake = generation, handshake
+        self._generation, self._handshake, self._seen = generation, handshake, seen
         self.until = time.monotonic() + HANDSHAKE_S
-        """Time at which the connection is closed, if no member's handshake has arrived."""
+        """Time at which the connection is closed, if no member's handshake or, after it, no message has arrived."""
         self.rank: int | None = None
         """Rank of the member whose key the handshake has proved; None before."""
         self._arriving = self._receive()
@@ -261,8 +265,12 @@ class ReceivingConnection:
         handshake = self._handshake(rank, preface)
         if handshake is None:
             raise AuthenticationError
-        handshake.read(bytes(received[PREFACE.size :]))
-        self.rank, self.until = rank, math.inf
+        first = bytes(received[PREFACE.size :])
+        handshake.read(first)
+        if first in self._seen:
+            raise AuthenticationError
+        self._seen.add(first)
+        self.rank, self.until = rank, time.monotonic() + CONFIRM_S
         self.socket.send(handshake.write())
         return handshake.ciphers()[0]
 

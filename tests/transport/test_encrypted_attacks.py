@@ -19,6 +19,7 @@ from zmq.utils import z85
 from stretto.collective_ops import AllReduceMean, Exchange
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.notices import say_once
+from stretto.transport import secure_connections
 from stretto.transport.encrypted import EncryptedTransport
 from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, KeyPair, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
@@ -141,21 +142,26 @@ def test_a_former_member_is_refused() -> None:
     close(ends)
 
 
-def test_a_repeated_handshake_takes_no_members_place() -> None:
+def test_a_recorded_handshake_keeps_no_member_out_however_often_it_is_repeated() -> None:
+    """A stranger that reads the network repeats the first message of a member before the member connects."""
     keys = new_keys()
     forming = Forming(second=keys)
     preface = PREFACE.pack(MAGIC, GENERATION, 1)
     first = preface + Handshake(True, z85.decode(keys.secret), z85.decode(forming.open_port.public), preface).write()
-    repeated = [connected(forming.open_port) for _ in range(3)]
+    original = connected(forming.open_port)
+    original.sendall(first)
+    assert received(original, HANDSHAKE_BYTES), "it is a member's, so far as is known"
+    repeated = [connected(forming.open_port) for _ in range(3 * STRANGERS)]
     for one in repeated:
-        one.sendall(first)
-        assert received(one, HANDSHAKE_BYTES), "it is a member's, so far as is known"
-    repeated[0].sendall(bytes(OVERHEAD_BYTES))
+        with contextlib.suppress(ConnectionError):
+            one.sendall(first)
+    with contextlib.suppress(OSError):
+        original.sendall(bytes(OVERHEAD_BYTES))
     ends = forming.complete()
     assert mean_works(ends)
-    for one in repeated:
+    for one in (original, *repeated):
         with one, contextlib.suppress(ConnectionError):
-            assert one.recv(1) == b""
+            assert one.recv(1) == b"", "no reply to a repeated message"
     close(ends)
 
 
@@ -193,6 +199,25 @@ def waiting_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EncryptedT
 
 
 Waiting = tuple[EncryptedTransport, Endpoint, KeyPair]
+
+
+def test_a_handshake_that_no_message_follows_is_closed(
+    waiting_worker: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secure_connections, "CONFIRM_S", 0.1)
+    transport, end, keys = waiting_worker
+    silent = Sending(keys, end, 1)
+    with silent.socket:
+        arriving, limit = transport._sockets._arriving, time.monotonic() + LIMIT_S
+        while not (arriving and arriving[0].rank == 1):
+            transport._proceed()
+            assert time.monotonic() < limit
+        assert silent.is_admitted()
+        while arriving:
+            transport._proceed()
+            assert time.monotonic() < limit
+        with contextlib.suppress(ConnectionError):
+            assert not received(silent.socket, 1), "closed"
 
 
 def test_a_flood_closes_no_members_connection_whose_handshake_has_arrived(waiting_worker: Waiting) -> None:

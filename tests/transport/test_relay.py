@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -155,13 +156,84 @@ def test_strangers_are_refused_and_logged_and_members_connect(
     close(ends)
 
 
-def test_more_connections_without_a_request_close_the_oldest(
-    running: RelayThread, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def flooded(monkeypatch: pytest.MonkeyPatch) -> Callable[[RelayThread, str, bytes], None]:
+    """Return a flood of three times as many connections as a relay keeps, from an address, each with first bytes."""
+    monkeypatch.setattr("stretto.relay.MAX_STRANGERS", KEPT)
+    monkeypatch.setattr("stretto.relay.HANDSHAKE_S", LIMIT_S)
+
+    def flood(made: RelayThread, source: str, first: bytes) -> None:
+        for _ in range(3 * KEPT):
+            one = socket.create_connection(("127.0.0.1", made.port), LIMIT_S, (source, 0))
+            _opened.append(one)
+            with contextlib.suppress(ConnectionError):
+                one.sendall(first)
+        until(lambda: made.relay.refused >= 2 * KEPT)
+
+    return flood
+
+
+KEPT = 64
+Flood = Callable[[RelayThread, str, bytes], None]
+
+
+@pytest.mark.parametrize("first", [b"", GREETING], ids=["silent", "greeting"])
+def test_a_flood_from_one_address_closes_no_connection_from_another(
+    running: RelayThread, flooded: Flood, first: bytes
 ) -> None:
-    monkeypatch.setattr("stretto.relay.MAX_STRANGERS", 64)
-    strangers = [plain(running) for _ in range(2 * 64)]
-    assert all(is_closed(one) for one in strangers[:64])
-    assert any("too many connections" in one for one in running.relay.notices)
+    members = [plain(running) for _ in range(KEPT // 4)]
+    until(lambda: running.relay.made == len(members))
+    flooded(running, "127.0.0.2", first)
+    assert all(greeted(one) for one in members)
+    assert any("one of too many connections" in one for one in running.relay.notices)
+
+
+def test_silent_connections_from_the_address_of_members_close_none_that_has_greeted_the_relay(
+    running: RelayThread, flooded: Flood
+) -> None:
+    """Members and strangers may share one address; a member's greeting arrives with its connection."""
+    streams = [STREAM._replace(generation=number) for number in range(KEPT // 4)]
+    senders = [plain(running) for _ in streams]
+    requests = [request_on(one, b"s", stream) for one, stream in zip(senders, streams, strict=True)]
+    flooded(running, "127.0.0.1", b"")
+    for one, request in zip(senders, requests, strict=True):
+        one.sendall(request)
+    receivers = [end_of(running, b"r", stream) for stream in streams]
+    assert all(received(one, len(JOINED)) == JOINED for one in (*senders, *receivers))
+
+
+def test_a_flood_of_greetings_from_the_address_of_members_closes_no_signed_request(
+    running: RelayThread, flooded: Flood
+) -> None:
+    streams = [STREAM._replace(generation=number) for number in range(2 * KEPT)]
+    senders = [end_of(running, b"s", stream) for stream in streams]
+    until(lambda: running.relay.waiting == len(senders))
+    flooded(running, "127.0.0.1", GREETING)
+    assert running.relay.waiting == len(senders)
+
+
+def test_members_connect_with_each_other_while_their_address_floods_the_relay(
+    running: RelayThread, flooded: Flood
+) -> None:
+    """One connection of a flood closes any one of the others, so a member that connects again comes through."""
+    is_over = threading.Event()
+
+    def flood() -> None:
+        while not is_over.is_set():
+            flooded(running, "127.0.0.1", GREETING)
+            for one in _opened[: -KEPT // 2]:
+                one.close()
+            del _opened[: -KEPT // 2]
+
+    attacker = threading.Thread(target=flood)
+    attacker.start()
+    try:
+        ends = joined(ports(2), relay=running.access)
+        assert exchanged(ends, torch.ones(10))
+    finally:
+        is_over.set()
+        attacker.join()
+    close(ends)
 
 
 @pytest.mark.parametrize("place", range(0, REQUEST_BYTES, 3))
