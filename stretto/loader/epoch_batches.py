@@ -392,6 +392,8 @@ class StreamedEpoch:
         counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
         assert self._offered is not None
         (batch, own), self._offered = self._offered, None
+        if len(counts) != len(self._members):  # a server has removed workers during the exchange
+            self._members = self._transport.members
         samples = dict(zip(self._members, counts, strict=True))
         total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._note_given(samples)

@@ -391,6 +391,8 @@ class Epochs:
             return False
         if strategy.asynchronous and self._end_asynchronous(self.current):
             return True
+        if not strategy.asynchronous:
+            self._note_absent()
         if isinstance(self.current, LeasedEpoch):
             progress.count_global_batch(self.source.length())
         if not strategy.is_carried:

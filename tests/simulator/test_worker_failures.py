@@ -253,6 +253,8 @@ def test_restarted_worker_cannot_rejoin_an_iterable_epoch(recipe: str, fault: st
     assert ended.found[victim] is None
     assert None not in [ended.found[one] for one in range(3) if one != victim]
     assert len(ended.of("epoch")) == 3
+    named = any(f"worker {victim} failed or left" in event["text"] for event in ended.of("batches_lost"))
+    assert named == (recipe in FREE) or recipe == THROUGH  # without a server the others train its share
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
