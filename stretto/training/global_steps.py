@@ -258,6 +258,10 @@ class GlobalSteps:
         progress, has_stepped = self._progress, bool(self._stepped_here)
         self.stepped_last = global_step.idle or has_stepped
         self._was_idle = global_step.idle
+        if (
+            global_step.idle and global_step.lease
+        ):  # other ranks of this worker load the samples of this batch, and step
+            self._worked = len(self._leases)
         if self._unstepped is not None and (not global_step.idle or self.strategy.exchanges_gradients):
             self._unstepped = 0 if has_stepped else self._unstepped + (not global_step.idle)
         if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
