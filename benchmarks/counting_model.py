@@ -56,7 +56,7 @@ def run_counted(
     script: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Counted:
-    """Run the counting script with these options of `stretto run` and arguments; return what was really trained.
+    """Run the counting script with these options of `stretto run` and arguments; return how often samples were trained.
 
     Runs in the same `folder` continue each other: give the later one `--resume` with `folder / "run-1"`, and so on.
     """

@@ -138,7 +138,7 @@ def distribute(
 
 
 def _refuse_child() -> None:
-    """Refuse a process that the script has started: the launcher's worker is the one that runs the script."""
+    """Refuse a process that the script has started: only the launcher starts workers."""
     if current_context.get() is None and VARIABLE in os.environ and multiprocessing.parent_process() is not None:
         raise ScriptError(
             explain(

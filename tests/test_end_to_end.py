@@ -462,7 +462,7 @@ def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
 def test_what_a_killed_process_costs_of_a_stream_over_a_server_is_named_and_the_run_ends_with_an_error(
     place: Place, victim: str
 ) -> None:
-    """The share of a failed worker, or what was trained since the last snapshot of a shard."""
+    """The share of a failed worker, or the work since the last snapshot of a shard."""
     path = async_script(body="pathlib.Path(f'at-{stretto.rank()}').touch(); time.sleep(0.01)", options="", epochs=1)
     stream = STREAM.replace(
         "return iter(zip(x, y))", "return itertools.islice(itertools.cycle(zip(x, y)), 40 * len(x))"

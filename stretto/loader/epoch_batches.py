@@ -274,7 +274,7 @@ class StreamedEpoch:
     Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples; by `ahead`
     each has trained its parts of the first batches already, when the run stopped.
 
-    If workers fail or leave, the others agree on the place: the positions that are trained, without those that a failed
+    If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
 
         worker 0   0 2 | 4 6     7     each has trained two batches since the exchange |
@@ -338,7 +338,7 @@ class StreamedEpoch:
         self._keep_needed()
 
     def _keep_needed(self) -> None:
-        """Keep the batches that may be dealt again: those that are neither in the agreed state nor given to any."""
+        """Keep the batches that may be dealt again: neither in the agreed state nor given to any worker."""
         if self._keeps:
             pieces = [piece for of_worker in self._uncommitted.values() for piece, _ in of_worker]
             pieces += [*self._returned, self._piece(0, self._given[self._dealers[0]])]
@@ -350,7 +350,7 @@ class StreamedEpoch:
 
     @property
     def assigned_samples(self) -> int:
-        """Number of samples given to all workers so far, without those that were returned."""
+        """Number of samples given to all workers so far, without returned samples."""
         return self._samples_so_far
 
     def is_last(self) -> bool:

@@ -33,7 +33,6 @@ from stretto.loader.arrangement import Arrangement, Batch
 from stretto.transport import Transport
 from stretto.transport.device_memory import accelerator
 
-LARGEST = 1 << 63
 ENDLESS = 50_000_000
 """Number of samples above which an epoch is not drawn before it begins: the loader is read as a stream."""
 
@@ -50,16 +49,15 @@ class Permutation(msgspec.Struct, frozen=True):
     def drawn(samples: int, generator: torch.Generator | None) -> tuple[Permutation, NDArray[Any]]:
         """Draw as `RandomSampler` does, or number the samples without a generator; return the result, too."""
         state = b"" if generator is None else generator.get_state().numpy().tobytes()
-        flat = _numbered(samples) if generator is None else _permuted(samples, generator)
+        flat = _samples_in_order(samples, generator)
         return Permutation(samples, state, _checksum(flat)), flat
 
     def repeated(self) -> NDArray[Any]:
         """Return the same result at another worker. Raises LoaderError where torch draws other numbers."""
-        if not self.generator:
-            return _numbered(self.samples)
-        generator = torch.Generator()
-        generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
-        if _checksum(flat := _permuted(self.samples, generator)) != self.checksum:
+        generator = torch.Generator() if self.generator else None
+        if generator is not None:
+            generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
+        if _checksum(flat := _samples_in_order(self.samples, generator)) != self.checksum:
             raise LoaderError(
                 explain(
                     "this worker's torch draws another order of the samples than that of the worker that began",
@@ -71,16 +69,14 @@ class Permutation(msgspec.Struct, frozen=True):
         return flat
 
 
-def _kind_of(samples: int) -> tuple[Any, torch.dtype]:
-    return (np.int32, torch.int32) if samples < 1 << 31 else (np.int64, torch.int64)
-
-
-def _numbered(samples: int) -> NDArray[Any]:
-    return np.arange(samples, dtype=_kind_of(samples)[0])
-
-
-def _permuted(samples: int, generator: torch.Generator) -> NDArray[Any]:
-    found: NDArray[Any] = torch.randperm(samples, generator=generator, dtype=_kind_of(samples)[1]).numpy()
+def _samples_in_order(samples: int, generator: torch.Generator | None) -> NDArray[Any]:
+    """Return the numbers of all samples, shuffled if there is a generator; 32 bits for each where that is enough."""
+    kind = torch.int32 if samples < 1 << 31 else torch.int64
+    found: NDArray[Any] = (
+        torch.arange(samples, dtype=kind)
+        if generator is None
+        else torch.randperm(samples, generator=generator, dtype=kind)
+    ).numpy()
     return found
 
 
@@ -104,7 +100,7 @@ class EpochOrder:
     peeks: Sequence[int] = ()
     kept: bytes = b""
     permutation: Permutation | None = None
-    """The draw of all samples, where it is one that other workers can repeat."""
+    """The draw of all samples, where other workers can repeat it."""
 
     @staticmethod
     def of(batches: Iterable[Batch], dropped: int = 0) -> EpochOrder:
@@ -112,7 +108,7 @@ class EpochOrder:
         numbers, others, bounds = array("q"), list[Any](), array("q", [0])
         are_numbers = True
         for batch in batches:
-            if are_numbers and not all(type(index) is int and -LARGEST <= index < LARGEST for index in batch):
+            if are_numbers and not all(type(index) is int and abs(index) < 1 << 63 for index in batch):
                 are_numbers, others = False, numbers.tolist()
             (numbers if are_numbers else others).extend(batch)
             bounds.append(bounds[-1] + len(batch))
@@ -140,9 +136,12 @@ class EpochOrder:
 
     def appended(self, batch: Batch) -> EpochOrder:
         """Return this order with one more batch."""
-        order = EpochOrder.of([self.indices(0, self.bounds[-1]), batch])
-        bounds = array("q", [*self.bounds, self.bounds[-1] + len(batch)])
-        return replace(self, flat=order.flat, bounds=bounds, permutation=None)
+        added = EpochOrder.of([batch]).flat
+        are_numbers = not isinstance(self.flat, list) and not isinstance(added, list)
+        flat = np.concatenate([self.flat, added]) if are_numbers else [*self.indices(0, self.bounds[-1]), *batch]
+        return replace(
+            self, flat=flat, bounds=self.bounds + array("q", [self.bounds[-1] + len(batch)]), permutation=None
+        )
 
 
 class _Packed(msgspec.Struct):
@@ -363,12 +362,15 @@ def unpack(message: bytes) -> EpochOrder:
         raise LoaderError(explain(problem, got=got, expected=expected, to_type="for batch in loader: ...")) from None
     bounds = bounds_of([*chain.from_iterable(repeat(size, count) for size, count in packed.sizes)])
     found = packed.indices
+    permutation = found if isinstance(found, Permutation) else None
+    flat: Any
     if isinstance(found, Permutation):
-        return EpochOrder(found.repeated()[: bounds[-1]], bounds, packed.dropped, packed.peeks, packed.kept, found)
-    if isinstance(found, bytes):
-        kind = np.int32 if len(found) == 4 * bounds[-1] else np.int64
-        return EpochOrder(np.frombuffer(found, kind), bounds, packed.dropped, packed.peeks, packed.kept)
-    return EpochOrder([_as_tuple(index) for index in found], bounds, packed.dropped, packed.peeks, packed.kept)
+        flat = found.repeated()[: bounds[-1]]
+    elif isinstance(found, bytes):
+        flat = np.frombuffer(found, np.int32 if len(found) == 4 * bounds[-1] else np.int64)
+    else:
+        flat = [_as_tuple(index) for index in found]
+    return EpochOrder(flat, bounds, packed.dropped, packed.peeks, packed.kept, permutation)
 
 
 def _as_tuple(index: Any) -> Any:

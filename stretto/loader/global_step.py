@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,6 @@ class GlobalStep:
     """Returns the samples of a worker by its number; None where workers can't fail."""
     streamed: int = 0
     """Number of the stream's batches in this global step, over all workers; 0 where samples are leased."""
-
-    def root_among(self, members: Sequence[int]) -> int:
-        """Return the rank of the root; 0 if it has failed."""
-        return members.index(self.root) if self.root in members else 0
 
     @property
     def idle(self) -> bool:

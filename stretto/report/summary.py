@@ -12,7 +12,7 @@ from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
 from stretto.report.formatting import count, figure, percent, plural
 from stretto.report.incidents import in_lines
-from stretto.report.run_log import read
+from stretto.report.run_log import History, read
 from stretto.report.run_record import STANDARD_OUTPUT, record, write_json
 from stretto.report.tables import megabytes, share
 from stretto.run_dir import section_folders
@@ -49,26 +49,28 @@ def _removed(folder: Path) -> str:
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     folders = [folder, *section_folders(folder)]
     first, *further = records = [record(section) for section in folders]
+    histories = [read(section) for section in folders]
     to_standard_output = str(json_to) == STANDARD_OUTPUT
-    lines = [line for number, of_one in enumerate(records, 1) for line in _section(of_one, number if further else 0)]
+    lines = [
+        line
+        for number, of_one in enumerate(zip(records, histories, strict=True), 1)
+        for line in _section(*of_one, number if further else 0)
+    ]
     if (model := newest(folder)) is not None:
         lines.append(f"model: {model.path}")
     if not silent:
         print(printable("\n".join(lines)), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:
         write_json(json_to, first | {"sections": further} if further else first)
-    if lost := [
-        f"epoch {event['epoch']}: {event['text']}" for one in folders for event in read(one).of("batches_lost")
-    ]:
+    if lost := [f"epoch {event['epoch']}: {event['text']}" for one in histories for event in one.of("batches_lost")]:
         raise RunFailedError("\n  ".join(["the run has ended, and a part of a stream was not trained", *lost]), folder)
 
 
-def _section(record: dict[str, Any], number: int) -> list[str]:
+def _section(record: dict[str, Any], history: History, number: int) -> list[str]:
     """Write the page of a section and return its summary; `number` is 0 for the only section of a run."""
-    folder = Path(record["folder"])
-    written = html_report.write(folder)
+    written = html_report.write(Path(record["folder"]))
     title = [f"section {number}"] if number else []
-    return [*title, *_summary(record), *in_lines(read(folder)), f"page: {written}"]
+    return [*title, *_summary(record), *in_lines(history), f"page: {written}"]
 
 
 def _summary(record: dict[str, Any]) -> list[str]:

@@ -90,10 +90,15 @@ class IdleWorkers:
         self.is_following = False
         """True while this worker follows the root."""
 
+    def _root(self, global_step: GlobalStep) -> int:
+        """Return the rank of the step's root; 0 if it has failed."""
+        members = self._transport.members
+        return members.index(global_step.root) if global_step.root in members else 0
+
     def announce(self, global_step: GlobalStep | None, action: bytes) -> None:
         """Broadcast an action of the root, if the global step has idle workers."""
         if global_step is not None and global_step.incomplete and not self.is_following:
-            self._transport.broadcast_bytes(action, global_step.root_among(self._transport.members))
+            self._transport.broadcast_bytes(action, self._root(global_step))
 
     def announce_step(
         self, global_step: GlobalStep | None, index: int, with_gradients: bool, is_around: bool = False
@@ -101,11 +106,7 @@ class IdleWorkers:
         """Broadcast that this optimizer steps, or the one around it, and the gradients that it steps with."""
         self.announce(global_step, step_of(index, is_around))
         if with_gradients and global_step is not None and global_step.incomplete and not self.is_following:
-            broadcast_gradients(
-                self._transport,
-                global_step.root_among(self._transport.members),
-                parameters_of(self._optimizers.each[index]),
-            )
+            broadcast_gradients(self._transport, self._root(global_step), parameters_of(self._optimizers.each[index]))
 
     def end(self, global_step: GlobalStep, with_gradients: bool) -> None:
         """End a global step at the root: broadcast that it ends, and the settings that it has changed."""
@@ -115,8 +116,8 @@ class IdleWorkers:
 
     def _end_alike(self, global_step: GlobalStep, with_gradients: bool) -> None:
         if with_gradients:
-            clear_gradients_alike(self._transport, global_step.root_among(self._transport.members), self._optimizers)
-        self._settings.broadcast(self._transport, global_step.root_among(self._transport.members))
+            clear_gradients_alike(self._transport, self._root(global_step), self._optimizers)
+        self._settings.broadcast(self._transport, self._root(global_step))
 
     def follow(
         self,
@@ -144,9 +145,7 @@ class IdleWorkers:
             elif (index := stepped(action)) is not None:
                 if strategy.exchanges_gradients:
                     optimizer = self._optimizers.each[index]
-                    broadcast_gradients(
-                        self._transport, global_step.root_among(self._transport.members), parameters_of(optimizer)
-                    )
+                    broadcast_gradients(self._transport, self._root(global_step), parameters_of(optimizer))
                     around = self._optimizers.around[index] if action.startswith(STEP_AROUND) else ()
                     (*around, optimizer)[0].step()
                 else:
@@ -156,7 +155,7 @@ class IdleWorkers:
 
     def _receive(self, global_step: GlobalStep) -> bytes:
         with self._timer.on("waiting"):
-            return self._transport.broadcast_bytes(lambda: END, global_step.root_among(self._transport.members))
+            return self._transport.broadcast_bytes(lambda: END, self._root(global_step))
 
 
 class Settings:

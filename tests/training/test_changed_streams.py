@@ -67,7 +67,7 @@ def counting(kind: str, at: Callable[[int, int], None], given: Given | None = No
             optimizer.zero_grad()
             net(x).sum().backward()
             optimizer.step()
-            x.zero_()  # the batches that are kept for other workers are not those that the script has
+            x.zero_()  # batches kept for other workers share no memory with the script's
         return -net.weight.detach().flatten()
 
     return work
