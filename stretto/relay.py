@@ -29,7 +29,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import random
 import secrets
 import signal
 import socket
@@ -262,8 +261,8 @@ class Relay:
         """Close connections of the largest groups. Any one of a group: a member's among a flood's has a chance, too."""
         self._is_making_room = False
         for _ in range(sum(map(len, self._strangers.values())) - MAX_STRANGERS):
-            largest = max(self._strangers.values(), key=lambda group: (len(group), random.random()))
-            self.refuse(random.choice([*largest]), "one of too many connections without a request")
+            largest = max(self._strangers.values(), key=lambda group: (len(group), secrets.randbits(32)))
+            self.refuse(secrets.choice([*largest]), "one of too many connections without a request")
 
     def greeted(self, connection: _Connection) -> None:
         """Note the greeting of a connection, whose request is awaited now."""
