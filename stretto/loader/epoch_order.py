@@ -73,9 +73,9 @@ def _samples_in_order(samples: int, generator: torch.Generator | None) -> NDArra
     """Return the numbers of all samples, shuffled if there is a generator; 32 bits for each where that is enough."""
     kind = torch.int32 if samples < 1 << 31 else torch.int64
     found: NDArray[Any] = (
-        torch.arange(samples, dtype=kind)
+        torch.arange(samples, dtype=kind, device="cpu")
         if generator is None
-        else torch.randperm(samples, generator=generator, dtype=kind)
+        else torch.randperm(samples, generator=generator, dtype=kind, device="cpu")
     ).numpy()
     return found
 
@@ -264,7 +264,7 @@ def _of_torch(loader: DataLoader[Any]) -> EpochOrder | None:
         if sampler.replacement or sampler.num_samples != samples or not samples:
             return None
         generator = sampler.generator or torch.Generator().manual_seed(
-            int(torch.empty((), dtype=torch.int64).random_())
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         )
     elif type(sampler) is SequentialSampler:
         samples, generator = len(sampler.data_source), None
@@ -272,7 +272,8 @@ def _of_torch(loader: DataLoader[Any]) -> EpochOrder | None:
         return None
     permutation, flat = Permutation.drawn(samples, generator)
     if generator is not None and generator is getattr(sampler, "generator", None):
-        torch.randperm(samples, generator=generator, dtype=torch.int32)  # as the sampler does after its last number
+        # as the sampler does after its last number
+        torch.randperm(samples, generator=generator, dtype=torch.int32, device="cpu")
     bounds = array("q", range(0, samples + 1, size))
     if bounds[-1] < samples and not drops:
         bounds.append(samples)
@@ -314,7 +315,10 @@ def _as_list(batch: Any) -> Batch:
 def pack(order: EpochOrder) -> bytes:
     """Return a serialised order. Raises LoaderError for indices that can't be serialised."""
     sizes = [(size, len(list(those))) for size, those in groupby(order.sizes)]
-    indices = order.permutation or (order.flat if isinstance(order.flat, list) else order.flat.tobytes())
+    permutation = order.permutation
+    if permutation is not None and len(permutation.generator) >= order.flat.nbytes:
+        permutation = None  # the indices of few samples are shorter
+    indices = permutation or (order.flat if isinstance(order.flat, list) else order.flat.tobytes())
     try:
         return msgspec.msgpack.encode(_Packed(order.dropped, sizes, indices, list(order.peeks), order.kept))
     except (TypeError, OverflowError) as error:
