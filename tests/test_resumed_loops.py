@@ -186,16 +186,24 @@ def test_steps_rates_and_best_file_are_those_of_a_run_that_is_not_interrupted(
     if victim == "launcher":
         assert code == -9
         code, written = finished([*command, "--resume", "run", "--out", "resumed", *words], tmp_path)
-    assert code == 0, written
+    is_alone = victim == "worker 0" and loop != "save-best"  # the other worker, to the end of the stream
+    loses = is_alone and (recipe == "async_sgd" or "drawn" in arguments)  # over a server, or with a shard of its own
+    assert code == int(loses), written
+    assert ("a part of a stream was not trained" in written) == loses
     assert (tmp_path / "killed").exists() == (victim != "nobody")
 
     notes = [[json.loads(line) for line in (tmp_path / f"notes-{rank}").read_text().splitlines()] for rank in (0, 1)]
     steps, best_step = STEPS[text], BEST_STEP[text]
+    begun = steps
+    if is_alone and text == NANOGPT and not loses:  # the other worker trains the rest of the 144 numbers alone
+        together = 37 if recipe == "allreduce" else 36  # each backward pass is an exchange, or the last step is
+        steps, rest = divmod(together + 144 - 2 * together, 3)
+        begun = steps + bool(rest)
     best = {"steps": steps, "best": 2.0, "best_step": best_step}
     assert notes[1][-1] == best
     assert notes[0][-1] == best or victim == "worker 0"  # it cannot rejoin in the middle of a stream
     trained = [note for of_worker in notes for note in of_worker if "step" in note]
-    assert {note["step"] for note in notes[1] if "step" in note} == set(range(steps))
+    assert {note["step"] for note in notes[1] if "step" in note} == set(range(begun))
     assert all(note["lr"] == pytest.approx(rate(note["step"]), abs=1e-12) for note in trained if "lr" in note)
     assert all(note["found"] == min(note["step"], best_step) for note in trained if "found" in note)
     file = torch.load(tmp_path / "best.pt", weights_only=False)
