@@ -16,9 +16,10 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import in_words
-from stretto.loader.epoch_batches import AssignedEpoch, StreamedEpoch
+from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
+from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.runtime.event_writer import boot_id
 from stretto.training.checkpointed import script_state

@@ -17,9 +17,10 @@ from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
 from stretto.errors import LoaderError, ScriptError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, StreamedEpoch, UncommittedWork
+from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, unpack
 from stretto.loader.stream_reader import StreamPlace
+from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status

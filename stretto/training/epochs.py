@@ -10,8 +10,9 @@ from torch import nn
 
 from stretto.checkpoint.state_transfer import pack_own
 from stretto.errors import ScriptError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches, StreamedEpoch
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
+from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.loop_positions import CLOSED, COMING, LOOP
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts

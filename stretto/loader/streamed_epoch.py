@@ -1,0 +1,350 @@
+"""The global steps of an epoch over a stream, one batch of this worker at a time.
+
+A stream has no known length, so the workers share in each global step how many samples each of them has got. If the
+workers change, the rest of the stream is dealt again from the trained positions on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.data.assignment import Range
+from stretto.data.stream_order import StreamOrder, first_untrained, without
+from stretto.loader.arrangement import Arrangement
+from stretto.loader.epoch_order import samples_in
+from stretto.loader.global_step import GlobalStep
+from stretto.loader.stream_reader import StreamPlace, StreamReader
+from stretto.transport import Transport
+from stretto.transport.interface import Change
+
+Piece = tuple[int, tuple[tuple[int, int], ...]]
+"""Work of a global step: the position of a batch, and the part of it, as the numbers of a part and of all parts."""
+
+
+class StreamedEpoch:
+    """The global steps of a stream of unknown length: in each the workers share how many samples they got.
+
+    All workers read one `order`, and each gets every N-th batch; or by `split` its part of each batch; or `is_own` and
+    each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
+    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples; by `ahead`
+    each has trained its parts of the first batches already, when the run stopped.
+
+    If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
+    worker had since the last exchange. From the next global step on they deal all other positions among themselves:
+
+        worker 0   0 2 | 4 6     7     each has trained two batches since the exchange |
+        worker 1   1 3 | 5 x           and fails: 5 was lost with it
+        dealt then           5 7 8 ...
+
+    Batches that were read since that exchange are kept until the next one for this.
+    """
+
+    dropped = samples = 0
+
+    def __init__(
+        self,
+        reader: StreamReader,
+        order: StreamOrder,
+        transport: Transport,
+        asynchronous: bool,
+        arrangement: Arrangement,
+        split: Callable[[Any, int, int], Any] | None = None,
+        is_own: bool = False,
+        samples: int = 0,
+        load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
+        ahead: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
+        self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
+        self._is_dealt = not is_own and split is None
+        self._dealers = self._members = transport.members
+        """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
+        self._read = self._stepped = ahead.get(transport.number, 0)
+        """Number of batches that this worker has read, and of those that were followed by a step."""
+        self._given = dict.fromkeys(self._dealers, 0) | dict(ahead)
+        """Number of batches by worker, as far as this worker knows it, since the stream was dealt among these."""
+        self._carried = dict(self._given)
+        """Number of them whose work is in the agreed state."""
+        self._uncommitted: dict[int, list[tuple[Piece, int]]] = {}
+        """Work by worker that no exchange has carried, with its samples."""
+        self._returned: list[Piece] = []
+        """Parts of failed workers, which all others share before the rest of the stream."""
+        self._offered: tuple[Any, int] | None = None
+        """This worker's batch of the next global step and its samples, until all workers have exchanged theirs."""
+        self._late: list[Change] = []
+        """Changes of membership that follow the global step whose samples are exchanged now."""
+        self._lost_shards: dict[int, int] = {}
+        self._shards_ended: set[int] = set()
+        """Workers whose own shard has ended."""
+        self._has_ended = self._is_unfinished = False
+        """True if no worker has found a batch; and if a failed worker's were returned after that."""
+        self._samples_so_far = samples
+        self._keeps = transport.repeats_attempts and not is_own and not asynchronous
+        self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        """Read from this worker's next piece on."""
+        self._proofs = deque[tuple[int, str] | None]()
+        """Proofs of the batches whose indices were read, and that were not given to the script yet."""
+        self._proof: tuple[int, str] | None = None
+        """Proof of the batch that was given to the script last, if its indices were read ahead of it."""
+        self._offered = None
+        self._items = self._load(self._parts()) if self._load is not None else self._parts()
+        self._keep_needed()
+
+    def _keep_needed(self) -> None:
+        """Keep the batches that may be dealt again: neither in the agreed state nor given to any worker."""
+        if self._keeps:
+            pieces = [piece for of_worker in self._uncommitted.values() for piece, _ in of_worker]
+            pieces += [*self._returned, self._piece(0, self._given[self._dealers[0]])]
+            self.reader.keep_from(min(position for position, _ in pieces))
+
+    @property
+    def _index(self) -> int:
+        return self._dealers.index(self._transport.number) if self._is_dealt else 0
+
+    @property
+    def assigned_samples(self) -> int:
+        """Number of samples given to all workers so far, without returned samples."""
+        return self._samples_so_far
+
+    def is_last(self) -> bool:
+        """Return True if the stream has ended, which is read to the first batch of the next global step for it.
+
+        Workers that do not wait, or have a shard each, look for their own next batch.
+        """
+        position, _ = self._piece(self._index if self._asynchronous else 0, self._read)
+        count = position - self.reader.position + 1
+        return count > 0 and len(self.reader.peek(count)) < count
+
+    def ask_ahead(self) -> None:
+        """Note a step: a stream is read sequentially, and nothing is requested."""
+        self._stepped = self._read
+
+    def settle(self, is_counted: Sequence[Any]) -> None:
+        """Count the batches of the present workers: the agreed state includes all that was given to them so far."""
+        if self._asynchronous:
+            self._given[self._transport.number] = self._stepped
+        for worker in self._transport.members:
+            self._carried[worker] = self._given.get(worker, 0)
+            self._uncommitted.pop(worker, None)
+        self._keep_needed()
+
+    def uncount(self) -> None:
+        """Do nothing: samples of a stream are not counted."""
+
+    def counted(self) -> NDArray[np.uint8] | None:
+        """Return None: samples of a stream are not counted."""
+        return None
+
+    def next(self) -> GlobalStep | None:
+        """Read this worker's next batch and receive the other workers' sample counts."""
+        if self._asynchronous:
+            batch, own = self._next_batch()
+            self._samples_so_far += own
+            streamed = 1 if self._split is not None else len(self._dealers)
+            return GlobalStep(batch, None, own, self._samples_so_far, streamed=streamed) if own else None
+        counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
+        assert self._offered is not None
+        (batch, own), self._offered = self._offered, None
+        if len(counts) != len(self._members):  # a server has removed workers during the exchange
+            self._members = self._transport.members
+        samples = dict(zip(self._members, counts, strict=True))
+        total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
+        self._note_given(samples)
+        self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and not count}
+        self._samples_so_far += total
+        for change in self._late:
+            self._deal_again(change.gone, change.members, is_committed=False)
+        self._late.clear()
+        samples = {worker: count for worker, count in samples.items() if worker in self._transport.members}
+        self._has_ended = not total
+        if not total:
+            return None
+        return GlobalStep(
+            batch,
+            None,
+            own,
+            self._samples_so_far,
+            sum(samples.values()),
+            0 in counts,
+            root=root,
+            parts=(lambda worker: samples.get(worker, 0)) if self._transport.repeats_attempts else None,
+            streamed=min(len(counts) - counts.count(0), 1 if self._split is not None else len(self._dealers)),
+        )
+
+    def _offer(self) -> bytes:
+        """Return the samples of this worker's next batch. Where the workers have changed since, it is another one."""
+        self._members = self._transport.members
+        if self._offered is None:
+            self._offered = self._next_batch()
+        return struct.pack("<q", self._offered[1])
+
+    def _next_batch(self) -> tuple[Any, int]:
+        """Return this worker's next batch, or part of one, and its samples; None and 0 where there is none."""
+        for item in self._items:
+            self._read += 1
+            self._proof = self._proofs.popleft() if self._load is not None else None
+            if item is not None:
+                return self._cut(item), samples_in(item)
+            if not self._asynchronous:
+                break
+        return None, 0
+
+    def _note_given(self, samples: Mapping[int, int]) -> None:
+        total = sum(samples.values())
+        for number, worker in enumerate(self._dealers):
+            if not (samples.get(worker) if self._split is None else total):
+                continue
+            given = self._given[worker]
+            position, parts = self._piece(number if self._is_dealt else 0, given)
+            if self._split is not None:
+                parts = *parts, (number, len(self._dealers))
+            elif worker == self._transport.number:
+                self.reader.release(position)
+            if self._transport.repeats_attempts:
+                self._uncommitted.setdefault(worker, []).append(((position, parts), samples.get(worker, 0)))
+            self._given[worker] = given + 1
+
+    def _piece(self, index: int, number: int) -> Piece:
+        """Return the piece of a dealer that has been given `number` pieces since the stream was dealt."""
+        returned = len(self._returned)
+        return self._returned[number] if number < returned else (self._order.position(index, number - returned), ())
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
+        number, own = self._read, self._dealers.index(self._transport.number)
+        while True:
+            position, parts = self._piece(self._index, number)
+            batch = self.reader.take(position)
+            if batch is None:
+                return
+            number += 1
+            if self._load is not None:
+                self._proofs.append(self.reader.proof())
+            if self._split is not None:
+                for part, of in (*parts, (own, len(self._dealers))):
+                    batch = self._split(batch, part, of) if batch is not None else None
+            yield batch
+
+    # --- changes of membership ----------------------------------------------------------------------------------
+
+    def change_members(self, change: Change, is_committed: bool) -> dict[int, int]:
+        """Deal the rest of the stream among the members. Return the number of returned samples by failed worker.
+
+        `is_committed` if an exchange that this worker is in has carried all that was given to the failed workers. If
+        other workers have begun the global step that this worker exchanges samples for, it has the former members.
+        """
+        if change.behind and self._offered is not None:
+            self._late.append(change)
+            return {}
+        return self._deal_again(change.gone, change.members, is_committed)
+
+    def _deal_again(self, gone: Sequence[int], members: Sequence[int], is_committed: bool) -> dict[int, int]:
+        uncommitted = {worker: self._uncommitted.pop(worker, []) for worker in gone}
+        lost = {} if is_committed or self._is_own else uncommitted
+        if self._is_own:
+            self._lost_shards |= {
+                worker: 0 if is_committed else sum(samples for _, samples in of_worker)
+                for worker, of_worker in uncommitted.items()
+                if worker not in self._shards_ended or (of_worker and not is_committed)
+            }
+        pieces = [piece for of_worker in lost.values() for piece, _ in of_worker]
+        samples = {worker: sum(samples for _, samples in of_worker) for worker, of_worker in lost.items()}
+        trained = self._ranges(self._given)
+        if self._split is not None:
+            self._returned = self._returned[self._given[self._dealers[0]] :] + sorted(pieces)
+        elif not self._is_own:
+            trained = without(trained, {position for position, _ in pieces})
+        self._dealers = tuple(worker for worker in self._dealers if worker in members)
+        if not self._is_own:
+            self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained)
+            self._given = dict.fromkeys(self._dealers, 0)
+            self._carried = dict(self._given)
+            self._read = 0
+            self._begin_reading()
+        self._samples_so_far -= sum(samples.values())
+        self._is_unfinished |= self._has_ended and bool(pieces)
+        return samples
+
+    def take_lost_shards(self) -> dict[int, int]:
+        """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
+
+        Of the rest of such a shard no worker knows the length.
+        """
+        lost, self._lost_shards = self._lost_shards, {}
+        return lost
+
+    def share_of_absent(self) -> dict[int, int]:
+        """Return the number of batches that were dealt to each worker that is absent now, once the stream has ended."""
+        absent = [worker for worker in self._dealers if worker not in self._transport.members]
+        read = self.reader.position
+        if self._is_dealt:
+            return {one: len(range(self._dealers.index(one), read, len(self._dealers))) for one in absent}
+        return dict.fromkeys(absent, read)
+
+    def is_unfinished(self) -> bool:
+        """Return True if batches were returned after all had been given."""
+        return self._is_unfinished
+
+    def reopen(self) -> None:
+        """Continue the epoch: batches were returned after all had been given."""
+        self._has_ended = self._is_unfinished = False
+
+    # --- the place ----------------------------------------------------------------------------------------------
+
+    def _ranges(self, counts: Mapping[int, int]) -> list[Range]:
+        if self._is_dealt:
+            return self._order.trained([counts[worker] for worker in self._dealers])
+        if self._is_own:
+            return self._order.trained([counts[self._transport.number]])
+        count, returned = min(counts[worker] for worker in self._dealers), len(self._returned)
+        trained = self._order.trained([max(count - returned, 0)])  # a batch counts when all parts of it do
+        return without(trained, {position for position, _ in self._returned[count:]})
+
+    def report(self) -> str:
+        """Return what this worker knows of the place, at rest, as text."""
+        self.settle(())
+        known = {self._transport.number: self._carried[self._transport.number]} if self._asynchronous else self._carried
+        place = StreamPlace(
+            workers=len(self._dealers),
+            is_own=self._is_own,
+            trained=self._ranges(self._carried) if not self._is_dealt else [],
+            counts=dict(known),
+            proofs=[proof]
+            if (proof := self._proof if self._load is not None else self.reader.proof()) is not None
+            else [],
+            start=self.reader.start if self._is_own else b"",
+            before_last=self.reader.before_last() if self._is_own else b"",
+            state=self.reader.state() if self._is_own else None,
+        )
+        return msgspec.json.encode(place).decode()
+
+    def place(self, reports: Sequence[str], is_over: bool) -> str:
+        """Return the place of all workers, from the reports of those that are present, as text."""
+        places = [msgspec.json.decode(text, type=StreamPlace) for text in (reports or [self.report()])]
+        for one in places:
+            self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
+        trained = self._ranges(self._carried)
+        goal = first_untrained(trained)
+        state = self.reader.state() if not self._is_own else None
+        place = StreamPlace(
+            workers=len(self._dealers),
+            is_own=self._is_own,
+            trained=trained,
+            counts=dict(self._carried),
+            proofs=sorted(proof for one in places for proof in one.proofs) if not self._is_own else [],
+            start=self.reader.start if not self._is_own else b"",
+            before_last=self.reader.before_last() if not self._is_own else b"",
+            state=state if state is not None and state.position <= goal else None,
+            is_over=is_over,
+        )
+        return msgspec.json.encode(place).decode()
