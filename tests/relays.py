@@ -29,7 +29,7 @@ class RecordingRelay(Relay):
 
     def __init__(self, coordinator: str | None = None, services: Sequence[str] = ()) -> None:
         self.notices = list[str]()
-        self._connections = list[Any]()
+        self._connections = dict[Any, None]()
         super().__init__(SECRET, self.notices.append, coordinator, services, is_way=True)
 
     @property
@@ -37,10 +37,10 @@ class RecordingRelay(Relay):
         """Number of connections so far."""
         return len(self._connections)
 
-    def connection(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
-        self._connections.append(super().connection())
-        return self._connections[-1]
+    def arrived(self, connection: Any) -> None:
+        """Note a connection."""
+        self._connections[connection] = None
+        super().arrived(connection)
 
     async def end(self) -> None:
         """Close all connections."""
@@ -57,7 +57,7 @@ class RelayThread:
         self.port = self._listener.getsockname()[1]
         self.relay = RecordingRelay(coordinator, services)
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(serving(self._listener, self.relay))
+        self._is_over = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
         self._thread.start()
 
@@ -66,13 +66,21 @@ class RelayThread:
         return RelayAccess(f"127.0.0.1:{self.port}", SECRET)
 
     def _run(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._task)
-        self._loop.run_until_complete(self.relay.end())
-        self._loop.close()
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        task = self._loop.create_task(serving(self._listener, self.relay))
+        await self._is_over.wait()
+        self._loop.remove_reader(self._listener)  # an accepted connection has to be made before its server closes
+        if others := asyncio.all_tasks() - {task, asyncio.current_task()}:
+            await asyncio.wait(others)
+        task.cancel()
+        await asyncio.wait([task])
+        await self.relay.end()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join(60)
 
 

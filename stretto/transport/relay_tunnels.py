@@ -87,27 +87,30 @@ class Tunnels:
             self._loop.run_until_complete(self._connect_all())
 
     async def _connect_all(self) -> None:
-        async with contextlib.AsyncExitStack() as servers:
+        with contextlib.ExitStack() as servers:
             for request, listener in self._listeners.items():
                 accepted = functools.partial(_Sending, self, request)
                 is_local = listener.family == socket.AF_UNIX
                 create = self._loop.create_unix_server if is_local else self._loop.create_server
-                await servers.enter_async_context(await create(accepted, sock=listener))
+                servers.callback((await create(accepted, sock=listener)).close)
             for stream in self._receives:
                 self.begin(self._receive(stream))
             await self._closing.wait()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            for pump in self._pumps:
-                if not pump.is_joined:
-                    pump.transport.abort()
-            ends = [asyncio.create_task(pump.is_lost.wait()) for pump in self._pumps]
-            if ends:
-                await asyncio.wait(ends, timeout=self._limit_s)
-            for pump in self._pumps:
+            for listener in self._listeners.values():
+                self._loop.remove_reader(listener)  # an accepted connection has to be made before its server closes
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.wait(others)
+        for pump in self._pumps:
+            if not pump.is_joined:
                 pump.transport.abort()
-            await asyncio.gather(*ends)
+        ends = [asyncio.create_task(pump.is_lost.wait()) for pump in self._pumps]
+        if ends:
+            await asyncio.wait(ends, timeout=self._limit_s)
+        for pump in self._pumps:
+            pump.transport.abort()
+        await asyncio.gather(*ends)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Start a task of the thread."""
@@ -146,8 +149,8 @@ class Tunnels:
         """Return a connection with the relay that is joined with the other end of a stream. Raise OSError."""
         host, _, port = self._relay.address.rpartition(":")
         ask = functools.partial(signed, end, stream, secret=self._relay.secret)
-        connecting = self._loop.create_connection(lambda: _Relayed(ask), host, int(port))
-        _, made = await asyncio.wait_for(connecting, HANDSHAKE_S)  # the kernel waits longer after each lost attempt
+        async with asyncio.timeout(HANDSHAKE_S):  # the kernel waits longer after each lost attempt
+            _, made = await self._loop.create_connection(lambda: _Relayed(ask), host, int(port))
         self.note(made)
         await made.has_reply.wait()
         if made.is_lost.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -243,6 +244,34 @@ def test_a_changed_request_is_not_signed(place: int) -> None:
     request[place] ^= 1
     with pytest.raises(ValueError, match="without the key"):
         checked(request, b"number", SECRET)
+
+
+def test_tunnels_that_are_closed_while_sockets_connect_leave_no_task(
+    running: RelayThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    tunnels = ServiceTunnels(running.access, ["127.0.0.1:9"])
+    host, _, port = tunnels.addresses[0].rpartition(":")
+    first, is_over = threading.Event(), threading.Event()
+
+    def connect() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, int(port)), LIMIT_S).close()
+            first.set()
+
+    threads = [threading.Thread(target=connect) for _ in range(4)]
+    for one in threads:
+        one.start()
+    try:
+        assert first.wait(LIMIT_S)
+        tunnels.close(0.0)
+    finally:
+        is_over.set()
+        for one in threads:
+            one.join()
+    del tunnels
+    gc.collect()
+    assert not [record for record in caplog.records if "pending" in record.getMessage()]
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
