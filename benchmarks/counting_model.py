@@ -39,13 +39,15 @@ class Counted:
     text: str
     record: dict[str, Any]
     epochs: list[dict[int, int]]
+    digests: dict[str, str]
+    """Digests of the models that the workers had at the end of the last epoch."""
 
     @property
     def recorded(self) -> list[dict[int, int]]:
         """The same numbers as the record says them; of a run that was resumed, from the epoch of its checkpoint on."""
         names = {"never": 0, "once": 1, "twice": 2}
         counts = self.record.get("sample_counts", [])
-        return [{times: one[name] for name, times in names.items() if one[name]} for one in counts]
+        return [{times: one[name] for name, times in names.items() if one[name]} for one in counts if one]
 
 
 def run_counted(
@@ -55,30 +57,46 @@ def run_counted(
     options: Sequence[str] = (),
     script: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
+    before: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
 ) -> Counted:
     """Run the counting script with these options of `stretto run` and arguments; return how often samples were trained.
 
     Runs in the same `folder` continue each other: give the later one `--resume` with `folder / "run-1"`, and so on.
+    The words `before` go before the command. Raises subprocess.TimeoutExpired if the run has not ended in time.
     """
     (counts := folder / "counts").mkdir(parents=True, exist_ok=True)
     run = folder / f"run-{1 + len([*folder.glob('run-*')])}"
-    command = [sys.executable, "-m", "stretto.cli", "run", "--recipe", recipe, "--out", str(run), *options]
+    command = [*before, sys.executable, "-m", "stretto.cli", "run", "--recipe", recipe, "--out", str(run), *options]
     command += ["--json", str(json_to := run.with_name(f"record-of-{run.name}.json"))]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(counts), *script],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    with run.with_name(f"output-of-{run.name}.txt").open("w+") as output:
+        done = subprocess.run(
+            [*command, str(SCRIPT), str(counts), *script],
+            cwd=folder,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            timeout=limit_s,
+            check=False,
+        )
+        output.seek(0)
+        text = output.read()
     record = json.loads(json_to.read_text()) if json_to.exists() else {}
-    return Counted(done.returncode, done.stdout + done.stderr, record, counted_epochs(counts, _unit_of(recipe)))
+    return Counted(done.returncode, text, record, counted_epochs(counts, unit_of(recipe)), last_digests(counts))
 
 
-def _unit_of(recipe: str) -> Unit | None:
+def unit_of(recipe: str) -> Unit | None:
+    """Return how a recipe adds what workers have trained; None where a row's change does not say how often."""
     name = recipe.split("(")[0]
-    return "sum" if name in SUMS else "mean" if name in MEANS else None
+    return None if "how=" in recipe else "sum" if name in SUMS else "mean" if name in MEANS else None
+
+
+def last_digests(folder: Path) -> dict[str, str]:
+    """Return the digests of the models that the workers had at the end of the last epoch, by file."""
+    files = sorted(folder.glob("epoch-*.json"), key=lambda path: int(path.name.split("-")[1]))
+    last = [path for path in files if path.name.split("-")[1] == files[-1].name.split("-")[1]]
+    return {path.stem: json.loads(path.read_text())["digest"] for path in last}
 
 
 def counted_epochs(folder: Path, unit: Unit | None) -> list[dict[int, int]]:
@@ -90,7 +108,7 @@ def counted_epochs(folder: Path, unit: Unit | None) -> list[dict[int, int]]:
         files = sorted(folder.glob(f"epoch-{epoch + 1}-*.json"), key=lambda path: path.stat().st_mtime_ns)
         if not files:
             return epochs
-        counts = json.loads(files[-1].read_text())
+        counts = json.loads(files[-1].read_text())["counts"]
         trained = [now - then for now, then in zip(counts, before or [0.0] * len(counts), strict=True)]
         before = counts
         times = Counter(

@@ -1,65 +1,144 @@
 """A plain loop whose model counts: its embedding says how often each sample was trained, whatever the record says.
 
 The gradient of `count` is exactly 1 for each sample, and its learning rate is 1. At the end of each epoch, FOLDER has
-the counts so far, and the shares that this worker had in the means of its rounds. `--strike 1:KILL:stepped:3` sends
-SIGKILL to worker 1 after its third step, and `--strike 1:KILL:stepped:3:shard` makes it send that to a shard.
+the counts so far with a digest of the model, and the shares that this worker had in the means of its rounds.
+`--strike 1:KILL:stepped:3` sends SIGKILL to worker 1 after its third step, and `--strike 1:KILL:stepped:3:shard` makes
+it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and SIGCONT a second later; FILL fills the
+disk of the run folder. A launcher is not struck before there is a checkpoint to continue from.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
 from stretto.loader.sample_weights import Weights
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.process_config import WorkerConfig, worker_config
+from stretto.transport.elastic import ElasticTransport
 
+BATCH = 8
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--samples", type=int, default=240)
 parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--data", choices=("loader", "stream", "list", "numbers"), default="loader")
+parser.add_argument("--deal", help="as of stretto.distribute")
+parser.add_argument("--divided", action="store_true", help="a model that every layout can divide")
+parser.add_argument("--adam", action="store_true", help="step with Adam, under which nothing is counted")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
 parser.add_argument("--tail", action="store_true", help="step with the last batches of an epoch, too")
 parser.add_argument("--drop", action="store_true", help="drop gradients that an epoch leaves without a step")
+parser.add_argument("--best", action="store_true", help="save the model of every epoch, as the best so far")
 parser.add_argument("--loaders", type=int, default=0, help="processes that load")
 parser.add_argument("--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher]")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
 arguments = parser.parse_args()
 config = worker_config() or WorkerConfig()
-passed = dict.fromkeys(("begun", "computed", "stepped", "ended"), 0)
+passed = dict.fromkeys(("begun", "computed", "stepped", "ended", "exchange", "operation", "commit"), 0)
 
 
 def pass_phase(phase: str) -> None:
-    """Count a phase, and send the signals that are due at its number."""
+    """Count a phase, and strike what is due at its number."""
     passed[phase] += 1
     for strike in arguments.strike:
         worker, name, at, number, *who = strike.split(":")
+        worker, _, rank = worker.partition(".")
+        is_due = passed[phase] == int(number)
+        if who == ["launcher"]:
+            saved = [*Path(config.run or "").glob("checkpoints/*/manifest.json")]
+            is_due = passed[phase] >= int(number) and bool(saved)
         done = arguments.folder / f"sent-{strike}"
-        if (int(worker), at, int(number)) != (config.worker, phase, passed[phase]) or done.exists():
+        if (int(worker), int(rank or 0), at) != (config.worker, config.rank, phase) or not is_due or done.exists():
             continue
         done.touch()
         launcher = psutil.Process(os.getppid())
-        pids = [launcher.pid] if who == ["launcher"] else [os.getpid()]
+        pid = launcher.pid if who == ["launcher"] else os.getpid()
         if who in (["shard"], ["coordinator"]):
-            module = f"stretto.launcher.{who[0]}_main"
-            pids = [one.pid for one in launcher.children(recursive=True) if module in one.cmdline()]
-        os.kill(pids[0], getattr(signal, f"SIG{name}"))
+            addresses = {"shard": config.servers[1:], "coordinator": (config.coordinator or "",)}[who[0]]
+            pid = listener(launcher, int(addresses[0].rpartition(":")[2]))
+        if name == "FILL":
+            fill_disk(Path(config.run or ""))
+            continue
+        if name == "PAUSE":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+        os.kill(pid, getattr(signal, f"SIG{name.replace('PAUSE', 'STOP')}"))
 
+
+def listener(launcher: psutil.Process, port: int) -> int:
+    """Return the process of the run, other than its launcher, that listens at a port."""
+    for child in launcher.children():
+        if any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections()):
+            return child.pid
+    raise ProcessLookupError(f"no process listens at {port}")
+
+
+def fill_disk(folder: Path) -> None:
+    """Write zeros until the disk is full."""
+    with (folder / "fill").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def count_calls(owner: Any, name: str, before: str = "", after: str = "") -> None:
+    """Count the calls of a method as phases, before and after."""
+    call = getattr(owner, name)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        if before:
+            pass_phase(before)
+        found = call(*given, **named)
+        if after:
+            pass_phase(after)
+        return found
+
+    setattr(owner, name, counted)
+
+
+count_calls(ElasticTransport, "attempt", before="exchange", after="commit")
+count_calls(ParameterServerClient, "push", before="exchange")
+count_calls(ParameterServerClient, "settle", after="commit")
+for transport in (ElasticTransport, ParameterServerClient):
+    count_calls(transport, "submit", before="operation")
 
 torch.manual_seed(1)
 inputs, numbers = torch.randn(arguments.samples, 4), torch.arange(arguments.samples)
-body, count = nn.Linear(4, 2), nn.Embedding(arguments.samples, 1)
+
+
+class Sum(nn.Module):
+    """Its input, and a line of it that has no part in the input's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum: (batch, 1)."""
+        return x + 1e-3 * self.line(x.detach())
+
+
+count = nn.Embedding(arguments.samples, 1)
 nn.init.zeros_(count.weight)
-model = nn.ModuleDict({"body": body, "count": count})
-groups = [{"params": list(body.parameters()), "lr": 0.01}, {"params": list(count.parameters()), "lr": 1.0}]
-optimizer = torch.optim.SGD(groups, lr=0.01)
+body = Sum() if arguments.divided else nn.Linear(4, 2)
+model: Any = nn.Sequential()
+model.add_module("count", count)
+model.add_module("body", body)
+optimizer: Any = torch.optim.Adam(model.parameters()) if arguments.adam else torch.optim.SGD(model.parameters(), lr=1.0)
 since: list[tuple[int, int]] = []
 """Epoch and sample of this worker's work since its last exchange."""
 is_carried = False
@@ -84,16 +163,37 @@ def noted_carried(weights: Weights) -> None:
 
 Weights.share, Weights.carried = noted_share, noted_carried  # type: ignore[method-assign]
 data = TensorDataset(inputs, numbers)
-loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=arguments.loaders)
-loader = stretto.distribute(model, optimizer, loader)
+
+
+class Stream(IterableDataset[Any]):
+    """The samples one after another; with `deal="own"` those of this worker alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        first, step = (config.worker, config.world_size) if arguments.deal == "own" else (0, 1)
+        return iter([data[number] for number in range(first, arguments.samples, step)])
+
+
+batches = [data[first : first + BATCH] for first in range(0, arguments.samples, BATCH)]
+sources: dict[str, Any] = {
+    "loader": DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=arguments.loaders),
+    "stream": DataLoader(Stream(), batch_size=BATCH),
+    "list": batches,
+    "numbers": range(len(batches)),
+}
+best = stretto.checkpointed(epoch=-1)
+loader = stretto.distribute(model, optimizer, sources[arguments.data], deal=arguments.deal)
 for epoch in range(arguments.epochs):
-    for number, (x, indices) in enumerate(loader, 1):
+    for number, batch in enumerate(loader, 1):
+        x, indices = batches[batch] if arguments.data == "numbers" else batch
         if is_carried:
             since, is_carried = [], False
         since += [(epoch, sample) for sample in indices.tolist()]
         pass_phase("begun")
         is_step = number % arguments.accumulate == 0 or (arguments.tail and stretto.is_last_batch())
-        loss = body(x).square().mean() + count(indices).sum()
+        if arguments.divided:
+            loss = model(indices).mean() * BATCH
+        else:
+            loss = 0.01 * body(x).square().mean() + count(indices).sum()
         if is_step:
             loss.backward()
         else:
@@ -109,7 +209,13 @@ for epoch in range(arguments.epochs):
     if arguments.drop:
         optimizer.zero_grad()
     if not stretto.is_resuming():
-        written = arguments.folder / f"epoch-{epoch + 1}-{config.worker}.json"
-        counts = [round(-one, 6) for one in count.weight.detach().flatten().tolist()]
-        written.with_suffix(".part").write_text(json.dumps(counts))
-        written.with_suffix(".part").replace(written)
+        state = model.state_dict()
+        if arguments.best and epoch > best.epoch:
+            best.epoch = epoch
+            stretto.save({"epoch": epoch, "counts": state["count.weight"].flatten()}, arguments.folder / "best.pt")
+        if config.rank == 0:
+            written = arguments.folder / f"epoch-{epoch + 1}-{config.worker}.json"
+            counts = [round(-one, 6) for one in state["count.weight"].flatten().tolist()]
+            digest = hashlib.blake2b(b"".join(one.numpy().tobytes() for one in state.values()), digest_size=8)
+            written.with_suffix(".part").write_text(json.dumps({"counts": counts, "digest": digest.hexdigest()}))
+            written.with_suffix(".part").replace(written)

@@ -384,7 +384,8 @@ class GlobalSteps:
     def _count_step(self, index: int) -> None:
         self._progress.count_step(index)
         self._stepped_here.add(index)
-        self._worked = len(self._leases)
+        if self.strategy.exchanges_gradients or not self._idle_workers.is_following:
+            self._worked = len(self._leases)  # else this worker has no step of its own, and its gradients stay
         if self._trainer.epoch_batches is not None:
             self._trainer.epoch_batches.ask_ahead()
         with self._naming_step():

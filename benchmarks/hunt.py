@@ -1,0 +1,288 @@
+"""Random runs with random faults, judged by a model that counts: is a sample lost, trained twice, or a process left?
+
+From each seed a run is drawn: recipe, workers, layout, options, script, and faults. Faults are events of the program (a
+phase, the k-th exchange, the k-th commit), so that a seed that fails fails again. A run is wrong if it does not end in
+time or ends with another exit code, if a process, or a file in shared memory, is left, if replicas differ, if the
+record says something else than the model (`counting_model.py`), or if a sample was not trained as often as it should.
+
+    python -m benchmarks hunt --seeds 0..499
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.counting_model import Counted, run_counted, unit_of
+from benchmarks.measure import RESULTS, now
+from benchmarks.pace import ROOT
+
+QUESTION = "random runs with random faults: is anything lost, trained twice, or left?"
+LIMIT_S = 60.0
+"""Seconds of a seed, after which its run counts as one that hangs."""
+LEFT_S = 10.0
+"""Seconds in which the processes of a run end after its launcher."""
+SAMPLES, BATCH, EPOCHS = 240, 8, 2
+COUNTED = ("allreduce", "local_sgd(every=3)", "local_sgd(every=4, optimizer_state='average')")
+SUMMED = ("async_sgd", "async_sgd(shards=2)", "async_sgd(overlap=True)", "downpour(every=3)")
+SUMMED += ("downpour(every=2, overlap=True, shards=2)",)
+TOUCHED = ("diloco(every=3)", "gossip(every=2)", "gossip(every=1, graph='exponential')", "staleness_aware(collect=2)")
+TOUCHED += ("soft_sync(collect=2)", "stale_synchronous(bound=2)", "elastic_averaging(every=3)", "delay_compensated")
+TOUCHED += ("async_diloco(every=3)", "allreduce(how=cast('fp16'))")
+RECORDED = ("gd_sec", "gd_soec", "quantised_gd_sec", "censoring", "ef21", "gradient_sharing(tau=0.001)", "power_sgd")
+RECORDED += ("deep_gradient_compression(ratio=0.1)", "sparse_loco(every=3)", "one_bit(warm_up=5)")
+"""Recipes whose codecs leave rows for later, or change rows that were not trained: only their record is judged."""
+RECIPES = (*COUNTED, *SUMMED, *TOUCHED, *RECORDED)
+OVER_A_SERVER = (*SUMMED, *TOUCHED[3:9])
+PHASES = ("begun", "computed", "stepped", "exchange", "operation", "commit", "ended")
+LOST = "a part of a stream was not trained"
+OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
+"""Words before a command for which a folder is a disk of a size: both follow them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is drawn from a seed: the recipe, the options of `stretto run`, the script's arguments, and faults."""
+
+    seed: int
+    recipe: str
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+    strikes: tuple[str, ...]
+    disk: str = ""
+    """Size of the disk of the run folder, if it has one of its own."""
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the script's data has no index."""
+        return "--data" in self.script
+
+    @property
+    def may_lose(self) -> bool:
+        """True if the pages say that a failure costs a part of a stream, with exit code 1."""
+        fails = any(not strike.endswith(("launcher", "coordinator")) for strike in self.strikes)
+        over_a_server = self.recipe in OVER_A_SERVER or "--servers" in self.options
+        return self.is_stream and fails and (over_a_server or "own" in self.script)
+
+    def __str__(self) -> str:
+        struck = [word for strike in self.strikes for word in ("--strike", strike)]
+        words = ["--recipe", self.recipe, *self.options, "counted.py", *self.script, *struck]
+        return " ".join(f'"{word}"' if re.search(r"[ ()]", word) else word for word in words)
+
+
+def plan_of(seed: int) -> Plan:
+    """Return the run of a seed; any `len(RECIPES)` seeds from a multiple of it on have all recipes."""
+    rounds, place = divmod(seed, len(RECIPES))
+    recipe = random.Random(f"recipes {rounds}").sample(RECIPES, len(RECIPES))[place]
+    draw = random.Random(f"run {seed}")
+    waits = recipe not in OVER_A_SERVER
+    workers = draw.choices((1, 2, 3, 4), (1, 3, 4, 2))[0]
+    layout = draw.choice(("pipeline(stages=2)", "sharded(over=2)")) if draw.random() < 0.12 else ""
+    if recipe in RECORDED:
+        layout = ""
+    data = draw.choices(("loader", "stream", "list", "numbers"), (11, 3, 2, 3))[0] if not layout else "loader"
+    ranks, workers = (2, min(workers, 2)) if layout else (1, workers)
+    options = ["-n", str(workers * ranks), "--failure-timeout", "3s"]
+    options += ["--layout", layout] if layout else []
+    if waits and not layout and recipe.startswith(("allreduce", "local_sgd", "diloco")) and draw.random() < 0.15:
+        options += ["--servers", str(draw.choice((1, 2)))]
+    script = ["--pause", "0.03"] + (["--data", data] if data != "loader" else []) + (["--divided"] if layout else [])
+    if not layout and data != "numbers" and draw.random() < 0.2:
+        options += ["--batch", "split"]
+    if data == "loader" and waits and not layout and draw.random() < 0.15:
+        script += ["--deal", "contiguous"]
+    elif data == "stream" and draw.random() < 0.25:
+        script += ["--deal", "own"]
+    elif data == "loader" and not layout and draw.random() < 0.12:
+        script += ["--loaders", "1"]
+    if not layout and draw.random() < 0.25:
+        script += ["--accumulate", str(draw.choice((2, 3))), "--drop", *draw.choice(([], ["--tail"]))]
+    script += ["--adam"] if recipe.startswith("one_bit") else []
+    script += ["--best"] if draw.random() < 0.25 else []
+    options += ["--on-resize", "global-batch"] if draw.random() < 0.12 else []
+    checkpoints = draw.choice((None, "2 rounds", "5 rounds", "300ms", "1s"))
+    strikes = _faults(draw, workers, ranks, "--servers" in options or not waits)
+    disk = "3m" if draw.random() < 0.05 else ""
+    if disk:
+        strikes = [f"0:FILL:{draw.choice(('begun', 'stepped', 'ended'))}:{draw.randint(1, 2)}"]
+        checkpoints = "300ms"
+    if any(strike.endswith("launcher") for strike in strikes) and checkpoints is None:
+        checkpoints = "300ms"
+    options += ["--checkpoint-every", checkpoints] if checkpoints else []
+    return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), disk)
+
+
+def _faults(draw: random.Random, workers: int, ranks: int, has_server: bool) -> list[str]:
+    """Draw up to three faults: worker, signal, phase, number of the phase, and the process that gets the signal."""
+    strikes: list[str] = []
+    for _ in range(draw.choices((0, 1, 2, 3), (1, 5, 3, 2))[0]):
+        who = draw.choices(("", ":coordinator", ":launcher", ":shard"), (11, 3, 3, 4 if has_server else 0))[0]
+        signal = draw.choices(("KILL", "PAUSE", "STOP", "TERM"), (10, 4, 2, 3))[0] if not who else "KILL"
+        signal = "PAUSE" if who in (":coordinator", ":shard") and draw.random() < 0.2 else signal
+        if signal == "TERM" and (workers == 1 or any("TERM" in strike for strike in strikes)):
+            signal = "KILL"
+        if who == ":launcher" and any(strike.endswith(who) for strike in strikes):
+            continue
+        phase = draw.choice(PHASES)
+        steps = EPOCHS * SAMPLES // BATCH // workers
+        at = draw.randint(1, EPOCHS if phase == "ended" else max(2, steps * 2 // 3))
+        rank = f".{draw.randrange(ranks)}" if ranks > 1 else ""
+        strikes.append(f"{draw.randrange(workers)}{rank}:{signal}:{phase}:{at}{who}")
+    return strikes
+
+
+def run(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Run the seeds one after another, print a line for each, and write them to the table of all seeds."""
+    print(f"hunt: {QUESTION}", flush=True)
+    table = RESULTS / "hunt.jsonl"
+    rows: list[dict[str, Any]] = []
+    with _forking() as place:
+        for seed in seeds:
+            rows.append(row := _row(plan_of(seed), Path(place)))
+            with table.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            shown = f"  {seed:4} {'ok  ' if not row['findings'] else 'FAIL'} {row['seconds']:4.0f} s  {row['run']}"
+            print(f"{shown}{' [struck]' if row['struck'] else ''}", flush=True)
+            for finding in row["findings"]:
+                print(f"       {finding}\n       python -m benchmarks hunt --seeds {seed}..{seed}", flush=True)
+    wrong = sum(bool(row["findings"]) for row in rows)
+    print(f"  {len(rows)} seeds, {wrong} with findings; {sum(len(row['struck']) for row in rows)} faults; {table}")
+    return rows
+
+
+@contextmanager
+def _forking() -> Iterator[str]:
+    """Start processes as the tests do, by forks of one that has imported torch: it takes a tenth of the time."""
+    sys.path.append(str(ROOT / "tests"))
+    tool = importlib.import_module("fork_server")
+    with tempfile.TemporaryDirectory(prefix="stretto-processes-") as folder:
+        plain, tool.ForkingPopen.server = subprocess.Popen, tool.ForkServer(folder).spawn()
+        subprocess.Popen = tool.ForkingPopen  # type: ignore[misc]
+        try:
+            yield tempfile.gettempdir()
+        finally:
+            subprocess.Popen = plain  # type: ignore[misc]
+            tool.ForkingPopen.server.ours.close()
+
+
+def _row(plan: Plan, place: Path) -> dict[str, Any]:
+    """Run a plan; return its row of the table. The folder of a run with findings is kept."""
+    folder = Path(tempfile.mkdtemp(prefix=f"stretto-hunt-{plan.seed}-", dir=place))
+    began, before = time.monotonic(), _shared_memory()
+    findings = _judged(plan, folder)
+    findings += _left(folder, before)
+    struck = sorted(path.name.removeprefix("sent-") for path in folder.glob("counts/sent-*"))
+    row = {"seed": plan.seed, "recipe": plan.recipe, "run": str(plan), "struck": struck, "findings": findings}
+    if findings:
+        row["folder"] = str(folder)
+    else:
+        shutil.rmtree(folder)
+    return {**row, "seconds": round(time.monotonic() - began, 1), "taken": now()}
+
+
+def _judged(plan: Plan, folder: Path) -> list[str]:
+    """Run a plan, again from its checkpoint if its launcher is killed, and return what is wrong."""
+    limit = time.monotonic() + LIMIT_S
+    script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike))]
+    options, before = list(plan.options), list[str]()
+    if plan.disk:
+        (disk := folder / "disk").mkdir()
+        before, options = [*OWN_DISK, plan.disk, str(disk)], [*options, "--out", str(disk / "run")]
+    try:
+        while True:
+            left_s = limit - time.monotonic()
+            done = run_counted(folder, plan.recipe, options=options, script=script, before=before, limit_s=left_s)
+            if done.code != -9 or "--resume" in options:
+                return _findings(plan, done)
+            _await_end(folder)
+            options += ["--resume", str(folder / "run-1")]
+    except subprocess.TimeoutExpired:
+        return [f"not over after {LIMIT_S:g} s"]
+    except ValueError as error:
+        return [str(error)]
+
+
+def _findings(plan: Plan, done: Counted) -> list[str]:
+    """Return what is wrong with a run that has ended."""
+    if done.code == 1 and plan.may_lose and LOST in done.text:
+        return []
+    if done.code:
+        cause = next((line for line in done.text.splitlines() if "rror" in line), "")
+        return [f"exit code {done.code}: {cause[:200]}"]
+    found, record = list[str](), done.record
+    if len(set(done.digests.values())) > 1:
+        found.append(f"models differ at the end of the last epoch: {done.digests}")
+    total = record["samples_before"] + sum(record["samples_by_worker"])
+    if record["samples"] != total:
+        found.append(f"the record has {record['samples']} samples, of which workers trained {total}")
+    if plan.recipe in RECORDED:
+        return found + [f"the record says {one}" for one in done.recorded if one != {1: SAMPLES} and "--drop" not in plan.script]
+    if len(done.epochs) != EPOCHS:
+        found.append(f"{len(done.epochs)} epochs have ended")
+    lost = [epoch for epoch in done.epochs if epoch != {1: SAMPLES}]
+    if lost and not ("--drop" in plan.script and all(set(epoch) <= {0, 1} for epoch in lost)):
+        found.append(f"each epoch has trained {done.epochs}, by number of times")
+    if not plan.is_stream and done.recorded != done.epochs[-len(done.recorded) :]:
+        found.append(f"the record says {done.recorded}, the model {done.epochs}")
+    if unit_of(plan.recipe) and (trained := _total(done.epochs)) != record["samples"]:
+        found.append(f"the record has {record['samples']} samples, the model {trained}")
+    return found
+
+
+def _total(epochs: Sequence[Mapping[int, int]]) -> int:
+    return sum(times * samples for epoch in epochs for times, samples in epoch.items())
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """Return the processes of the run in a folder."""
+    return [one for one in psutil.process_iter(["cwd"]) if (one.info["cwd"] or "").startswith(str(folder))]
+
+
+def _await_end(folder: Path) -> list[psutil.Process]:
+    """Wait for the processes of a run whose launcher has ended; return those that are left."""
+    return list(psutil.wait_procs(_processes(folder), LEFT_S)[1])
+
+
+def _left(folder: Path, before: set[str]) -> list[str]:
+    """Return what a run has left, and end its processes."""
+    found: list[str] = []
+    for process in _await_end(folder):
+        try:
+            found.append(f"process {process.pid} is left: {' '.join(process.cmdline())[-120:]}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for name in sorted(_shared_memory() - before):
+        held = any(name in path.read_text() for path in Path("/proc").glob("[0-9]*/maps") if os.access(path, os.R_OK))
+        found += [] if held else [f"/dev/shm/{name} is left"]
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Return seeds and findings by recipe, of the last row of each seed."""
+    last = {row["seed"]: row for row in rows}.values()
+    return {
+        "seeds": Counter(row["recipe"] for row in last),
+        "wrong": Counter(row["recipe"] for row in last if row["findings"]),
+        "faults": Counter(strike.split(":")[1] for row in last for strike in row["struck"]),
+    }
