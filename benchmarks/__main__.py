@@ -17,6 +17,7 @@ from benchmarks import (
     figures,
     floods,
     hosts,
+    hunt,
     hybrid,
     kernels,
     lab,
@@ -73,6 +74,7 @@ LONG: dict[str, Callable[[int | None], Any]] = {
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 
 STARTS = "starts of the processes for each side (unequal: seeds); other numbers are recorded as a trial"
+SEEDS = f"seeds of hunt and {', '.join(LABORATORY)}: the first N (1), or A to B"
 MINUTES = f"duration of soak ({soak.MINUTES:g}); a shorter one is recorded as a trial"
 
 
@@ -84,6 +86,8 @@ def main() -> None:
             LABORATORY[name](_terms(name, options))
         elif name == "soak":
             soak.run(options.minutes)
+        elif name == "hunt":
+            hunt.run(options.seeds)
         elif name == "figures":
             figures.write()
         else:
@@ -93,19 +97,19 @@ def main() -> None:
 def _terms(contest: str, options: argparse.Namespace) -> lab.Terms:
     ways = tuple(options.way or CONTESTS[contest])
     target = None if contest == "shakespeare" else options.target
-    return lab.Terms(target=target, seeds=range(options.seeds), ways=ways, limit_s=options.limit, contest=contest)
+    return lab.Terms(target=target, seeds=options.seeds, ways=ways, limit_s=options.limit, contest=contest)
 
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [*QUICK, *LONG, "soak", *LABORATORY, "figures"]
+    names = [*QUICK, *LONG, "soak", "hunt", *LABORATORY, "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
     parser.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
     parser.add_argument("--starts", type=_count, help=STARTS)
     parser.add_argument("--minutes", type=float, help=MINUTES)
     ways = sorted({way for contest in CONTESTS.values() for way in contest})
+    parser.add_argument("--seeds", type=_seeds, metavar="N|A..B", default=range(1), help=SEEDS)
     only = parser.add_argument_group(", ".join(LABORATORY))
-    only.add_argument("--seeds", type=_count, default=1, help="number of seeds to repeat with (1)")
     only.add_argument(
         "--way",
         action="append",
@@ -125,6 +129,15 @@ def _one_of(names: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return name
+
+
+def _seeds(text: str) -> range:
+    """Return the seeds A to B of `A..B`, and the first N of `N`."""
+    first, dots, last = text.partition("..")
+    seeds = range(int(first), int(last) + 1) if dots else range(_count(text))
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{text} has no seed")
+    return seeds
 
 
 def _count(text: str) -> int:

@@ -149,7 +149,7 @@ own_share, carried = Weights.share, Weights.carried
 
 def noted_share(weights: Weights) -> float:
     """Return this worker's share of a mean, and note it with the work that it is of."""
-    shares.write(json.dumps([epoch, own_share(weights), since]) + "\n")
+    shares.write(json.dumps([epoch, own_share(weights), [] if is_carried else since]) + "\n")
     shares.flush()
     return own_share(weights)
 

@@ -40,7 +40,6 @@ def test_samples_of_a_worker_without_a_batch_in_the_last_step_count_if_a_step_ha
     assert run.epochs == [{1: 240} if recipe == "allreduce" else {0: 16, 1: 224}] * 2
 
 
-@pytest.mark.plain_processes  # the script finds other processes by their commands
 @pytest.mark.parametrize(
     ("recipe", "strike"),
     [

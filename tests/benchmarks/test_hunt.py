@@ -1,0 +1,97 @@
+"""Plans of the hunt are functions of their seeds and cover all recipes; its judge finds each kind of wrong run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.counting_model import Counted
+from benchmarks.hunt import LOST, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of
+from stretto.recipe.named import NAMED
+from stretto.recipe.parser import parse
+
+PLANS = [plan_of(seed) for seed in range(8 * len(RECIPES))]
+
+
+def test_plan_depends_on_its_seed_alone() -> None:
+    random.seed(3)
+    assert [plan_of(plan.seed) for plan in reversed(PLANS)] == PLANS[::-1]
+    assert len({str(plan) for plan in PLANS}) > len(PLANS) * 0.9
+
+
+def test_as_many_seeds_as_there_are_recipes_have_all_recipes_of_all_names() -> None:
+    assert {recipe.split("(")[0] for recipe in RECIPES} == set(NAMED)
+    for first in range(0, len(PLANS), len(RECIPES)):
+        assert {plan.recipe for plan in PLANS[first : first + len(RECIPES)]} == set(RECIPES)
+    for recipe in RECIPES:
+        parse(recipe)
+
+
+def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
+    words = {word for plan in PLANS for word in (*plan.options, *plan.script)}
+    assert words >= {"pipeline(stages=2)", "sharded(over=2)", "--servers", "split", "own", "contiguous", "--loaders"}
+    assert words >= {"stream", "list", "numbers", "--best", "--drop", "--tail", "--checkpoint-every", "global-batch"}
+    strikes = [strike.split(":") for plan in PLANS for strike in plan.strikes]
+    assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL"}
+    assert {strike[2] for strike in strikes} == set(PHASES)
+    assert {word for strike in strikes for word in strike[4:]} == {"shard", "coordinator", "launcher"}
+
+
+def test_launcher_is_killed_at_most_once_and_only_where_there_are_checkpoints() -> None:
+    for plan in PLANS:
+        killed = sum(strike.endswith("launcher") for strike in plan.strikes)
+        assert killed <= ("--checkpoint-every" in plan.options)
+
+
+GOOD = Counted(
+    code=0,
+    text="",
+    record={
+        "samples": 480,
+        "samples_before": 0,
+        "samples_by_worker": [240, 240],
+        "sample_counts": [{"once": 240, "twice": 0, "never": 0}] * 2,
+    },
+    epochs=[{1: SAMPLES}] * 2,
+    digests={"epoch-2-0": "a", "epoch-2-1": "a"},
+)
+PLAN = Plan(0, "async_sgd", ("-n", "2"), (), ("0:KILL:stepped:3",))
+Change = Callable[[Counted], Counted]
+WRONG: dict[str, Change] = {
+    "exit code": lambda done: replace(done, code=1),
+    "differ": lambda done: replace(done, digests={"epoch-2-0": "a", "epoch-2-1": "b"}),
+    "of which workers": lambda done: replace(done, record={**done.record, "samples": 472}),
+    "each epoch has trained": lambda done: replace(done, epochs=[{1: SAMPLES}, {0: 8, 1: SAMPLES - 8}]),
+    "epochs have ended": lambda done: replace(done, epochs=done.epochs[:1]),
+    "the record says": lambda done: replace(
+        done, record={**done.record, "sample_counts": [{"once": 232, "twice": 8, "never": 0}] * 2}
+    ),
+}
+
+
+def test_right_run_has_no_finding() -> None:
+    assert findings(PLAN, GOOD) == []
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_run_has_a_finding(words: str) -> None:
+    assert any(words in finding for finding in findings(PLAN, WRONG[words](GOOD)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_allowed"),
+    [
+        ({}, False),
+        ({"script": ("--data", "list")}, True),
+        ({"script": ("--data", "list"), "strikes": ()}, False),
+        ({"script": ("--data", "list"), "recipe": "allreduce"}, False),
+        ({"script": ("--data", "stream", "--deal", "own"), "recipe": "allreduce"}, True),
+    ],
+)
+def test_run_may_lose_a_part_of_a_stream_only_where_the_pages_say_so(changes: dict[str, Any], is_allowed: bool) -> None:
+    lost = replace(GOOD, code=1, text=f"stretto: {LOST}")
+    assert (findings(replace(PLAN, **changes), lost) == []) == is_allowed
