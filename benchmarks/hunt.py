@@ -30,10 +30,11 @@ from typing import Any
 import psutil
 
 from benchmarks.counting_model import Counted, run_counted, unit_of
-from benchmarks.measure import RESULTS, now
+from benchmarks.measure import RESULTS, now, save
 from benchmarks.pace import ROOT
 
 QUESTION = "random runs with random faults: is anything lost, trained twice, or left?"
+WHOLE = 100
 LIMIT_S = 60.0
 """Seconds of a seed, after which its run counts as one that hangs."""
 LEFT_S = 10.0
@@ -148,23 +149,27 @@ def _faults(draw: random.Random, workers: int, ranks: int, has_server: bool) -> 
     return strikes
 
 
-def run(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Run the seeds one after another, print a line for each, and write them to the table of all seeds."""
+def run(seeds: Sequence[int]) -> dict[str, Any]:
+    """Run the seeds one after another and print a line for each; return and write the summary of all in the table.
+
+    Fewer than `WHOLE` seeds have a table of their own, a trial.
+    """
     print(f"hunt: {QUESTION}", flush=True)
-    table = RESULTS / "hunt.jsonl"
-    rows: list[dict[str, Any]] = []
+    trial = len(seeds) < WHOLE
+    table = RESULTS / f"hunt{'-trial' * trial}.jsonl"
     with _forking() as place:
         for seed in seeds:
-            rows.append(row := _row(plan_of(seed), Path(place)))
+            row = _row(plan_of(seed), Path(place))
             with table.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            shown = f"  {seed:4} {'ok  ' if not row['findings'] else 'FAIL'} {row['seconds']:4.0f} s  {row['run']}"
-            print(f"{shown}{' [struck]' if row['struck'] else ''}", flush=True)
+            kind = "FAIL" if row["findings"] else "ok  "
+            print(f"  {seed:4} {kind} {row['seconds']:4.0f} s, {len(row['struck'])} faults: {row['run']}", flush=True)
             for finding in row["findings"]:
                 print(f"       {finding}\n       python -m benchmarks hunt --seeds {seed}..{seed}", flush=True)
-    wrong = sum(bool(row["findings"]) for row in rows)
-    print(f"  {len(rows)} seeds, {wrong} with findings; {sum(len(row['struck']) for row in rows)} faults; {table}")
-    return rows
+    record = {"question": QUESTION, **summary([json.loads(line) for line in table.read_text().splitlines()])}
+    print(f"  {record['seeds']} seeds in {table}, {len(record['wrong'])} with findings")
+    save("hunt", record, trial=trial, folder=RESULTS)
+    return record
 
 
 @contextmanager
@@ -281,11 +286,23 @@ def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
-    """Return seeds and findings by recipe, of the last row of each seed."""
-    last = {row["seed"]: row for row in rows}.values()
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of seeds and of faults, and the findings by seed, of the last row of each seed."""
+    last = {row["seed"]: row for row in rows}
+    faults = Counter(_kind(strike) for row in last.values() for strike in row["struck"])
     return {
-        "seeds": Counter(row["recipe"] for row in last),
-        "wrong": Counter(row["recipe"] for row in last if row["findings"]),
-        "faults": Counter(strike.split(":")[1] for row in last for strike in row["struck"]),
+        "seeds": len(last),
+        "faults": dict(sorted(faults.items())),
+        "by_recipe": dict(sorted(Counter(row["recipe"] for row in last.values()).items())),
+        "wrong": {f"{seed}": row["findings"] for seed, row in sorted(last.items()) if row["findings"]},
     }
+
+
+def _kind(strike: str) -> str:
+    """Return the process and the signal of a fault.
+
+    >>> _kind("1:KILL:stepped:3"), _kind("0.1:PAUSE:begun:2:shard")
+    ('worker KILL', 'shard PAUSE')
+    """
+    _, signal, _, _, *who = strike.split(":")
+    return f"{who[0] if who else 'worker'} {signal}"

@@ -366,8 +366,22 @@ def survival(record: Record) -> Iterator[str]:
         yield f"| {recipe} | {who} | {len(mine) - len(failed)} of {len(mine)} | {'; '.join(failed)} |"
 
 
+def hunt(record: Record) -> Iterator[str]:
+    """Yield the numbers of random runs and faults, and the findings."""
+    yield from head("Random runs with random faults, judged by a model that counts", "hunt --seeds 0..499")
+    yield "| seeds | recipes | faults | seeds with findings |"
+    yield "| --- | --- | --- | --- |"
+    recipes, faults = len(record["by_recipe"]), sum(record["faults"].values())
+    yield f"| {record['seeds']} | {recipes} | {faults} | {len(record['wrong'])} |"
+    yield ""
+    yield f"Faults: {', '.join(f'{name} {count}' for name, count in record['faults'].items())}."
+    for seed, findings in record["wrong"].items():
+        yield f"- seed {seed}: {'; '.join(findings)}"
+
+
 TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "survival": survival,
+    "hunt": hunt,
     "convex": convex,
     "kernels": kernels,
     "shared_memory": shared_memory,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.counting_model import Counted
-from benchmarks.hunt import LOST, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of
+from benchmarks.hunt import LOST, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of, summary
+from benchmarks.tables import TABLES
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
 
@@ -95,3 +96,12 @@ def test_wrong_run_has_a_finding(words: str) -> None:
 def test_run_may_lose_a_part_of_a_stream_only_where_the_pages_say_so(changes: dict[str, Any], is_allowed: bool) -> None:
     lost = replace(GOOD, code=1, text=f"stretto: {LOST}")
     assert (findings(replace(PLAN, **changes), lost) == []) == is_allowed
+
+
+def test_last_row_of_a_seed_counts_in_the_summary_and_on_the_page() -> None:
+    row = {"seed": 7, "recipe": "allreduce", "struck": ["1:KILL:stepped:3"], "findings": ["models differ"]}
+    other = {**row, "seed": 8, "struck": ["0:PAUSE:begun:2:shard"]}
+    record = summary([row, other, {**row, "findings": []}])
+    assert record["faults"] == {"shard PAUSE": 1, "worker KILL": 1}
+    assert record["wrong"] == {"8": ["models differ"]}
+    assert "| 2 | 1 | 2 | 1 |" in list(TABLES["hunt"](record))
