@@ -34,7 +34,7 @@ def test_samples_that_an_epoch_leaves_without_a_step_do_not_count(recipe: str, t
 def test_samples_of_a_worker_without_a_batch_in_the_last_step_count_if_a_step_has_them(
     recipe: str, tmp_path: Path
 ) -> None:
-    """Of 30 batches, workers 2 and 3 have 7: under local steps the others' last step has nothing of their seventh."""
+    """Workers 2 and 3 have 7 batches of 30: under local steps the others' last step has nothing of their seventh."""
     run = run_counted(tmp_path, recipe, options=["-n", "4"], script=["--accumulate", "2", "--tail", "--drop"])
     assert_record_is_true(run)
     assert run.epochs == [{1: 240} if recipe == "allreduce" else {0: 16, 1: 224}] * 2
