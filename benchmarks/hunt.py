@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
 import re
 import shutil
@@ -22,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,14 +275,15 @@ def _left(folder: Path, before: set[str]) -> list[str]:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    for name in sorted(_shared_memory() - before):
-        held = any(name in path.read_text() for path in Path("/proc").glob("[0-9]*/maps") if os.access(path, os.R_OK))
-        found += [] if held else [f"/dev/shm/{name} is left"]
-    return found
+    new, held = _shared_memory() - before, ""
+    for path in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with suppress(OSError):  # of a process that has ended
+            held += path.read_text()
+    return found + [f"/dev/shm/{name} is left" for name in sorted(new) if name not in held]
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    return {path.name for path in Path("/dev/shm").glob("*") if path.is_file()}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

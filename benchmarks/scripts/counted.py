@@ -60,6 +60,7 @@ def pass_phase(phase: str) -> None:
         if who == ["launcher"]:
             saved = [*Path(config.run or "").glob("checkpoints/*/manifest.json")]
             is_due = passed[phase] >= int(number) and bool(saved)
+        is_due &= who != ["coordinator"] or config.coordinator is not None  # a run of one process has none
         done = arguments.folder / f"sent-{strike}"
         if (int(worker), int(rank or 0), at) != (config.worker, config.rank, phase) or not is_due or done.exists():
             continue
