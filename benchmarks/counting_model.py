@@ -1,9 +1,10 @@
 """The counting model: how often a run has really trained each sample, where its record only believes.
 
-An embedding with learning rate 1, whose gradient is exactly 1 for each sample, is part of the model
-(`scripts/counted.py`). Over a server that adds, each training of a sample takes 1 from its row; in a plain mean it
-takes the share of the worker that trained it, which the script notes. Other recipes have no unit: there a sample whose
-row has not changed is lost, and the others are trained.
+An embedding with learning rate 1 is part of the model (`scripts/counted.py`): it has a row for each sample and a column
+for each epoch, and the gradient of a number is exactly 1 where its sample is trained in its epoch. Over a server that
+adds, each training takes 1 from the number; in a plain mean it takes the share of the worker that trained it, which the
+script notes. Other recipes have no unit: there a sample whose number has not changed is lost, and the others are
+trained.
 """
 
 from __future__ import annotations
@@ -94,67 +95,47 @@ def unit_of(recipe: str) -> Unit | None:
 
 def last_digests(folder: Path) -> dict[str, str]:
     """Return the digests of the models that the workers had at the end of the last epoch, by file."""
-    files = sorted(folder.glob("epoch-*.json"), key=lambda path: int(path.name.split("-")[1]))
-    last = [path for path in files if path.name.split("-")[1] == files[-1].name.split("-")[1]]
+    files = sorted(folder.glob("epoch-*.json"), key=_epoch_of)
+    last = [path for path in files if _epoch_of(path) == _epoch_of(files[-1])]
     return {path.stem: json.loads(path.read_text())["digest"] for path in last}
 
 
 def counted_epochs(folder: Path, unit: Unit | None) -> list[dict[int, int]]:
     """Return how many samples each epoch has trained how often, from the files of the counting script."""
-    shares, corrections = _noted(folder)
-    before: list[float] = []
-    epochs: list[dict[int, int]] = []
-    for epoch in itertools.count():
-        files = sorted(folder.glob(f"epoch-{epoch + 1}-*.json"), key=lambda path: path.stat().st_mtime_ns)
-        if not files:
-            return epochs
-        counts = json.loads(files[-1].read_text())["counts"]
-        trained = [now - then for now, then in zip(counts, before or [0.0] * len(counts), strict=True)]
-        before = counts
-        times = Counter(
-            _times(one, unit, shares[epoch, sample] or {1.0}, corrections[epoch, sample], shares[epoch - 1, sample])
-            for sample, one in enumerate(trained)
-        )
-        epochs.append(dict(sorted(times.items())))
-    raise AssertionError
+    files = sorted(folder.glob("epoch-*.json"), key=lambda path: (_epoch_of(path), path.stat().st_mtime_ns))
+    if not files:
+        return []
+    shares = _noted(folder)
+    counts = json.loads(files[-1].read_text())["counts"]
+    epochs = [
+        Counter(_times(row[epoch], unit, shares[epoch, sample] or {1.0}) for sample, row in enumerate(counts))
+        for epoch in range(_epoch_of(files[-1]))
+    ]
+    return [dict(sorted(times.items())) for times in epochs]
 
 
-Noted = dict[tuple[int, int], set[float]]
+def _epoch_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
 
 
-def _noted(folder: Path) -> tuple[Noted, Noted]:
-    """Return by epoch and sample the shares that its training had, and changes of those of an earlier epoch.
-
-    An epoch may end within a round: its end has the mean of the work so far, the round's end another one.
-    """
-    shares, corrections = defaultdict[tuple[int, int], set[float]](set), defaultdict[tuple[int, int], set[float]](set)
+def _noted(folder: Path) -> dict[tuple[int, int], set[float]]:
+    """Return the shares in means that the work on a sample may have had, by epoch and sample."""
+    shares = defaultdict[tuple[int, int], set[float]](set)
     for path in folder.glob("shares-*.jsonl"):
-        last: dict[tuple[int, int], float] = {}
         for line in path.read_text().splitlines():
-            epoch, share, work = json.loads(line)
-            for trained_in, sample in work:
-                if trained_in == epoch:
-                    shares[epoch, sample].add(share)
-                else:
-                    corrections[epoch, sample].add(share - last.get((trained_in, sample), 0.0))
-                last[trained_in, sample] = share
-    return shares, corrections
+            share, work = json.loads(line)
+            for epoch, sample in work:
+                shares[epoch, sample].add(share)
+    return shares
 
 
-def _times(
-    trained: float, unit: Unit | None, shares: set[float], corrections: set[float], shares_before: set[float]
-) -> int:
-    """Return how often a sample was trained, given what its row has lost, and the shares that it may have had.
-
-    Work of the last epoch that was lost since its end takes its share back, and is done again: that is no second time.
-    """
+def _times(trained: float, unit: Unit | None, shares: set[float]) -> int:
+    """Return how often a sample was trained, given what its row has lost, and the shares that it may have had."""
     if unit is None:
         return int(abs(trained) > NEAR)
-    lost = [(-share, 1) for share in shares_before] if unit == "mean" else []
-    explanations = [(0.0, 0), *((one, 0) for one in corrections), *lost]
-    for (correction, again), times in itertools.product(explanations, range(5)):
-        repeats = itertools.combinations_with_replacement(shares, times + again)
+    for times in range(5):
+        repeats = itertools.combinations_with_replacement(shares, times)
         sums = [float(times)] if unit == "sum" else map(sum, repeats)
-        if any(abs(one + correction - trained) < NEAR for one in sums):
+        if any(abs(one - trained) < NEAR for one in sums):
             return times
     raise ValueError(f"a row has lost {trained}, which the shares {sorted(shares)} do not explain")

@@ -1,7 +1,8 @@
 """A plain loop whose model counts: its embedding says how often each sample was trained, whatever the record says.
 
-The gradient of `count` is exactly 1 for each sample, and its learning rate is 1. At the end of each epoch, FOLDER has
-the counts so far with a digest of the model, and the shares that this worker had in the means of its rounds.
+The gradient of `count` is exactly 1 for each sample, in the column of the epoch, and its learning rate is 1. At the end
+of each epoch, FOLDER has the counts so far with a digest of the model, and the shares that this worker had in the means
+of its rounds.
 `--strike 1:KILL:stepped:3` sends SIGKILL to worker 1 after its third step, and `--strike 1:KILL:stepped:3:shard` makes
 it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and SIGCONT a second later; FILL fills the
 disk of the run folder. A launcher is not struck before there is a checkpoint to continue from.
@@ -126,14 +127,14 @@ class Sum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = nn.Linear(1, 1)
+        self.line = nn.Linear(arguments.epochs, arguments.epochs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum: (batch, 1)."""
+        """Return the sum: (batch, epochs)."""
         return x + 1e-3 * self.line(x.detach())
 
 
-count = nn.Embedding(arguments.samples, 1)
+count = nn.Embedding(arguments.samples, arguments.epochs)
 nn.init.zeros_(count.weight)
 body = Sum() if arguments.divided else nn.Linear(4, 2)
 model: Any = nn.Sequential()
@@ -150,7 +151,7 @@ own_share, carried = Weights.share, Weights.carried
 
 def noted_share(weights: Weights) -> float:
     """Return this worker's share of a mean, and note it with the work that it is of."""
-    shares.write(json.dumps([epoch, own_share(weights), [] if is_carried else since]) + "\n")
+    shares.write(json.dumps([own_share(weights), [] if is_carried else since]) + "\n")
     shares.flush()
     return own_share(weights)
 
@@ -192,9 +193,9 @@ for epoch in range(arguments.epochs):
         pass_phase("begun")
         is_step = number % arguments.accumulate == 0 or (arguments.tail and stretto.is_last_batch())
         if arguments.divided:
-            loss = model(indices).mean() * BATCH
+            loss = model(indices)[:, epoch].mean() * BATCH
         else:
-            loss = 0.01 * body(x).square().mean() + count(indices).sum()
+            loss = 0.01 * body(x).square().mean() + count(indices)[:, epoch].sum()
         if is_step:
             loss.backward()
         else:
@@ -213,10 +214,10 @@ for epoch in range(arguments.epochs):
         state = model.state_dict()
         if arguments.best and epoch > best.epoch:
             best.epoch = epoch
-            stretto.save({"epoch": epoch, "counts": state["count.weight"].flatten()}, arguments.folder / "best.pt")
+            stretto.save({"epoch": epoch, "counts": state["count.weight"]}, arguments.folder / "best.pt")
         if config.rank == 0:
             written = arguments.folder / f"epoch-{epoch + 1}-{config.worker}.json"
-            counts = [round(-one, 6) for one in state["count.weight"].flatten().tolist()]
+            counts = [[round(-one, 6) for one in row] for row in state["count.weight"].tolist()]
             digest = hashlib.blake2b(b"".join(one.numpy().tobytes() for one in state.values()), digest_size=8)
             written.with_suffix(".part").write_text(json.dumps({"counts": counts, "digest": digest.hexdigest()}))
             written.with_suffix(".part").replace(written)
