@@ -44,6 +44,11 @@ class Counted:
     """Digests of the models that the workers had at the end of the last epoch."""
 
     @property
+    def again(self) -> int:
+        """Number of samples that an epoch trained for the one before it, whose work was lost after its end."""
+        return sum((one or {}).get("recovered_samples") or 0 for one in self.record.get("sample_counts", []))
+
+    @property
     def recorded(self) -> list[dict[int, int]]:
         """The same numbers as the record says them; of a run that was resumed, from the epoch of its checkpoint on."""
         names = {"never": 0, "once": 1, "twice": 2}
@@ -105,13 +110,16 @@ def counted_epochs(folder: Path, unit: Unit | None) -> list[dict[int, int]]:
     files = sorted(folder.glob("epoch-*.json"), key=lambda path: (_epoch_of(path), path.stat().st_mtime_ns))
     if not files:
         return []
-    shares = _noted(folder)
-    counts = json.loads(files[-1].read_text())["counts"]
-    epochs = [
-        Counter(_times(row[epoch], unit, shares[epoch, sample] or {1.0}) for sample, row in enumerate(counts))
-        for epoch in range(_epoch_of(files[-1]))
-    ]
-    return [dict(sorted(times.items())) for times in epochs]
+    shares, last = _noted(folder), _epoch_of(files[-1])
+    epochs = [Counter[int]() for _ in range(last)]
+    for sample, row in enumerate(json.loads(files[-1].read_text())["counts"]):
+        times = [_times(row[epoch], unit, shares[epoch, sample] or {1.0}) for epoch in range(last)]
+        for epoch, (this, following) in enumerate(itertools.pairwise(times)):
+            if (this, following) == (0, 2):  # work that was lost after the end of its epoch is done again in the next
+                times[epoch : epoch + 2] = [1, 1]
+        for epoch, one in enumerate(times):
+            epochs[epoch][one] += 1
+    return [dict(sorted(counts.items())) for counts in epochs]
 
 
 def _epoch_of(path: Path) -> int:

@@ -83,6 +83,14 @@ def test_wrong_run_has_a_finding(words: str) -> None:
     assert any(words in finding for finding in findings(PLAN, WRONG[words](GOOD)))
 
 
+@pytest.mark.parametrize(("again", "is_allowed"), [(8, True), (0, False)])
+def test_untouched_samples_are_lost_unless_the_next_epoch_has_done_them_again(again: int, is_allowed: bool) -> None:
+    counts = [{"once": 240}, {"once": 240, "recovered_samples": again}]
+    record = {**GOOD.record, "sample_counts": [{"never": 0, "twice": 0, **one} for one in counts]}
+    changed = replace(GOOD, record=record, epochs=[{0: 8, 1: SAMPLES - 8}, {1: SAMPLES}])
+    assert (findings(replace(PLAN, recipe="gossip(every=2)"), changed) == []) == is_allowed
+
+
 @pytest.mark.parametrize(
     ("changes", "is_allowed"),
     [
