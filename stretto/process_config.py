@@ -19,6 +19,7 @@ import msgspec
 
 from stretto.errors import LaunchError, explain
 from stretto.faults.stragglers import factors
+from stretto.interval import NEVER
 from stretto.run_config import RunConfig, decode_path
 
 VARIABLE = "STRETTO_CONFIG"
@@ -236,7 +237,8 @@ def _of_srun(environment: Mapping[str, str]) -> WorkerConfig:
 def _options(environment: Mapping[str, str], workers: str) -> RunConfig:
     """Return the options of a script that no launcher of Stretto's has started; `workers` names their number."""
     recipe = environment.get(RECIPE) or None
-    return RunConfig(Path(sys.argv[0]), workers=_number(environment, workers, 1), recipe=recipe)
+    count = _number(environment, workers, 1)
+    return RunConfig(Path(sys.argv[0]), workers=count, recipe=recipe, checkpoint_every=NEVER)
 
 
 def first_host(nodes: str) -> str:

@@ -17,6 +17,7 @@ import msgspec
 
 from stretto import free_ports
 from stretto.host_list import parse as parse_hosts
+from stretto.interval import NEVER, Interval, every
 from stretto.run_dir import cores
 from stretto.units import spelled
 
@@ -222,7 +223,12 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     checkpoint_every: Annotated[
         str | None,
-        Option('Interval between checkpoints: 5m, "20 rounds".', CHECKPOINTS, "TIME|ROUNDS", "no checkpoints"),
+        Option(
+            'Interval between checkpoints: 5m, "20 rounds"; or never.',
+            CHECKPOINTS,
+            "TIME|ROUNDS",
+            "first after 10 minutes, then at most 3% of the time",
+        ),
     ] = None
     keep: Annotated[int | None, Option("Number of checkpoints kept.", CHECKPOINTS, "N", "the newest 3")] = None
     resume: Annotated[
@@ -280,6 +286,19 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Working folder of the run's launcher, in the options that launchers that join receive."""
     subcommand: str = "run"
     """Command of `stretto` that started the run."""
+    first_checkpoint_s: float = 600.0
+    """Seconds after which a run for which no interval was typed writes its first checkpoint."""
+
+    @property
+    def checkpoints(self) -> Interval | None:
+        """Interval between checkpoints, one that begins now; None for a run that writes none.
+
+        Without a typed one, checkpoints are written where the coordinator asks for them, or a single worker decides.
+        """
+        if self.checkpoint_every is not None:
+            return every(self.checkpoint_every) if self.checkpoint_every != NEVER else None
+        is_alone = self.workers * self.ranks == 1 and not self.announced
+        return Interval(self.first_checkpoint_s, follows_cost=True) if self.elastic or is_alone else None
 
     @property
     def lr_factor(self) -> float:
@@ -342,6 +361,7 @@ NOT_RECORDED = (
     "scaled_workers",
     "announced",
     "launched_from",
+    "first_checkpoint_s",
 )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -63,6 +64,8 @@ class BackgroundWriter:
         self._condition = threading.Condition()
         self._waiting: tuple[State, int] | None = None
         self._busy = self._closed = self._failing = False
+        self.took_s: float | None = None
+        """Seconds that the last submitted state has taken; None until it is processed."""
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
 
@@ -71,7 +74,7 @@ class BackgroundWriter:
         with self._condition:
             if self._closed:
                 raise RuntimeError("the writer of checkpoints is closed")
-            self._waiting = state, number
+            self._waiting, self.took_s = (state, number), None
             self._condition.notify_all()
 
     def settle(self, limit_s: float) -> bool:
@@ -89,9 +92,11 @@ class BackgroundWriter:
     def _work(self) -> None:
         lower_priority()
         while self._wanted():
+            began = time.monotonic()
             self._write()
             with self._condition:
                 self._busy = False
+                self.took_s = time.monotonic() - began if self._waiting is None else None
                 self._condition.notify_all()
 
     def _wanted(self) -> bool:

@@ -17,7 +17,7 @@ from stretto.faults.plan import check as check_faults
 from stretto.faults.stragglers import factors
 from stretto.host_list import from_file
 from stretto.host_list import parse as parse_hosts
-from stretto.interval import every
+from stretto.interval import NEVER
 from stretto.launcher import entry
 from stretto.launcher.engines.clusters import kind_of
 from stretto.launcher.engines.resources import DEFAULT
@@ -89,6 +89,8 @@ def settled(config: RunConfig) -> RunConfig:
     script = config.script if config.module else entry.located(config.script)
     config = replace(config, script=script, resume=config.resume and config.resume.resolve())
     config = _with_port(_in_workers(config))
+    if checkpoint_notice(config) is not None:
+        config = replace(config, checkpoint_every=NEVER)
     if config.recipe is None:
         return replace(config, servers=None)
     from stretto.recipe.parser import parse, with_shards
@@ -156,6 +158,22 @@ def server_notice(config: RunConfig) -> str | None:
     shards = f"{config.servers} shard{'s' * (config.servers > 1)}"
     means = f"the workers exchange through a parameter server of {shards}, not with each other"
     return f"--servers {config.servers} makes {settled(config).recipe} of the recipe {config.recipe}: {means}"
+
+
+def checkpoint_notice(config: RunConfig) -> str | None:
+    """Return the reason why a run, for which no interval was typed, writes no checkpoints; None if it writes any."""
+    if config.checkpoint_every is not None or config.single_process:
+        return None
+    if config.layout is not None:
+        from stretto.recipe.parser import parse_layout
+
+        if not parse_layout(config.layout).takes_recipe:
+            rotated = 'column blocks have rotated, not by the clock; --checkpoint-every "4 rounds" writes them'
+            return f"no checkpoints are written: the processes of this layout save when {rotated}"
+    if config.checkpoints is None:
+        typed = '--checkpoint-every "100 rounds" writes them'
+        return f"no checkpoints are written: with --no-recovery no coordinator asks for them; {typed}"
+    return None
 
 
 def is_asynchronous(config: RunConfig) -> bool:
@@ -346,15 +364,15 @@ def planned(config: RunConfig) -> Iterator[tuple[float, FaultEvent]]:
 
 def _check_checkpoints(config: RunConfig) -> None:
     _at_least_one("the number of checkpoints kept", config.keep, "--keep 3")
-    if config.checkpoint_every is not None:
-        every(config.checkpoint_every)
-    elif config.keep is not None:
-        problem, expected = "--keep changes nothing without --checkpoint-every", "how often a checkpoint is written"
+    if config.checkpoints is None and config.keep is not None:
+        problem, expected = "--keep changes nothing in a run without checkpoints", "how often a checkpoint is written"
         to_type = f"--checkpoint-every 5m --keep {config.keep}"
-        raise LaunchError(explain(problem, got=f"--keep {config.keep} alone", expected=expected, to_type=to_type))
-    if config.stop_within_s and not (config.checkpoint_every is not None and config.elastic):
+        got = f"--keep {config.keep}" + f" --checkpoint-every {NEVER}" * (config.checkpoint_every is not None)
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+    if config.stop_within_s and not (config.checkpoints is not None and config.elastic):
         problem, expected = "no checkpoint could be written at the end", "checkpoints, and workers that may leave"
-        got, to_type = f"--stop-within {spelled(config.stop_within_s)}s", "-n 2 --checkpoint-every 5m --stop-within 25s"
+        got, to_type = f"--stop-within {spelled(config.stop_within_s)}s", "-n 2 --stop-within 25s"
+        got += f" --checkpoint-every {config.checkpoint_every}" * (config.checkpoint_every is not None)
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
     if config.resume is not None:
         if not (config.resume / CHECKPOINTS).is_dir():
@@ -365,7 +383,7 @@ def _check_checkpoints(config: RunConfig) -> None:
         ]
         if all(lacks):
             problem, expected = f"there is no complete checkpoint in {config.resume}", "all files of one checkpoint"
-            to_type = "stretto run without --resume, with --checkpoint-every; or another copy of the folder"
+            to_type = "stretto run without --resume; or another copy of the folder"
             raise LaunchError(explain(problem, got=lacks[-1] or "", expected=expected, to_type=to_type))
     elif config.resume_stream is not None:
         problem, expected = "--resume-stream changes nothing without --resume", "the run that is continued"

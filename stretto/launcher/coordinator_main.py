@@ -19,7 +19,6 @@ import msgspec
 
 from stretto.errors import LogError
 from stretto.events import COORDINATOR, Event, LogFile
-from stretto.interval import every
 from stretto.launcher.join import invitation_of, packed_code
 from stretto.launcher.shard_main import leave, own_config
 from stretto.launcher.worker_main import fail, log_in
@@ -88,7 +87,7 @@ def _coordinate(config: CoordinatorConfig) -> None:
             FileReceiver(folder, options.keep or KEPT_CHECKPOINTS, coordinator.workers.has_not_failed, options.resume),
             *([_inviter(config, coordinator)] if options.host is not None else []),
         ],
-        every(options.checkpoint_every).seconds if options.checkpoint_every else None,
+        due if (due := options.checkpoints) is not None and due.seconds is not None else None,
         options.timeout_s,
     ).run(threading.Event())  # never set: it serves until SIGTERM
 

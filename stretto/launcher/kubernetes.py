@@ -111,7 +111,7 @@ def commands(config: RunConfig, address: str, listen: str, keys: str = KEYS) -> 
 
     secret = secrets.token_hex(32)
     pair = RunKeys(secret).client(b"joining").texts
-    if config.checkpoint_every is not None and not config.stop_within_s:
+    if config.checkpoints is not None and not config.stop_within_s:
         config = replace(config, stop_within_s=GRACE_S - LAST_S)
     typed = typed_options(config, [name for name in options() if name not in ("workers", "module")])
     program = entry.typed(config.script, config.module, config.args)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from stretto.errors import LaunchError, explain
 from stretto.host_list import parse as parse_hosts
-from stretto.interval import every
 from stretto.run_config import RunConfig
 
 
@@ -60,7 +59,7 @@ def _refuse_for_blocks(config: RunConfig, layout: str) -> None:
     if config.stop_within_s:
         problem, got = "the processes are at different batches when they are asked to stop", "--stop-within"
         raise LaunchError(explain(problem, got=f"{got} {layout}", expected="one of the two", to_type=layout))
-    if config.checkpoint_every is not None and every(config.checkpoint_every).rounds is None:
+    if (due := config.checkpoints) is not None and due.rounds is None and not due.follows_cost:
         problem, got = (
             "the processes save when column blocks have rotated, not by the clock",
             f"--checkpoint-every {config.checkpoint_every}",

@@ -18,7 +18,16 @@ from stretto.checkpoint.file_receiver import INCOMING
 from stretto.checkpoint.model_file import left_in as model_left_in
 from stretto.errors import LaunchError, LogError, RunFailedError, WorkersLostError, explain
 from stretto.events import read_events
-from stretto.launcher.config import check, described, on_engine, planned, server_notice, settled, with_hosts
+from stretto.launcher.config import (
+    check,
+    checkpoint_notice,
+    described,
+    on_engine,
+    planned,
+    server_notice,
+    settled,
+    with_hosts,
+)
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.engines.agents import StartAgent
 from stretto.launcher.engines.clusters import Cluster, connected
@@ -75,11 +84,12 @@ def run(config: RunConfig, display: ProgressDisplay, make_engine: MakeEngine = L
     with connected(config) as cluster:
         if cluster is not None:
             config = structs.replace(config, host=config.host or cluster.address)
-        return _run(settled(config), server_notice(config), display, make_engine, cluster)
+        notes = [*filter(None, (server_notice(config), checkpoint_notice(config)))]
+        return _run(settled(config), notes, display, make_engine, cluster)
 
 
 def _run(
-    config: RunConfig, note: str | None, display: ProgressDisplay, make_engine: MakeEngine, cluster: Cluster | None
+    config: RunConfig, notes: list[str], display: ProgressDisplay, make_engine: MakeEngine, cluster: Cluster | None
 ) -> Path:
     secret = given_secret(config.secret_file) if config.secret_file is not None else None
     inbox: Inbox = SimpleQueue()
@@ -102,7 +112,7 @@ def _run(
         folder = make_folder(config.name, config.out, now)
         write_run(folder, config.record(), now)
         display.starting(f"{described(config)}, run folder {folder}")
-        for line in filter(None, (left_out(config), note)):
+        for line in filter(None, (left_out(config), *notes)):
             display.note(line)
         if config.host is not None:
             key = write_join_key(folder, servers)
@@ -115,7 +125,7 @@ def _run(
             try:
                 _supervise(plan, inbox, display, make_engine, cluster)
             except Stopped as stop:
-                for lines in (left_in(folder, config.retyped, config.subcommand), model_left_in(folder, _first(stop))):
+                for lines in (left_in(folder, config), model_left_in(folder, _first(stop))):
                     stop.add(lines)
                 raise
             except LaunchError as error:

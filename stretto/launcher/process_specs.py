@@ -16,7 +16,6 @@ from pathlib import Path
 from socket import socket
 
 from stretto.events import COORDINATOR, RELAY, process_name
-from stretto.interval import every
 from stretto.launcher.config import codec_folder, is_asynchronous
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
@@ -216,8 +215,8 @@ def service_spec(number: int, of: int, module: str, process: Config, fds: list[i
 
 def _snapshot_interval_s(config: RunConfig) -> float:
     """Return the interval of snapshots: short enough for a checkpoint to be written when it is due."""
-    checkpoint_interval_s = every(config.checkpoint_every).seconds if config.checkpoint_every else None
-    return min(SNAPSHOT_INTERVAL_S, checkpoint_interval_s or SNAPSHOT_INTERVAL_S)
+    shortest_s = due.shortest_s if (due := config.checkpoints) is not None else None
+    return min(SNAPSHOT_INTERVAL_S, shortest_s or SNAPSHOT_INTERVAL_S)
 
 
 def environment_of(place: int, config: RunConfig) -> dict[str, str]:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.masking import masked
 from stretto.run_config import RunConfig, options
 from stretto.run_dir import CHECKPOINTS, read_run
+from stretto.units import spelled
 
 DECIDE_WHAT_IS_TRAINED = ("recipe", "seed", "global_batch", "lr_scale", "on_nan", "on_resize")
 
 
-def left_in(folder: Path, retyped: Sequence[str], command: str = "run") -> str:
-    """Return lines that name the run folder, its page, and the command that continues the run.
+def left_in(folder: Path, config: RunConfig) -> str:
+    """Return lines that name the folder of a run, its page, and the command that continues the run.
 
-    `retyped` are the words of the `command` after `--resume FOLDER`; arguments that look like secrets are masked.
+    Arguments that look like secrets are masked.
     """
     lines = [f"run folder: {folder}", f"page: stretto report {folder} writes {folder / 'report.html'}"]
     if any((folder / CHECKPOINTS).glob("round-*")):
-        resume_command = shlex.join(["stretto", command, "--resume", str(folder), *(masked(retyped) or ("...",))])
+        words = masked(config.retyped) or ("...",)
+        resume_command = shlex.join(["stretto", config.subcommand, "--resume", str(folder), *words])
         return "\n".join([*lines, f"continue from the last checkpoint: {resume_command}"])
-    every = "5m" if command == "run" else "1"
-    lines.append(f"continue: not possible, for no checkpoint was written; --checkpoint-every {every} writes them")
+    due, every = config.checkpoints, "5m" if config.subcommand == "run" else "1"
+    first = f": the first is due after {spelled((due.seconds or 0) / 60)} minutes" if due and due.follows_cost else ""
+    lines.append(
+        f"continue: not possible, for no checkpoint was written{first}; --checkpoint-every {every} writes them"
+    )
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from stretto.errors import LaunchError, LogError, RunFailedError, explain
 from stretto.events import Event, read_events
+from stretto.interval import NEVER
 from stretto.launcher.entry import file_of
 from stretto.launcher.local import run as run_locally
 from stretto.launcher.private_files import PrivateFiles
@@ -347,7 +348,7 @@ def _in_run(config: RunConfig, files: Sequence[Path]) -> list[Trap]:
             output="none",
             restarts=0,
             private_files=Path(place, ".files").resolve(),
-            checkpoint_every="1000000 rounds",  # so that the workers may leave
+            checkpoint_every=None if layout.takes_recipe else NEVER,
             stop_within_s=LEAVE_S if layout.takes_recipe else config.stop_within_s,
         )
         try:

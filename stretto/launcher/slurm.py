@@ -22,8 +22,6 @@ from stretto.launcher.join import JOIN_KEY, JoinRequest
 from stretto.run_config import RunConfig
 from stretto.run_dir import CHECKPOINTS, RUNS
 
-CHECKPOINT_EVERY = "5m"
-"""Interval of checkpoints, without which a requeued job would begin again."""
 STOP_WITHIN_S = 25.0
 """Time for a last checkpoint after SIGTERM; scancel kills 30 s after it, unless KillWait differs."""
 LOOK_S = 0.1
@@ -67,7 +65,7 @@ class SlurmTask:
         """Return the configuration of the run that task 0 launches."""
         earlier = [self.folder(config, start) for start in reversed(range(self.starts))]
         resumed = next((folder for folder in earlier if (folder / CHECKPOINTS).is_dir()), None)
-        return replace(
+        launched = replace(
             config,
             workers=1,
             announced=self.tasks - 1,
@@ -75,9 +73,10 @@ class SlurmTask:
             host=config.host or _address(self.launched_from),
             out=self.folder(config, self.starts),
             resume=config.resume or resumed,
-            checkpoint_every=config.checkpoint_every or CHECKPOINT_EVERY,
-            stop_within_s=config.stop_within_s or STOP_WITHIN_S,
         )
+        if launched.stop_within_s or launched.checkpoints is None:
+            return launched
+        return replace(launched, stop_within_s=STOP_WITHIN_S)
 
     def joining(self, config: RunConfig) -> JoinRequest:
         """Return how a task other than the first joins the run. Waits for its key, at most `timeout_s`."""

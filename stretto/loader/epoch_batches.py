@@ -297,7 +297,7 @@ class Division:
     resume_stream: ResumeStream | None = None
     """Way to continue a stream of a resumed run; None to bring it to its place."""
     has_checkpoints: bool = True
-    """True if the run writes checkpoints, which need what proves a place in a stream."""
+    """True if checkpoints are written from the start, which need what proves a place in a stream."""
 
 
 class BatchSource:
@@ -318,6 +318,7 @@ class BatchSource:
         self.streamed: StreamedEpoch | None = None
         """The last epoch over a stream that has begun."""
         self._division, self._global_batch_of = division, division.global_batch_of
+        self._keeps_proofs = division.has_checkpoints or transport.repeats_attempts
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
         self._asynchronous = isinstance(division.when, on_arrival)
@@ -461,12 +462,19 @@ class BatchSource:
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
-        keeps_last = self._division.has_checkpoints or self._transport.repeats_attempts
         is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
         if is_own or is_alone:
-            return StreamReader(loader, None, place, keeps_last)
+            return StreamReader(loader, None, place, self._keeps_proofs)
         told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
-        return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place, keeps_last)
+        return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place, self._keeps_proofs)
+
+    def keep_proofs(self) -> bool:
+        """Keep from now on what proves a place in a stream; return True if it was not kept before, of the one read."""
+        had, self._keeps_proofs = self._keeps_proofs, True
+        if had or self.streamed is None:
+            return False
+        self.streamed.reader.keep_last()
+        return True
 
     @property
     def batches_per_step(self) -> int:

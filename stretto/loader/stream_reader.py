@@ -162,6 +162,10 @@ class StreamReader:
             self._taken = position, excerpt(batch), before
         return batch
 
+    def keep_last(self) -> None:
+        """Keep an excerpt of the last batch, and the random states before, of the batches that are read from now on."""
+        self._keeps_last = True
+
     def keep_from(self, position: int) -> None:
         """Keep all batches from a position on, so that they can be taken again; release those before it."""
         self._keeps_from = position

@@ -170,6 +170,7 @@ class CoordinatorConnection(ABC):
         self._observer: GenerationObserver | None = None
         self._doing = ("starting", 0, self.now())
         self._waits: Waits | None = None
+        self._checkpoint_s = 0.0
         self._broken: Broken | None = None
         self._is_leaving = self._has_finished = False
 
@@ -202,6 +203,10 @@ class CoordinatorConnection(ABC):
         if is_further and self.state.pause_requested:
             self.wake(with_heartbeat=True)
 
+    def checkpoint_took(self, seconds: float) -> None:
+        """Note the cost of the last checkpoint, by which the coordinator asks for the next one."""
+        self._checkpoint_s = seconds
+
     def quit(self) -> None:
         """Ask to leave gracefully at the next pause. May be called by a signal handler."""
         self._is_leaving = True
@@ -218,8 +223,8 @@ class CoordinatorConnection(ABC):
         if with_heartbeat:
             doing, global_step, since_s = self._doing
             place = self._observer.operations_begun() if self._observer is not None else -1
-            heartbeat = Heartbeat(self.state.generation, doing, now - since_s, global_step, place, self._waits)
-            messages.append(heartbeat)
+            for_s, cost_s = now - since_s, self._checkpoint_s
+            messages.append(Heartbeat(self.state.generation, doing, for_s, global_step, place, self._waits, cost_s))
         if self._broken is not None and self._broken.generation > self.state.aborted:
             messages.append(self._broken)
         if self._is_leaving:

@@ -74,7 +74,7 @@ class StartedOnCluster(Started, frozen=True):
 
 def rules_of(config: RunConfig, asynchronous: bool) -> Started:
     """Return the rules of a run. On a cluster, a lost worker waits for room, and the run waits for its last one."""
-    saves = config.checkpoint_every is not None
+    saves = config.checkpoints is not None
     rules = config.awaited, config.failure_timeout_s, config.min_workers, config.max_workers, asynchronous
     if config.on is None:
         limits = max(RETURN_S, config.failure_timeout_s), saves

@@ -77,7 +77,8 @@ class Heartbeat(_Message, frozen=True):
     """Sign of life, with the worker's generation and its activity since `for_s` seconds.
 
     `place` is the number of collective operations that the worker has begun; -1 before its first generation. `waits` is
-    the operation that it waits in.
+    the operation that it waits in. `checkpoint_s` are the seconds that the last checkpoint has taken at the worker that
+    wrote it, 0 at all others; infinite if its state can't be saved.
     """
 
     generation: int
@@ -86,6 +87,7 @@ class Heartbeat(_Message, frozen=True):
     global_step: int
     place: int = -1
     waits: Waits | None = None
+    checkpoint_s: float = 0.0
 
 
 class Broken(_Message, frozen=True):

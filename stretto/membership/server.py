@@ -21,10 +21,12 @@ import zmq
 
 from stretto.errors import LogError
 from stretto.events import Event
+from stretto.interval import Interval
 from stretto.membership.barriers import Arrive, Barriers
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.messages import (
     EndRun,
+    Heartbeat,
     LauncherEnded,
     LauncherMessage,
     LauncherReply,
@@ -82,7 +84,7 @@ class MembershipServer:
         keys: RunKeys | None,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
         services: Sequence[Service] = (),
-        save_every_s: float | None = None,
+        save_every: Interval | None = None,
         log_limit_s: float = math.inf,
     ) -> None:
         host, port = listener.getsockname()[:2]
@@ -92,8 +94,7 @@ class MembershipServer:
         failure_timeout_s = coordinator.rules.failure_timeout_s
         self._tick_s = min(failure_timeout_s / 10, 0.2)
         self._paused_s = failure_timeout_s / 4
-        self._save_every_s = save_every_s
-        self._saved = time.monotonic()
+        self._save_every = save_every
         self._context = zmq.Context()
         self._door = doorman(self._context, keys) if keys else None
         self._socket = router(self._context, keys, LARGEST_MESSAGE)
@@ -134,9 +135,8 @@ class MembershipServer:
             self._context.destroy(linger=0)
 
     def _save(self, now: float) -> None:
-        """Request a checkpoint when it is due."""
-        if self._save_every_s is not None and now - self._saved >= self._save_every_s:
-            self._saved = now
+        """Request a checkpoint when it is due; the interval begins with the first generation."""
+        if self._save_every is not None and self._coordinator.generation and self._save_every.due(now, 0):
             self._send_logged(self._coordinator.save(now))
 
     def _stop_without_log(self, now: float) -> None:
@@ -166,6 +166,8 @@ class MembershipServer:
             if (match := _NAME.fullmatch(name)) is not None:
                 worker, incarnation, rank, ranks = (int(number) for number in match.groups(default=b"0"))
                 message = _WORKER_MESSAGE.decode(data)
+                if self._save_every is not None and isinstance(message, Heartbeat) and message.checkpoint_s:
+                    self._save_every.cost_s = message.checkpoint_s
                 outgoing = self._coordinator.receive(
                     worker, incarnation, message, time.monotonic(), rank, max(ranks, 1)
                 )

@@ -73,7 +73,7 @@ class Epochs:
             arguments.assignment,
             context.split,
             context.resume_stream,
-            context.checkpoint is not None,
+            context.checkpoint is not None and not context.checkpoint.follows_cost,
         )
         self.source = BatchSource(
             trainer.loader, trainer.transport, self, division, context.runtime, trainer.rank_parts
@@ -251,17 +251,25 @@ class Epochs:
         self._batches_to_meeting -= 1
         if self._batches_to_meeting >= 0 and not has_ended:
             return
+        if not has_ended and (ahead := self._count_to_meeting(has_met=False)):
+            self._batches_to_meeting = ahead
+            return
+        is_proved = not self.source.keep_proofs()
         all_have_ended = False
         while not all_have_ended:
             with self._timer.on("waiting"):
                 replies = self._transport.all_gather_bytes(b"ended" if has_ended else b"more")
             all_have_ended = set(replies) == {b"ended"}
-            if not all_have_ended:
+            if not all_have_ended and is_proved:
                 self.on_snapshot()
             if not has_ended:
                 break
-        own = checkpoints.batches_to_meeting(self._progress.global_steps)
-        self._batches_to_meeting = int(self._trainer.rank_parts.gathered(str(own).encode())[0])
+        self._batches_to_meeting = self._count_to_meeting(has_met=True)
+
+    def _count_to_meeting(self, has_met: bool) -> int:
+        """Return the number of batches up to the next meeting within a stream, which rank 0 of this worker decides."""
+        own = self._trainer.agent.checkpoints.batches_to_meeting(self._progress.global_steps, has_met)
+        return int(self._trainer.rank_parts.gathered(str(own).encode())[0])
 
     def write_lost(self, text: str) -> None:
         """Write that batches of a stream were lost in this epoch: the run ends with an exit code that is not 0."""

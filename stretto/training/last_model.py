@@ -9,7 +9,7 @@
       | (the script ends: writes the final model, which replaces the last one)
 
 A model is kept at the end of each epoch; in long epochs also where replicas were compared, if that is due. Keeping (in
-epochs) and writing take at most `SHARE` of the time each, by what they took before; the first model is written
+epochs) and writing take at most `interval.SHARE` of the time each, by what they took before; the first model is written
 immediately. A file that the launcher finds after it was killed is therefore older than the copy by little.
 """
 
@@ -28,6 +28,7 @@ from stretto.checkpoint.background_writer import lower_priority
 from stretto.checkpoint.final_model import save_last, saveable_tensors
 from stretto.checkpoint.model_file import CAUSE_BYTES, UNKNOWN
 from stretto.checkpoint.storage import tensor_chunks
+from stretto.interval import pause_after
 from stretto.membership.worker_status import KeptModel, status
 from stretto.parallel.mapped_tables import moved_to_file
 from stretto.parallel.rank_parts import RankParts
@@ -37,8 +38,6 @@ from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 from stretto.transport.device_memory import host_memory
 
-SHARE = 0.03
-"""Largest share of the time that writing takes, and that keeping takes within an epoch."""
 LOOK_S = 0.05
 """Interval at which the writer looks if the launcher asks for the model."""
 
@@ -98,7 +97,7 @@ class LastModel:
             if not parts.rank and self._is_finite(tensors):
                 self._copy(tensors, own, {"epoch": str(epochs), "step": str(trainer.progress.steps)})
         now = self._clock()
-        self._keep_at = now + (now - began) / SHARE
+        self._keep_at = now + pause_after(now - began)
 
     def _is_finite(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return True if no parameter is NaN or infinite and no buffer is NaN: masks hold infinities."""
@@ -185,7 +184,7 @@ class LastModel:
             began = self._clock()
             problem = self._write(kept, {**metadata, "cause": UNKNOWN})
             now = self._clock()
-            self._write_at = now + (now - began) / SHARE
+            self._write_at = now + pause_after(now - began)
             self._note_written()
             if problem is not None and not self._is_given_up and not self._is_noticed:
                 self._is_noticed = True

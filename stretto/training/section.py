@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.checkpoint.storage import State
+from stretto.interval import Interval
 from stretto.membership.epoch_numbers import numbered
 
 COUNTS = ("number", "epochs", "rounds", "global_steps", "samples", "seconds")
@@ -33,6 +34,8 @@ class Section:
     """Bytes that this process has sent and received."""
     seconds: float = 0.0
     """Seconds from the zero of the first section's clock to the zero of this one's."""
+    checkpoints: Interval | None = None
+    """Interval between checkpoints, as far as it has passed in the sections before; None in the first."""
     state: State | None = None
     """State to continue from: another worker's, or a checkpoint's."""
     notices: list[str] = field(default_factory=list)

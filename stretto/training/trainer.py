@@ -173,6 +173,7 @@ class Trainer:
             self.strategy.parameter_sets,
             traffic.bytes_sent,
             traffic.bytes_received,
+            checkpoints=self.agent.checkpoints.every,
         )
 
     def end(self, is_last: bool) -> None:

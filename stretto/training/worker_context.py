@@ -16,7 +16,7 @@ from stretto.checkpoint.file_client import FileClient
 from stretto.checkpoint.folder import KEPT_CHECKPOINTS
 from stretto.checkpoint.run_files import LocalFiles, RemoteFiles, RunFiles
 from stretto.events import EventLog, LineStore
-from stretto.interval import Interval, every
+from stretto.interval import Interval
 from stretto.loader.epoch_batches import Rule
 from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
@@ -212,7 +212,7 @@ def _context(config: WorkerConfig) -> WorkerContext:
         lead_host=address[0] if address is not None else "127.0.0.1",
         slow=config.slowdown,
         incarnation=config.incarnation,
-        checkpoint=every(options.checkpoint_every) if options.checkpoint_every else None,
+        checkpoint=options.checkpoints,
         keep=options.keep or KEPT_CHECKPOINTS,
         resume=options.resume,
         resume_stream=options.resume_stream,

@@ -88,6 +88,10 @@ class GenerationSource(Protocol):
         """Set the status for the next heartbeats, and the exchange that this worker waits in."""
         ...
 
+    def checkpoint_took(self, seconds: float) -> None:
+        """Note the cost of the last checkpoint, for heartbeats."""
+        ...
+
     def quit(self) -> None:
         """Request to leave at the next pause."""
         ...
@@ -384,6 +388,10 @@ class ElasticTransport(Transport):
     def doing(self, text: str, global_step: int) -> None:
         """Set this worker's status for heartbeats."""
         self._coordinator.doing(text, global_step)
+
+    def checkpoint_took(self, seconds: float) -> None:
+        """Publish the cost of the last checkpoint, if this worker has written it, for the coordinator."""
+        self._coordinator.checkpoint_took(seconds)
 
     def request_leave(self) -> None:
         """Request to leave gracefully at the next pause. May be called from a signal handler."""

@@ -249,6 +249,9 @@ class Transport(Collectives):
     def doing(self, text: str, global_step: int) -> None:
         """Publish what this worker does, and its global step."""
 
+    def checkpoint_took(self, seconds: float) -> None:
+        """Publish the cost of the last checkpoint at the worker that wrote it; 0 elsewhere; infinity if none can be."""
+
     def receive_state(self) -> bytes:
         """Return the state of the run at a worker that arrives, from the first member that has it."""
         return b""
