@@ -284,6 +284,9 @@ class ThreadConnection:
             self._coordinator.global_steps[self._worker] = global_step
             self._coordinator._settle()
 
+    def checkpoint_took(self, seconds: float) -> None:
+        pass
+
     def quit(self) -> None:
         self._coordinator.quit(self._worker)
 

@@ -137,7 +137,8 @@ def test_passwords_in_the_place_of_the_copy_are_masked(tmp_path: Path) -> None:
 
 def test_the_command_that_continues_a_run_is_masked(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINTS / "round-1").mkdir(parents=True)
-    shown = left_in(tmp_path, ["train.py", "--epochs", "3", "--api-key", SECRET])
+    retyped = ("train.py", "--epochs", "3", "--api-key", SECRET)
+    shown = left_in(tmp_path, RunConfig(Path("train.py"), retyped=retyped))
     assert f"--resume {tmp_path} train.py --epochs 3 --api-key '(masked)'" in shown
 
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -56,11 +55,12 @@ class BackgroundWriter:
     """Thread that writes checkpoints: one is being written, one waits, and a newer one replaces the waiting one.
 
     A disk that does not take a checkpoint never stops training: a notice reports the failure, and another one the first
-    success after it. `notice` is called in this thread; when it raises, it is repeated at the next failure.
+    success after it. `notice` is called in this thread; when it raises, it is repeated at the next failure. `clock` is in
+    seconds.
     """
 
-    def __init__(self, checkpoints: CheckpointStore, notice: Notice) -> None:
-        self._checkpoints, self._notice = checkpoints, notice
+    def __init__(self, checkpoints: CheckpointStore, notice: Notice, clock: Callable[[], float]) -> None:
+        self._checkpoints, self._notice, self._clock = checkpoints, notice, clock
         self._condition = threading.Condition()
         self._waiting: tuple[State, int] | None = None
         self._busy = self._closed = self._failing = False
@@ -92,11 +92,11 @@ class BackgroundWriter:
     def _work(self) -> None:
         lower_priority()
         while self._wanted():
-            began = time.monotonic()
+            began = self._clock()
             self._write()
             with self._condition:
                 self._busy = False
-                self.took_s = time.monotonic() - began if self._waiting is None else None
+                self.took_s = self._clock() - began if self._waiting is None else None
                 self._condition.notify_all()
 
     def _wanted(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from stretto.errors import LaunchError, explain
+from stretto.interval import NEVER
 from stretto.launcher.config import check, ranks_of
 from stretto.launcher.entry import typed
 from stretto.masking import masked
@@ -91,7 +92,7 @@ class Trial:
         return f"{self.recipe}, {self.layout}" if self.layout else self.recipe
 
     def config(self, question: Question, folder: Path) -> RunConfig:
-        """Return the run configuration. A baseline runs without stragglers."""
+        """Return the run configuration. A baseline runs without stragglers, and all without checkpoints."""
         return replace(
             question.config,
             workers=self.workers,
@@ -102,6 +103,7 @@ class Trial:
             global_batch_of=self.global_batch_of,
             out=folder / self.name,
             keep_states=True,
+            checkpoint_every=NEVER,
             stragglers=None if self.recipe is None else question.config.stragglers,
             output="none",
         )

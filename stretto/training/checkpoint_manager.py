@@ -68,6 +68,11 @@ class CheckpointManager:
 
     # --- when ---------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begin the first interval, unless it has begun."""
+        if self.every is not None:
+            self.every.has_passed(self._now(), self._trainer.section.rounds)
+
     def is_due(self) -> bool:
         """Return True if a checkpoint is due at a rest point, by rounds, or by seconds in a fixed membership."""
         trainer, due = self._trainer, self.every
@@ -121,8 +126,6 @@ class CheckpointManager:
         interval was typed, a worker looks at its clock before a meeting, too; 0 if that is due.
         """
         due, recipe, t = self.every, self._trainer.strategy.recipe, self._now()
-        if due is not None and not batches:
-            due.has_passed(t, self._trainer.section.rounds)  # the interval begins with the stream
         if due is None or due.seconds is None:
             return (due.rounds or 1 if due is not None else 1) * getattr(recipe.when if recipe else None, "every", 1)
         if not has_met and t >= self._meet_at:
@@ -196,7 +199,7 @@ class CheckpointManager:
         tensors = state.tensors | copies
         kept = State(state_transfer.as_text(state.facts), tensors, state.own)
         if self._writer is None:
-            self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
+            self._writer = BackgroundWriter(self._checkpoints, self._notices.put, self._clock)
             if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
                 trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")

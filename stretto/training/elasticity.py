@@ -202,6 +202,7 @@ class ElasticAgent:
 
     def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
+        self.checkpoints.begin()
         (late, _), self._late = self._late or (None, ()), None
         epoch_batches, progress = self._trainer.epochs.current, self._trainer.progress
         if late is not None and isinstance(epoch_batches, AssignedEpoch):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.main import get_command
 
 from stretto.cli import main
@@ -111,11 +112,14 @@ def test_help_of_servers_says_how_they_change_a_recipe() -> None:
 
 def test_stopped_run_prints_its_folder_its_page_and_the_command_to_continue(tmp_path: Path) -> None:
     words = ("-n", "4", "--recipe", "local_sgd(every=4)", "train.py", "--lr", "1")
-    said = left_in(tmp_path, words)
+    config = RunConfig(Path("train.py"), retyped=words)
+    said = left_in(tmp_path, config)
     assert f"run folder: {tmp_path}" in said and f"stretto report {tmp_path}" in said
-    assert "no checkpoint was written" in said
+    assert "no checkpoint was written: the first is due after 10 minutes; --checkpoint-every 5m writes them" in said
+    typed = left_in(tmp_path, replace(config, checkpoint_every="1h"))
+    assert "no checkpoint was written; --checkpoint-every 5m writes them" in typed
     (tmp_path / "checkpoints" / "round-00000004").mkdir(parents=True)
-    last = left_in(tmp_path, words).splitlines()[-1]
+    last = left_in(tmp_path, config).splitlines()[-1]
     again = f"stretto run --resume {tmp_path} -n 4 --recipe 'local_sgd(every=4)' train.py --lr 1"
     assert last == f"continue from the last checkpoint: {again}"
 

@@ -29,7 +29,8 @@ def test_commands_are_words_that_no_shell_reads_and_hold_no_key() -> None:
     text = manifests(CONFIG, PodOptions("registry/me:1", "mine", gpus=2))
     head, worker = (json.loads(one) for one in re.findall(r"^ +command: (.*)$", text, flags=re.M))
     assert head[:6] == ["stretto", "run", "-n", "0", "--listen", "$(POD_IP):7878"]
-    assert head[-5:] == ["--recipe", "local_sgd(every=4)", "/app/train.py", "--lr", "0.1"]
+    typed = ["--recipe", "local_sgd(every=4)", "--stop-within", "45s", "/app/train.py", "--lr", "0.1"]
+    assert sorted(head[-7:-3]) == sorted(typed[:4]) and head[-3:] == typed[4:]
     assert worker[:5] == ["stretto", "join", "mine-head:7878", "--key", "/var/run/stretto/join.key"]
     kept = secrets_in(text)
     assert not any(part in " ".join([*head, *worker]) for part in (kept["secret"], kept["join.key"]))

@@ -43,8 +43,14 @@ def test_first_task_launches_and_the_run_begins_with_all_tasks(script: RunConfig
     assert run_task(script, task, launch, lambda _: Path("joined")) == Path("folder")
     (config,) = launched
     assert (config.workers, config.initial_workers, config.threads, config.host) == (1, 4, 3, "127.0.0.1")
-    assert (config.out, config.resume, config.checkpoint_every) == (Path("runs/slurm-7.0"), None, "5m")
+    assert (config.out, config.resume) == (Path("runs/slurm-7.0"), None)
+    assert config.checkpoints is not None and config.checkpoints.follows_cost and config.stop_within_s == 25.0
     assert "announced" not in config.record()
+
+
+def test_a_job_without_checkpoints_ends_immediately_when_it_is_asked_to(script: RunConfig) -> None:
+    config = SlurmTask.of(TASK).configured(replace(script, checkpoint_every="never"))
+    assert (config.checkpoints, config.stop_within_s) == (None, 0.0)
 
 
 def test_other_tasks_join_by_the_key_of_the_run_under_their_numbers(script: RunConfig) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -469,7 +470,7 @@ class Gated(Checkpoints):
 
 def test_a_newer_state_replaces_the_state_that_waits_to_be_written(tmp_path: Path) -> None:
     gated = Gated(tmp_path)
-    writer = BackgroundWriter(gated, pytest.fail)
+    writer = BackgroundWriter(gated, pytest.fail, time.perf_counter)
     writer.submit(small_state(1), 1)
     assert gated.began.acquire(timeout=60)
     for number in (2, 3, 4):
@@ -493,7 +494,7 @@ def test_failures_are_reported_once_and_so_is_their_end(plan: list[str | None], 
     expected: list[str] = []
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         gated = Gated(Path(folder), keep)
-        writer = BackgroundWriter(gated, notices.append)
+        writer = BackgroundWriter(gated, notices.append, time.perf_counter)
         gated.gate.release(len(plan) + 1)
         for number, failure in enumerate(plan):
             with_it = small_state(number)
@@ -526,7 +527,7 @@ def test_a_notice_that_failed_is_repeated_at_the_next_failure(tmp_path: Path) ->
 
     gated = Gated(tmp_path)
     gated.error = FAILURES["no room"]
-    writer = BackgroundWriter(gated, full)
+    writer = BackgroundWriter(gated, full, time.perf_counter)
     gated.gate.release(5)
     for number in range(5):
         writer.submit(small_state(number), number)
@@ -539,7 +540,7 @@ def test_a_notice_that_failed_is_repeated_at_the_next_failure(tmp_path: Path) ->
 def test_a_written_state_is_released(tmp_path: Path) -> None:
     """Otherwise the memory of snapshots would never be free."""
     snapshots, tensor = Snapshots(), torch.randn(100)
-    writer = BackgroundWriter(Checkpoints(tmp_path), pytest.fail)
+    writer = BackgroundWriter(Checkpoints(tmp_path), pytest.fail, time.perf_counter)
     places = set()
     for number in range(6):
         copies = snapshots.copied({"model/w": tensor})
@@ -610,7 +611,7 @@ def test_free_memory_is_reused() -> None:
 # --- full disk -------------------------------------------------------------------------------------------------------
 
 FULL = """
-import json, subprocess, sys
+import json, subprocess, sys, time
 from pathlib import Path
 import torch
 from stretto.checkpoint.background_writer import BackgroundWriter
@@ -618,7 +619,7 @@ from stretto.checkpoint.storage import Checkpoints, State
 
 disk = Path(sys.argv[1])
 checkpoints, notices, found = Checkpoints(disk / "checkpoints", keep=1), [], []
-writer = BackgroundWriter(checkpoints, notices.append)
+writer = BackgroundWriter(checkpoints, notices.append, time.perf_counter)
 
 def go_on(number):
     writer.submit(State({}, {"model/w": torch.full((50_000,), float(number))}), number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ from coordinator_process import CoordinatorProcess
 
 from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
+from stretto.interval import Interval
 from stretto.membership.barriers import Arrive
 from stretto.membership.client import MembershipClient
 from stretto.membership.coordinator import MembershipCoordinator
@@ -80,7 +82,14 @@ class _Observer:
 class Scene:
     """A membership server in a thread, and its clients."""
 
-    def __init__(self, folder: Path, expected: int, failure_timeout_s: float = 5.0, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        expected: int,
+        failure_timeout_s: float = 5.0,
+        save_every: Interval | None = None,
+        **more: Any,
+    ) -> None:
         self.folder, self.failure_timeout_s = folder, failure_timeout_s
         self.notices: list[str] = []
         self.events: list[dict[str, Any]] = []
@@ -99,6 +108,7 @@ class Scene:
             KEYS,
             self.publish,
             [EventAppender(folder)],
+            save_every,
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
@@ -191,6 +201,38 @@ def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
     assert there.notices[-1].endswith("continuing with 2 workers, worker 2 is restarted")
     with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
         crew[2].await_generation(ReadyReport(1))
+
+
+class AskedOnce(Interval):
+    """An interval that has passed once, and says when the server first asked."""
+
+    asked_at: int | None = None
+
+    def due(self, now: float, rounds: int) -> bool:
+        """Return True at the first call."""
+        is_first, self.asked_at = self.asked_at is None, 1
+        return is_first
+
+
+def test_members_save_when_it_is_due_and_their_cost_reaches_the_interval(scene) -> None:
+    interval = AskedOnce(600.0, follows_cost=True)
+    there = scene(2, save_every=interval)
+    lonely = there.client(0)
+    with pytest.raises(TimeoutError):
+        there.pool.submit(lonely.await_generation, ReadyReport(0)).result(0.3)
+    assert interval.asked_at is None, "the interval begins with the first generation"
+    other = there.client(1)
+    other.await_generation(ReadyReport(0))
+    until(lambda: lonely.pause_requested and other.pause_requested)
+    here = ReadyReport(1, commits=1, global_step=1)
+    replies = [
+        one.result(LIMIT_S) for one in [there.pool.submit(each.pause_between_steps, here) for each in (lonely, other)]
+    ]
+    assert [reply.save for reply in replies] == [True, True]
+    lonely.checkpoint_took(2.5)
+    until(lambda: interval.cost_s == 2.5)
+    lonely.checkpoint_took(math.inf)
+    until(lambda: interval.cost_s == math.inf)
 
 
 def test_the_ranks_of_a_worker_join_and_fail_together(scene) -> None:
