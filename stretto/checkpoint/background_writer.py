@@ -55,8 +55,7 @@ class BackgroundWriter:
     """Thread that writes checkpoints: one is being written, one waits, and a newer one replaces the waiting one.
 
     A disk that does not take a checkpoint never stops training: a notice reports the failure, and another one the first
-    success after it. `notice` is called in this thread; when it raises, it is repeated at the next failure. `clock` is in
-    seconds.
+    success after it. `notice` is called in this thread; when it raises, it is repeated at the next failure.
     """
 
     def __init__(self, checkpoints: CheckpointStore, notice: Notice, clock: Callable[[], float]) -> None:

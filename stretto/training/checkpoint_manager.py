@@ -32,6 +32,8 @@ LAST_S, LAST_REMOTE_S = 60.0, 3600.0
 """Seconds that the last checkpoint may take after the script has ended, on a disk here and at the launcher.
 
 Sending ends earlier if the coordinator takes nothing."""
+LEAST_S = 1e-6
+"""Least cost of a checkpoint, on a clock that may stand still."""
 BATCHES_BEFORE_PACE = 16
 """Number of batches up to the next meeting within a stream, while the pace of a worker is not known."""
 _NUMBER = struct.Struct("<q")
@@ -126,10 +128,10 @@ class CheckpointManager:
         interval was typed, a worker looks at its clock before a meeting, too; 0 if that is due.
         """
         due, recipe, t = self.every, self._trainer.strategy.recipe, self._now()
+        if not has_met and (due is None or not due.follows_cost or t >= self._meet_at):
+            return 0
         if due is None or due.seconds is None:
             return (due.rounds or 1 if due is not None else 1) * getattr(recipe.when if recipe else None, "every", 1)
-        if not has_met and t >= self._meet_at:
-            return 0
         (met_at, before), self._met = self._met, (t, batches)
         if has_met and due.follows_cost:
             self._meet_at = t + (due.shortest_s or 0.0)
@@ -240,7 +242,7 @@ class CheckpointManager:
     def pass_on(self) -> None:
         """Write the writer's notices into the event log, and let the next checkpoint be due by the cost of the last."""
         if self._cost_s is not None and self._writer is not None and (took_s := self._writer.took_s) is not None:
-            cost_s, self._cost_s = self._cost_s + took_s, None
+            cost_s, self._cost_s = max(self._cost_s + took_s, LEAST_S), None
             self._trainer.transport.checkpoint_took(cost_s)
             if self.every is not None:
                 self.every.cost_s = cost_s

@@ -1,4 +1,4 @@
-"""Checkpoints for which no interval was typed: written after the first interval, and never the reason why a run ends."""
+"""Checkpoints for which no interval was typed: written after the first ten minutes, and no reason why a run ends."""
 
 from __future__ import annotations
 

@@ -409,7 +409,12 @@ def test_run_of_one_worker_draws_the_same_random_numbers_after_a_resume(recipe: 
 def test_parts_that_some_workers_have_trained_ahead_of_others_are_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CheckpointManager, "batches_to_meeting", lambda self, _: [3, 1][self._trainer.transport.number])
+    counts = [3, 1]
+    monkeypatch.setattr(
+        CheckpointManager,
+        "batches_to_meeting",
+        lambda self, _, has_met: counts[self._trainer.transport.number] if has_met else 0,
+    )
 
     def work(worker: int) -> list[int]:
         net = nn.Linear(1, 1)
