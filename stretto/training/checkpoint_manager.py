@@ -33,7 +33,7 @@ LAST_S, LAST_REMOTE_S = 60.0, 3600.0
 
 Sending ends earlier if the coordinator takes nothing."""
 LEAST_S = 1e-6
-"""Least cost of a checkpoint, on a clock that may stand still."""
+"""Least cost of a checkpoint, since 0 says that the cost is unknown."""
 BATCHES_BEFORE_PACE = 16
 """Number of batches up to the next meeting within a stream, while the pace of a worker is not known."""
 _NUMBER = struct.Struct("<q")
