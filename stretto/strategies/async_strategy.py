@@ -142,6 +142,10 @@ class AsyncStrategy(RecipeStrategy):
                 self._observer.push(self.server.run)
         self.server.merge_if_arrived()
 
+    def undo(self) -> None:
+        """Undo the steps since the server has rolled back."""
+        self.server.undo()
+
     def push_all(self) -> None:
         """Push the remaining update, and wait until it is applied."""
         if self._server is not None:

@@ -240,10 +240,21 @@ class AsyncServer:
             self._transport.recovery_epoch,
             True,
         )
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=False)  # not None: a gradient scaler needs them
+        self._zero_gradients()
         self._read()
         self.start_from_read()
+
+    @_in_buffers
+    def undo(self) -> None:
+        """Undo the steps since the last exchange, and set the gradients to zero."""
+        for each in self._all:
+            each.undo()
+        self._no_steps_since_exchange = True
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=False)  # not None: a gradient scaler needs them
 
     @_in_buffers
     def read(self) -> list[int]:
@@ -343,15 +354,10 @@ class AsyncServer:
     # --- push and reply -----------------------------------------------------------------------------------------
 
     def _push_valid(self, samples: int, leases: list[Lease]) -> bool:
-        """Push the update, unless all of its work was done before the servers rolled back."""
-        valid = [lease for lease in leases if lease.recovery_epoch == self._recovery_epoch]
-        if len(valid) < len(leases):
-            samples = sum(lease.samples for lease in valid)
-        if valid or not leases:
-            return self._push(samples, valid)
-        for each in self._all:
-            each.undo()
-        self._no_steps_since_exchange = True
+        """Push the update, unless its work was done on leases of before a rollback."""
+        if all(lease.recovery_epoch == self._recovery_epoch for lease in leases):
+            return self._push(samples, leases)
+        self.undo()
         return True
 
     def _push(self, samples: int, leases: list[Lease]) -> bool:

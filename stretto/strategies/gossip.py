@@ -34,7 +34,7 @@ class GossipStrategy(RoundStrategy):
 
     `x_i += sum_j w_ij (x_j - x_i)`, so that numbers that are equal at all workers stay bit for bit. With n_j samples of
     worker j in the round, `w_ij = W_ij n_j / sum_k W_ik n_k`, which is W_ij if all have equally many. Floating-point
-    buffers are mixed with the parameters of the first optimizer.
+    buffers are mixed with the parameters of the optimizer that trains their module.
     """
 
     _has_differed = False
@@ -50,7 +50,7 @@ class GossipStrategy(RoundStrategy):
     def exchange(self, parameter_set: ParameterSet, number: int) -> None:
         """Mix the parameters with those of the peers of this round."""
         self.buffers.agree(again=False)
-        buffers = FlatTensors(self.buffers.floating() if parameter_set is self.sets[0] else [])
+        buffers = FlatTensors(self.buffers.floating(parameter_set.optimizers))
         with in_buffers(parameter_set.parts):
             theta = [part.theta for part in parameter_set.parts]
             own = [one.clone() for one in theta] + buffers.flat()  # peers may read these when theta has changed

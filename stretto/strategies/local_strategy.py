@@ -61,7 +61,15 @@ class LocalStrategy(RoundStrategy):
 
     def _create_rounds(self, flat_parameters: FlatParameters, parameter_set: ParameterSet) -> LocalUpdates:
         optimizer_state = OptimizerState(parameter_set.optimizers[0], self._transport)
-        return LocalUpdates(flat_parameters, self.recipe, self._context, self._observer, optimizer_state, self.buffers)
+        return LocalUpdates(
+            flat_parameters,
+            self.recipe,
+            self._context,
+            self._observer,
+            optimizer_state,
+            self.buffers,
+            parameter_set.optimizers,
+        )
 
     def _drop_exchange(self, parameter_set: ParameterSet) -> None:
         parameter_set.rounds = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from stretto.codecs import CodecContext
 from stretto.errors import NotFiniteError
@@ -58,6 +59,7 @@ class LocalUpdates:
         observer: ExchangeObserver,
         optimizer_state: OptimizerState,
         buffers: MovingBuffers,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         assert isinstance(recipe.what, OfParameters)
         assert isinstance(recipe.then, OnParameters)
@@ -65,7 +67,7 @@ class LocalUpdates:
         transport, tally = context.transport, context.tally
         self._transport, self._timer, self._observer = transport, context.timer, observer
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
-        self._optimizer_state, self._buffers = optimizer_state, buffers
+        self._optimizer_state, self._buffers, self._optimizers = optimizer_state, buffers, optimizers
         device = flat_parameters.parts[0].theta.device if flat_parameters.parts else None
         rides = recipe.how.elementwise and bool(flat_parameters.parts)
         self._flag = None if rides else torch.zeros(SPARE, device=device)
@@ -99,7 +101,7 @@ class LocalUpdates:
     def _run(self, share: Callable[[], float], mark: int | None, measure_drift: bool, changed: bool) -> bool:
         before = self._timer.switch("encoding")
         self._buffers.agree(again=False)
-        extras = [FlatTensors(self._buffers.floating())]
+        extras = [FlatTensors(self._buffers.floating(self._optimizers))]
         self._own_flags[:] = [float(changed), *counts_of(mark)]
         if self._flag is not None:
             self._flag.copy_(torch.from_numpy(self._own_flags))

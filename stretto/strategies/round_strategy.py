@@ -80,6 +80,8 @@ class RoundStrategy(RecipeStrategy):
                 self._average(self._share_in_evaluation)
             else:
                 self.buffers.follow_teachers()
+                if len(self.sets) > 1:  # one optimizer's pass may have changed them after the round of another one
+                    self.average_buffers(1)
                 self.note_shown()
 
     def _share_in_evaluation(self, parameter_set: ParameterSet) -> Callable[[], float]:

@@ -186,6 +186,9 @@ class Strategy:
         for parameter_set in self.sets:
             parameter_set.weights.forget(global_steps)
 
+    def undo(self) -> None:
+        """Undo the steps since the last exchange, and set the gradients to zero: their batches are trained again."""
+
     def carried(self) -> bool:
         """Note that an exchange has ended. Return True if no optimizer has stepped since its last exchange."""
         for parameter_set in self.sets:

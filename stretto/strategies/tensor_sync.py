@@ -173,13 +173,34 @@ class MovingBuffers:
         for names in self._transport.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
-    def floating(self) -> list[Tensor]:
-        """Return the buffers that are averaged, in a fixed order."""
-        return [buffer for buffer in self.all() if buffer.is_floating_point()]
+    def floating(self, optimizers: Sequence[Optimizer] = ()) -> list[Tensor]:
+        """Return the buffers that are averaged, in a fixed order: all, or those of modules that `optimizers` train.
+
+        A buffer between the forward and the backward pass of another optimizer's module must not be written. Where
+        several optimizers train the module of a buffer, or none does, it belongs to each of them.
+        """
+        moving = [(name, buffer) for name, buffer in self._moving_named() if buffer.is_floating_point()]
+        if optimizers and len(optimizers) < len([*self._optimizers]):
+            held = [id(one) for each in optimizers for one in parameters_of(each)]
+            moving = [(name, buffer) for name, buffer in moving if self._is_trained(name, {*held})]
+        return [buffer for _, buffer in moving]
+
+    def _is_trained(self, name: str, held: set[int]) -> bool:
+        """Return True if the innermost module around a buffer that any optimizer trains has parameters of these ids."""
+        of_all = {id(one) for each in self._optimizers for one in parameters_of(each)}
+        while name:
+            name = name.rpartition(".")[0]
+            found = {id(one) for one in self._model.get_submodule(name).parameters()}
+            if found & of_all:
+                return bool(found & held)
+        return True
 
     def all(self) -> list[Tensor]:
         """Return all buffers that change, integers too."""
-        return [buffer for name, buffer in self._named() if name in self._moving]
+        return [buffer for _, buffer in self._moving_named()]
+
+    def _moving_named(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in self._named() if name in self._moving]
 
     def follow_teachers(self) -> None:
         """Copy parameters that no optimizer holds, and that change, from worker 0."""

@@ -273,6 +273,9 @@ class GlobalSteps:
         if self._trainer.recipe is None:
             self.settle_leases()
         with self._naming_step():
+            if self._is_void():
+                self._leases, self._worked = [], 0
+                self.strategy.undo()
             self.strategy.end_global_step(has_stepped)
         if self.strategy.exchanges_gradients:
             self._check_if_due()
@@ -499,6 +502,13 @@ class GlobalSteps:
         """Count the work on these leases as trained."""
         if self._trainer.epoch_batches is not None:
             self._trainer.epoch_batches.settle(leases)
+
+    def _is_void(self) -> bool:
+        """Return True if the server has rolled back in this global step, whose batch is leased again then."""
+        server = self._transport.server
+        return server is not None and any(
+            isinstance(one, Lease) and one.recovery_epoch != server.recovery_epoch for one in self._leases
+        )
 
     def settle_leases(self) -> None:
         """Count the work since the last exchange as trained."""

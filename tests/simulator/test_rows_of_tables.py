@@ -36,6 +36,7 @@ def count_rows(worker: int) -> None:
     [
         "",
         "kill worker 1 at 70ms, back after 20ms",
+        "kill server at 57ms",
         "kill server at 90ms",
         "kill worker 2 at 30ms; kill server at 60ms",
     ],

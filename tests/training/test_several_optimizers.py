@@ -77,6 +77,34 @@ def test_replicas_are_equal_at_the_end(recipe: str, critic_steps: int) -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("recipe", [*WAITING, "local_sgd(every=1)", "gossip", *SERVED])
+def test_statistics_between_the_passes_of_the_generator_are_left_alone(recipe: str) -> None:
+    """The critic's rounds fall between the generator's forward and backward pass, which needs its statistics."""
+
+    def work(worker: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        generator = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        critic = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        opt_c, opt_g = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (critic, generator))
+        data = DataLoader(regression(48, torch.float32), batch_size=4)
+        loader: Any = stretto.distribute([critic, generator], [opt_c, opt_g], data)
+        for _ in range(2):
+            for x, y in loader:
+                fake = generator(x)
+                opt_c.zero_grad()
+                nn.functional.mse_loss(critic(x) - critic(fake.detach()), y).backward()
+                opt_c.step()
+                opt_g.zero_grad()
+                critic(fake).square().mean().backward()
+                opt_g.step()
+        states = [one for model in (generator, critic) for one in model.state_dict().values()]
+        return [one.clone() for one in states if one.is_floating_point()]
+
+    found = run_workers(3, work, recipe)
+    assert all(bool(torch.isfinite(one).all()) for one in found[0])
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
+
 @pytest.mark.parametrize("recipe", WAITING + SERVED[:3])
 def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
     wanted = run_single_process(gan(2, torch.optim.Adam))
