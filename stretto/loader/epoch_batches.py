@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from stretto.data.assignment import BatchAssignment, Range
 from stretto.data.leases import PlanName
 from stretto.data.stream_order import StreamOrder
-from stretto.errors import LoaderError, explain
+from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
     EpochOrder,
@@ -401,6 +401,12 @@ class BatchSource:
         """True if an epoch continues where the last one has stopped, as a generator does."""
         return not self.is_counted and isinstance(self._loader, Iterator)
 
+    def stream_of(self, current: EpochBatches | None) -> StreamedEpoch | None:
+        """Return the `current` epoch if it is over a stream, or, between two, that which an iterator will continue."""
+        if isinstance(current, StreamedEpoch):
+            return current
+        return self.streamed if self.is_iterator and current is None else None
+
     def begin_epoch(
         self,
         number: int,
@@ -416,53 +422,63 @@ class BatchSource:
             if isinstance(self._sampler, LeasedBatchSampler):
                 return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
-        is_own = self.assignment == "own"
-        if place is not None and (way := self._division.resume_stream) is not None:
+        is_own, joins = self.assignment == "own", self._transport.arrives and place is not None
+        if joins and place is not None and not place.start:
+            why = "each worker has a shard" if is_own else "the only worker has drawn random numbers in turn with it"
+            raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}")
+        if place is not None and (way := self._division.resume_stream) is not None and not joins:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
-            place = replace(place, trained=[], proofs=[], state=None) if begins_as_before else None
+            place = replace(place, trained=[], proofs=[], state=None, parts=[]) if begins_as_before else None
         if self.is_iterator and self.streamed is not None:
+            if self.streamed.continue_in_next_epoch():
+                return self.streamed
             reader = self.streamed.reader
             trained = [(0, reader.pass_read_ones(self._transport))]
         else:
-            reader, trained = self._reader(number, is_own, place), place.trained if place is not None else []
+            reader, trained = self._reader(number, is_own, place, joins), place.trained if place is not None else []
         if place is not None:
             events = self._loop.events
+            reader.keep_from(place.goal if joins else None)
             try:
-                read_to_place(reader, place, self._transport, self._clock, events)
-            except LoaderError:
-                if place.state is None:
+                read_to_place(reader, place, self._transport, self._clock, events, joins)
+            except (LoaderError, StaysOutError):
+                if place.state is None or joins:
                     raise
                 events.notice("the state of the stream gives other batches than were trained: it is read again")
                 reader = self._reader(number, is_own, place := replace(place, state=None))
                 read_to_place(reader, place, self._transport, self._clock, events)
         workers = self._transport.workers
-        if workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
+        if joins and place is not None:
+            compare_first(reader, self._transport, is_own, place.counts)
+        elif workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
             compare_first(reader, self._transport, is_own)
-            workers = self._transport.workers  # some may have failed
+        workers = self._transport.workers  # some may have failed
         split: Callable[[Any, int, int], Any] | None = None
-        if self.splits and workers > 1 and not is_own:
+        parts = place.parts if place is not None else []
+        if parts or (self.splits and workers > 1 and not is_own):
             split = indices_of if self.is_indexed else part_of
         order = StreamOrder(1 if is_own or split is not None else workers, trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
-        ahead = dict[int, int]()
-        if (
-            place is not None
-            and split is not None
-            and self._asynchronous
-            and {*place.counts} == {*self._transport.members}
-        ):
-            ahead = {worker: count - min(place.counts.values()) for worker, count in place.counts.items()}
         self.streamed = StreamedEpoch(
-            reader, order, self._transport, self._asynchronous, self._arrangement, split, is_own, samples, load, ahead
+            reader, order, self._transport, self._asynchronous, self._arrangement, split, is_own, samples, load, parts
         )
         return self.streamed
 
-    def _reader(self, number: int, is_own: bool, place: StreamPlace | None) -> StreamReader:
-        """Return a reader of the stream from its beginning, with all workers."""
+    def admit(self, current: EpochBatches | None) -> None:
+        """Wait until workers that join have read the stream of this epoch to its place, and deal its rest among all."""
+        if isinstance(current, StreamedEpoch) and self.assignment != "own":
+            read_to_place(current.reader, None, self._transport, self._clock, self._loop.events, joins=True)
+            compare_first(current.reader, self._transport, False, ())
+            current.deal_among_all()
+
+    def _reader(self, number: int, is_own: bool, place: StreamPlace | None, joins: bool = False) -> StreamReader:
+        """Return a reader of the stream from its beginning, with all workers, or at one that joins them."""
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
         is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
+        if joins:  # its random states are those of the place
+            return StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
         if is_own or is_alone:
             return StreamReader(loader, None, place, self._keeps_proofs)
         told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())

@@ -7,6 +7,8 @@ the kept state. The digests prove that it is the same stream:
 
     checkpoint   trained 0 1 2 3 4 5 | 6 7 ...      digests of 4 and 5, the last batches of two workers
     resume       read    0 1 2 3 4 5 |              compared with the digests; the first batch that is dealt is 6
+
+A worker that joins in the middle of an epoch does the same, while the others wait for it between two global steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader
 from stretto.checkpoint.state_transfer import pack_own, random_states, restore_random_states, unpack_own
 from stretto.data.assignment import Range
 from stretto.data.stream_order import first_untrained
-from stretto.errors import LoaderError, RecipeError, explain
+from stretto.errors import LoaderError, RecipeError, StaysOutError, explain
 from stretto.runtime.device_random import seed_of
 from stretto.runtime.event_writer import EventWriter
 from stretto.state import pack, save, unpack
@@ -41,6 +43,10 @@ SHOWN_S = 5.0
 """Seconds between two lines that show how far a stream was read again."""
 DEEPEST = 6
 """Number of nested containers in a batch, and of nested parts of a data set, that are searched."""
+
+
+Piece = tuple[int, tuple[tuple[int, int], ...]]
+"""Work of a global step: the position of a batch, and the part of it, as the numbers of a part and of all parts."""
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -59,7 +65,7 @@ class StreamPlace(msgspec.Struct, frozen=True):
     is_own: bool
     """True if each worker reads a shard of its own: this place is that of one of them."""
     trained: list[Range]
-    """Sorted ranges of the positions that were trained."""
+    """Sorted ranges of the positions that were trained, at least in part."""
     counts: dict[int, int]
     """Number of trained batches by worker, as far as one worker knows it."""
     proofs: list[tuple[int, str]]
@@ -71,19 +77,33 @@ class StreamPlace(msgspec.Struct, frozen=True):
     state: StreamState | None
     is_over: bool = False
     """True if the epoch has ended: the next one continues the same iterator."""
+    parts: list[Piece] = []
+    """Sorted parts of trained positions that were not trained."""
+    read: tuple[int, bytes] | None = None
+    """Number of batches that a worker has read, and the random states with which it reads on, for workers that join."""
+
+    @property
+    def goal(self) -> int:
+        """Position of the first batch that is dealt."""
+        return min([first_untrained(self.trained), *(position for position, _ in self.parts)])
 
 
 class CommonRandom:
-    """The global random generators in a state that all workers share, while they read a stream."""
+    """The global random generators in a state that all workers share, while they read a stream.
 
-    def __init__(self, text: bytes) -> None:
-        seed = seed_of(text)
-        source = np.random.RandomState(seed % (1 << 32))
-        self._states: tuple[Any, ...] = (
-            torch.Generator().manual_seed(seed).get_state(),
-            random.Random(seed).getstate(),
-            source.get_state(),
-        )
+    The state is drawn from a text; without one it is that of this process now.
+    """
+
+    def __init__(self, text: bytes | None) -> None:
+        self._states = _states()
+        if text is not None:
+            seed = seed_of(text)
+            source = np.random.RandomState(seed % (1 << 32))
+            self._states = (
+                torch.Generator().manual_seed(seed).get_state(),
+                random.Random(seed).getstate(),
+                source.get_state(),
+            )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -105,6 +125,11 @@ def _put(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    kinds = zip(one[2], other[2], strict=True)
+    return torch.equal(one[0], other[0]) and one[1] == other[1] and all(np.array_equal(*kind) for kind in kinds)
 
 
 class StreamReader:
@@ -134,13 +159,19 @@ class StreamReader:
         self._expected = dict(place.proofs) if place is not None else {}
         self.problem = ""
         """Why this is not the stream that the place is in; empty if it may be."""
-        self._before_last = place.before_last if place is not None else b""
-        self._last_trained = max(self._expected, default=-1)
+        self._restored = {max(self._expected, default=-1): place.before_last} if place and place.before_last else {}
+        """Random states by the position of the batch before which they are restored."""
+        if place is not None and place.read is not None:
+            self._restored |= dict([place.read])
         self._taken: tuple[int, list[Any], tuple[Any, ...] | None] | None = None
         """Position and excerpt of the batch that was taken last, and the random states before it was read."""
         if place is not None and place.start:
             self._restore(place.start)
         self.start = self._random()
+        self._after: tuple[Any, ...] | None = None
+        """Random states after the last batch, if the stream draws from the generators of the script."""
+        self._draws_in_turn = (False, False)
+        """True if the script has drawn random numbers between two batches; and if the stream has after that."""
         self._continued: Any = None
         """Owner of the state that was loaded, until a batch was read."""
         if place is not None and place.state is not None:
@@ -149,10 +180,22 @@ class StreamReader:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def take(self, position: int) -> Any:
-        """Return the batch at a position, and pass those before it; None if the stream has ended before."""
+        """Return the batch at a position, and pass those before it; None if the stream has ended before.
+
+        Raises LoaderError for a batch that was read before and was not kept.
+        """
         while self.position < position and self.skip():
             pass
-        found = self._kept.get(position) if position < self.position else self._next()
+        if position < self.position and position not in self._kept:
+            raise LoaderError(
+                explain(
+                    f"batch {position + 1} of the stream was read before, and no worker has it any more",
+                    got=f"a stream that was read up to batch {self.position}",
+                    expected="batches that are kept until they were trained",
+                    to_type="--resume with the run's folder, from its last checkpoint; this is an error in Stretto",
+                )
+            )
+        found = self._kept[position] if position < self.position else self._next()
         if self.problem:
             raise other_stream(self.problem)
         if found is None:
@@ -166,10 +209,10 @@ class StreamReader:
         """Keep an excerpt of the last batch, and the random states before, of the batches that are read from now on."""
         self._keeps_last = True
 
-    def keep_from(self, position: int) -> None:
-        """Keep all batches from a position on, so that they can be taken again; release those before it."""
+    def keep_from(self, position: int | None) -> None:
+        """Keep all batches from a position on, so that they can be taken again; release those before it, or all."""
         self._keeps_from = position
-        for kept in [one for one in self._kept if one < position]:
+        for kept in [one for one in self._kept if position is None or one < position]:
             del self._kept[kept]
 
     def release(self, position: int) -> None:
@@ -209,11 +252,13 @@ class StreamReader:
         if self._batches is None:
             with self._applied():
                 self._batches = iter(self._loader)
-        if self._before_last and self.position + len(self._ahead) == self._last_trained:
-            self._restore(self._before_last)
+        if (restored := self._restored.pop(self.position + len(self._ahead), None)) is not None:
+            self._restore(restored)
         before = _states() if self._common is None and self._keeps_last else None
         with self._applied():
             batch = next(self._batches, None)
+        if before is not None:
+            self._note_draws(before)
         if self._continued is not None:
             owners: list[Any] = [self._continued, getattr(self._continued, "dataset", None)]
             for owner in owners:
@@ -221,6 +266,12 @@ class StreamReader:
                     owner._starting_state_dict = None  # `datasets` would begin each further epoch there, too
             self._continued = None
         return None if batch is None else (batch, before)
+
+    def _note_draws(self, before: tuple[Any, ...]) -> None:
+        """Note which of the script and the stream have drawn random numbers, given the states before this batch."""
+        after, by_script, by_stream = _states(), *self._draws_in_turn
+        by_script = by_script or (self._after is not None and not _same(self._after, before))
+        self._draws_in_turn, self._after = (by_script, by_stream or (by_script and not _same(before, after))), after
 
     def _applied(self) -> AbstractContextManager[None]:
         return self._common.applied() if self._common is not None else nullcontext()
@@ -265,6 +316,18 @@ class StreamReader:
             self._continued = owner
             self.position = state.position
 
+    def share(self) -> tuple[bytes, tuple[int, bytes] | None]:
+        """Read on with random states that joining workers share. Return the first ones, and those after the last read.
+
+        The first ones are empty if joining workers can't read the same: the stream and the only worker's script have
+        drawn from one generator in turn. None in place of the others before the first batch.
+        """
+        if self._common is None and self._draws_in_turn[1]:
+            return b"", None
+        if self._common is None:
+            self._common = CommonRandom(None)
+        return self.start, (self.position + len(self._ahead), self._random()) if self._batches is not None else None
+
     def _random(self) -> bytes:
         """Return the random states with which the stream reads next."""
         with self._applied():
@@ -300,32 +363,47 @@ def _is_buffered(data: Any) -> bool:
 
 
 def read_to_place(
-    reader: StreamReader, place: StreamPlace, transport: Transport, clock: Callable[[], float], events: EventWriter
+    reader: StreamReader,
+    place: StreamPlace | None,
+    transport: Transport,
+    clock: Callable[[], float],
+    events: EventWriter,
+    joins: bool = False,
 ) -> None:
     """Read a stream again to its place, with all workers. No worker waits for another one for longer than a batch.
 
-    Raises LoaderError, at every worker, if the stream of any is another one.
+    If workers `joins`, those without a place wait for them; all then have read the same number of batches.
+    Raises LoaderError, at every worker, if the stream of any is another one; StaysOutError at one that joins.
     """
-    goal, began = first_untrained(place.trained), clock()
+    goal, began = place.goal if place is not None else 0, clock()
     first, shown, is_there = reader.position, began, False
     while not is_there:
         until = clock() + SLICE_S
         while reader.position < goal and not reader.problem and clock() < until:
             if not reader.skip():
                 reader.problem = f"it ended after {reader.position} batches, and {goal} of it were trained"
-        status = msgspec.msgpack.encode((max(goal - reader.position, 0), reader.problem))
+        status = msgspec.msgpack.encode((reader.position, reader.problem))
         found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in transport.all_gather_bytes(status)]
-        if problem := next((problem for _, problem in found if problem), ""):
+        if problem := next((problem for _, problem in found if problem and not joins), ""):
             raise other_stream(problem)
-        left, _ = max(found)
-        is_there = not left
+        if reader.problem:
+            raise StaysOutError(
+                f"this worker can't join in the middle of a stream that it reads again: {reader.problem}"
+            )
+        positions = [position for position, problem in found if not problem]
+        goal = max(goal, *positions) if joins else goal
+        left = goal - min(positions)
+        is_there = left <= 0
         if clock() - shown > SHOWN_S and not is_there:
             shown = clock()
-            events.say(f"reads the stream again: in {shown - began:.0f} s up to {left:,} batches before its place")
-    if goal:
+            who = "a worker that joins reads" if joins else "reads"
+            events.say(f"{who} the stream again: in {shown - began:.0f} s up to {left:,} batches before its place")
+    if place is not None and place.goal:
         how = f"continued from its state after {first:,} batches" if first else "was read again"
         proof = "a digest proves that it is the same" if place.proofs and place.proofs[-1][0] >= first else "unproved"
-        events.notice(f"the stream {how} to batch {goal:,}, where the run stopped: {proof}")
+        where = f"worker {transport.number} has joined" if joins else "the run stopped"
+        notice = events.own_notice if joins else events.notice
+        notice(f"the stream {how} to batch {place.goal:,}, where {where}: {proof}")
 
 
 def other_stream(problem: str) -> LoaderError:

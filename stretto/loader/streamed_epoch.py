@@ -9,24 +9,24 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from stretto.data.assignment import Range
-from stretto.data.stream_order import StreamOrder, first_untrained, without
+from stretto.data.stream_order import StreamOrder, without
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import samples_in
 from stretto.loader.global_step import GlobalStep
-from stretto.loader.stream_reader import StreamPlace, StreamReader
+from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader
 from stretto.transport import Transport
 from stretto.transport.interface import Change
 
-Piece = tuple[int, tuple[tuple[int, int], ...]]
-"""Work of a global step: the position of a batch, and the part of it, as the numbers of a part and of all parts."""
+NONE = -1
+"""Number that a worker without a further batch sends in place of its samples."""
 
 
 class StreamedEpoch:
@@ -34,8 +34,8 @@ class StreamedEpoch:
 
     All workers read one `order`, and each gets every N-th batch; or by `split` its part of each batch; or `is_own` and
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
-    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples; by `ahead`
-    each has trained its parts of the first batches already, when the run stopped.
+    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples. All share
+    the `parts` of earlier batches that were not trained before the rest of the stream.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
@@ -44,7 +44,9 @@ class StreamedEpoch:
         worker 1   1 3 | 5 x           and fails: 5 was lost with it
         dealt then           5 7 8 ...
 
-    Batches that were read since that exchange are kept until the next one for this.
+    Batches that were read since that exchange are kept until the next one for this. Workers that have joined and read
+    the stream to this place take part in the same way (`deal_among_all`). One iterator for several epochs is one object
+    of this class, which continues in each.
     """
 
     dropped = samples = 0
@@ -60,23 +62,23 @@ class StreamedEpoch:
         is_own: bool = False,
         samples: int = 0,
         load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
-        ahead: Mapping[int, int] = MappingProxyType({}),
+        parts: Sequence[Piece] = (),
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
         self._is_dealt = not is_own and split is None
         self._dealers = self._members = transport.members
         """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
-        self._read = self._stepped = ahead.get(transport.number, 0)
+        self._read = self._stepped = 0
         """Number of batches that this worker has read, and of those that were followed by a step."""
-        self._given = dict.fromkeys(self._dealers, 0) | dict(ahead)
+        self._given = dict.fromkeys(self._dealers, 0)
         """Number of batches by worker, as far as this worker knows it, since the stream was dealt among these."""
         self._carried = dict(self._given)
         """Number of them whose work is in the agreed state."""
         self._uncommitted: dict[int, list[tuple[Piece, int]]] = {}
         """Work by worker that no exchange has carried, with its samples."""
-        self._returned: list[Piece] = []
-        """Parts of failed workers, which all others share before the rest of the stream."""
+        self._returned = list(parts)
+        """Parts of earlier batches, such as those of failed workers, which all share before the rest of the stream."""
         self._offered: tuple[Any, int] | None = None
         """This worker's batch of the next global step and its samples, until all workers have exchanged theirs."""
         self._late: list[Change] = []
@@ -101,11 +103,11 @@ class StreamedEpoch:
         self._keep_needed()
 
     def _keep_needed(self) -> None:
-        """Keep the batches that may be dealt again: neither in the agreed state nor given to any worker."""
-        if self._keeps:
-            pieces = [piece for of_worker in self._uncommitted.values() for piece, _ in of_worker]
-            pieces += [*self._returned, self._piece(0, self._given[self._dealers[0]])]
-            self.reader.keep_from(min(position for position, _ in pieces))
+        """Keep the batches that may be read again: neither in the agreed state nor given to any worker."""
+        given = self._given[self._transport.number if self._asynchronous else self._dealers[0]]
+        needed = [position for position, _ in (*self._returned[given:], self._piece(0, given))]
+        needed += [position for of_worker in self._uncommitted.values() for (position, _), _ in of_worker]
+        self.reader.keep_from(min(needed) if self._keeps or given < len(self._returned) else None)
 
     @property
     def _index(self) -> int:
@@ -138,6 +140,18 @@ class StreamedEpoch:
             self._uncommitted.pop(worker, None)
         self._keep_needed()
 
+    def continue_in_next_epoch(self) -> bool:
+        """Begin the next epoch over the same iterator, where this one has ended: batches may lie between its positions.
+
+        Return False, at all workers alike, if a worker has failed that the others did not wait for: its share is over.
+        """
+        self._has_ended, self._samples_so_far = False, 0
+        return not self._asynchronous or len(self._transport.all_gather_bytes(b"")) == len(self._dealers)
+
+    def uncommitted_samples(self) -> dict[int, int]:
+        """Return the samples of each worker whose work no exchange has carried."""
+        return {worker: sum(samples for _, samples in given) for worker, given in self._uncommitted.items()}
+
     def uncount(self) -> None:
         """Do nothing: samples of a stream are not counted."""
 
@@ -152,21 +166,28 @@ class StreamedEpoch:
             self._samples_so_far += own
             streamed = 1 if self._split is not None else len(self._dealers)
             return GlobalStep(batch, None, own, self._samples_so_far, streamed=streamed) if own else None
-        counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
-        assert self._offered is not None
-        (batch, own), self._offered = self._offered, None
+        while True:
+            counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
+            assert self._offered is not None
+            (batch, own), self._offered = self._offered, None
+            if (found := self._global_step(batch, max(own, 0), counts)) is not None or self._has_ended:
+                return found
+
+    def _global_step(self, batch: Any, own: int, counts: list[int]) -> GlobalStep | None:
+        """Return the global step of these counts; None if no worker has a sample in it, as in a batch without any."""
         if len(counts) != len(self._members):  # a server has removed workers during the exchange
             self._members = self._transport.members
         samples = dict(zip(self._members, counts, strict=True))
-        total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._note_given(samples)
-        self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and not count}
+        self._has_ended = all(count == NONE for count in counts)
+        self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and count == NONE}
+        counts, samples = [max(one, 0) for one in counts], {worker: max(one, 0) for worker, one in samples.items()}
+        total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._samples_so_far += total
         for change in self._late:
             self._deal_again(change.gone, change.members, is_committed=False)
         self._late.clear()
         samples = {worker: count for worker, count in samples.items() if worker in self._transport.members}
-        self._has_ended = not total
         if not total:
             return None
         return GlobalStep(
@@ -189,20 +210,23 @@ class StreamedEpoch:
         return struct.pack("<q", self._offered[1])
 
     def _next_batch(self) -> tuple[Any, int]:
-        """Return this worker's next batch, or part of one, and its samples; None and 0 where there is none."""
+        """Return this worker's next batch, or part of one, and its samples; None where it has none in this step.
+
+        The number of samples is `NONE` if it has no batch in a later step either.
+        """
         for item in self._items:
             self._read += 1
             self._proof = self._proofs.popleft() if self._load is not None else None
-            if item is not None:
-                return self._cut(item), samples_in(item)
+            if item is not None and (samples := samples_in(item)):
+                return self._cut(item), samples
             if not self._asynchronous:
-                break
-        return None, 0
+                return None, 0
+        return None, 0 if self._asynchronous else NONE
 
     def _note_given(self, samples: Mapping[int, int]) -> None:
-        total = sum(samples.values())
+        furthest = max(samples.values())
         for number, worker in enumerate(self._dealers):
-            if not (samples.get(worker) if self._split is None else total):
+            if (samples.get(worker, NONE) if self._split is None else furthest) == NONE:
                 continue
             given = self._given[worker]
             position, parts = self._piece(number if self._is_dealt else 0, given)
@@ -211,7 +235,7 @@ class StreamedEpoch:
             elif worker == self._transport.number:
                 self.reader.release(position)
             if self._transport.repeats_attempts:
-                self._uncommitted.setdefault(worker, []).append(((position, parts), samples.get(worker, 0)))
+                self._uncommitted.setdefault(worker, []).append(((position, parts), max(samples.get(worker, 0), 0)))
             self._given[worker] = given + 1
 
     def _piece(self, index: int, number: int) -> Piece:
@@ -259,21 +283,32 @@ class StreamedEpoch:
             }
         pieces = [piece for of_worker in lost.values() for piece, _ in of_worker]
         samples = {worker: sum(samples for _, samples in of_worker) for worker, of_worker in lost.items()}
-        trained = self._ranges(self._given)
+        trained, self._returned = self._place(self._given)
         if self._split is not None:
-            self._returned = self._returned[self._given[self._dealers[0]] :] + sorted(pieces)
+            self._returned = sorted([*self._returned, *pieces])
         elif not self._is_own:
             trained = without(trained, {position for position, _ in pieces})
-        self._dealers = tuple(worker for worker in self._dealers if worker in members)
-        if not self._is_own:
-            self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained)
-            self._given = dict.fromkeys(self._dealers, 0)
-            self._carried = dict(self._given)
-            self._read = 0
-            self._begin_reading()
+        self._dealers = tuple(worker for worker in self._dealers if worker in members and worker not in gone)
+        self._deal(trained)
         self._samples_so_far -= sum(samples.values())
         self._is_unfinished |= self._has_ended and bool(pieces)
         return samples
+
+    def _deal(self, trained: Sequence[Range]) -> None:
+        """Deal all but these positions among the dealers."""
+        if self._is_own:
+            return
+        self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained)
+        self._given = dict.fromkeys(self._dealers, 0)
+        self._carried = dict(self._given)
+        self._read = 0
+        self._begin_reading()
+
+    def deal_among_all(self) -> None:
+        """Deal the rest of the stream among all workers, also those that have joined and read it to its place."""
+        trained, self._returned = self._place(self._given)
+        self._dealers = self._transport.members
+        self._deal(trained)
 
     def take_lost_shards(self) -> dict[int, int]:
         """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
@@ -301,14 +336,19 @@ class StreamedEpoch:
 
     # --- the place ----------------------------------------------------------------------------------------------
 
-    def _ranges(self, counts: Mapping[int, int]) -> list[Range]:
+    def _place(self, counts: Mapping[int, int]) -> tuple[list[Range], list[Piece]]:
+        """Return the ranges of trained positions, and the parts of them that were not trained, by these counts."""
         if self._is_dealt:
-            return self._order.trained([counts[worker] for worker in self._dealers])
+            return self._order.trained([counts[worker] for worker in self._dealers]), []
         if self._is_own:
-            return self._order.trained([counts[self._transport.number]])
-        count, returned = min(counts[worker] for worker in self._dealers), len(self._returned)
-        trained = self._order.trained([max(count - returned, 0)])  # a batch counts when all parts of it do
-        return without(trained, {position for position, _ in self._returned[count:]})
+            return self._order.trained([counts[self._transport.number]]), []
+        most = max(counts[worker] for worker in self._dealers)
+        late = [
+            (position, (*parts, (number, len(self._dealers))))
+            for number, worker in enumerate(self._dealers)
+            for position, parts in (self._piece(0, count) for count in range(counts[worker], most))
+        ]
+        return self._order.trained([max(most - len(self._returned), 0)]), sorted([*late, *self._returned[most:]])
 
     def report(self) -> str:
         """Return what this worker knows of the place, at rest, as text."""
@@ -317,7 +357,7 @@ class StreamedEpoch:
         place = StreamPlace(
             workers=len(self._dealers),
             is_own=self._is_own,
-            trained=self._ranges(self._carried) if not self._is_dealt else [],
+            trained=self._place(self._carried)[0] if self._is_own else [],
             counts=dict(known),
             proofs=[proof]
             if (proof := self._proof if self._load is not None else self.reader.proof()) is not None
@@ -329,22 +369,31 @@ class StreamedEpoch:
         return msgspec.json.encode(place).decode()
 
     def place(self, reports: Sequence[str], is_over: bool) -> str:
-        """Return the place of all workers, from the reports of those that are present, as text."""
+        """Return the place of all workers, from the reports of those that are present, as text.
+
+        Without reports it is for workers that join.
+        """
         places = [msgspec.json.decode(text, type=StreamPlace) for text in (reports or [self.report()])]
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
-        trained = self._ranges(self._carried)
-        goal = first_untrained(trained)
+        trained, parts = self._place(self._carried)
         state = self.reader.state() if not self._is_own else None
+        start, read = self.reader.start if not self._is_own else b"", None
+        if not reports and not self._is_own:
+            start, read = self.reader.share()
         place = StreamPlace(
             workers=len(self._dealers),
             is_own=self._is_own,
             trained=trained,
             counts=dict(self._carried),
             proofs=sorted(proof for one in places for proof in one.proofs) if not self._is_own else [],
-            start=self.reader.start if not self._is_own else b"",
+            start=start,
             before_last=self.reader.before_last() if not self._is_own else b"",
-            state=state if state is not None and state.position <= goal else None,
+            state=state,
             is_over=is_over,
+            parts=parts,
+            read=read,
         )
+        if state is not None and state.position > place.goal:
+            place = replace(place, state=None)
         return msgspec.json.encode(place).decode()

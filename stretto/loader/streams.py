@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from stretto.errors import LoaderError, explain
+from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.stream_reader import StreamReader
 from stretto.transport import Transport
 
@@ -60,19 +60,26 @@ def _attributes(one: Any) -> Mapping[str, Any]:
     return getattr(one, "__dict__", {})
 
 
-def compare_first(reader: StreamReader, transport: Transport, is_own: bool) -> None:
-    """Compare the workers' next batches.
+def compare_first(
+    reader: StreamReader, transport: Transport, is_own: bool, joined: Iterable[int] | None = None
+) -> None:
+    """Compare the workers' next batches; a worker that joins compares its own with those of the workers `joined`.
 
     Raises LoaderError, at every worker, if streams that all workers read in one order differ, or if shards that are
     each a worker's own are equal: a script that shards by environment variables which are not set reads the whole
-    stream at every worker.
+    stream at every worker. Raises StaysOutError only at a worker that joins, if its stream is not that of the others.
     """
 
     def first() -> bytes:  # of the workers that are present, also if the comparison is repeated
         return msgspec.msgpack.encode([digests(one) for one in reader.peek(1 if is_own else transport.workers)])
 
     found = transport.all_gather_bytes(first)
-    (_refuse_equal if is_own else _refuse_different)(found)
+    if joined is None:
+        (_refuse_equal if is_own else _refuse_different)(found)
+    elif any(
+        found[transport.members.index(one)] != found[transport.worker] for one in joined if one in transport.members
+    ):
+        raise StaysOutError("this worker can't join in the middle of a stream: it reads other batches than the others")
 
 
 def _refuse_equal(encoded: Sequence[bytes]) -> None:

@@ -205,7 +205,7 @@ class CheckpointManager:
             if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
                 trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
-            if self._stream() is not None and (text := trainer.batch_source.resume_notice()):
+            if self._stream is not None and (text := trainer.batch_source.resume_notice()):
                 trainer.events.notice(text)
         self._number, before = trainer.progress.rounds, self._number
         if trainer.strategy.asynchronous:
@@ -301,20 +301,17 @@ class CheckpointManager:
             facts, tensors = facts | kept, tensors | kept_tensors
         return State(facts, tensors, own)
 
+    @property
     def _stream(self) -> StreamedEpoch | None:
-        """Return the epoch over a stream that is under way, or that an iterator will continue after; None elsewhere."""
-        current, source = self._trainer.epochs.current, self._trainer.batch_source
-        if isinstance(current, StreamedEpoch):
-            return current
-        return source.streamed if source.is_iterator and current is None else None
+        return self._trainer.batch_source.stream_of(self._trainer.epochs.current)
 
     def _place_in_stream(self, reports: Sequence[str]) -> str | None:
-        stream = self._stream()
+        stream = self._stream
         return stream.place(reports, is_over=self._trainer.epochs.current is None) if stream is not None else None
 
     def _own(self) -> state_transfer.Own:
         facts, tensors = state_transfer.random_states(self._trainer.loader)
-        if (stream := self._stream()) is not None:
+        if (stream := self._stream) is not None:
             facts["stream"] = stream.report()
         states, own = self._trainer.strategy.state.own()
         if self._trainer.strategy.keeps_own_optimizer:

@@ -51,6 +51,8 @@ class ElasticAgent:
         self._members = trainer.transport.members
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
+        self._streamed: list[StreamedEpoch] = []
+        """Past epochs over streams with such work, whose batches are kept no longer."""
         self._is_agreeing = False
         """True while the workers agree on whether the epoch continues."""
         self._lost: list[list[Any]] = []
@@ -119,7 +121,8 @@ class ElasticAgent:
         self._taken = state = trainer.rank_parts.part_of(state)
         facts = state.facts
         place = self.place_in_stream()
-        if place is not None and place.is_own and not place.is_over and self._context.resume_stream is None:
+        is_resumed = self._context.resume_stream is None and not trainer.transport.arrives
+        if place is not None and place.is_own and not place.is_over and is_resumed:
             _refuse_other_number(place.workers, trainer.transport.workers)
         own = self._load_model(state)
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
@@ -354,6 +357,9 @@ class ElasticAgent:
             self._residuals.expect(change.gone)
         if change.save:
             self.checkpoints.save()
+        if change.came:
+            with self._trainer.timer.on("waiting"):
+                self._trainer.batch_source.admit(self._trainer.epochs.current)
 
     def _leave(self) -> None:
         """Leave gracefully."""
@@ -387,14 +393,15 @@ class ElasticAgent:
             back = current.change_members(
                 change, max(ahead, assignment.global_step), assignment.global_step if behind else assignment.committed
             )
-        elif isinstance(current, StreamedEpoch):
-            back = current.change_members(change, behind)
-            lost_shards = current.take_lost_shards()
+        elif (stream := trainer.batch_source.stream_of(current)) is not None:
+            back = stream.change_members(change, behind)
+            lost_shards = stream.take_lost_shards()
         if isinstance(closing, AssignedEpoch):
             closing.change_members_at_end(change)
         if current is None and change.global_step > progress.step_requests:
             self._late = (change, before)
         trainer.strategy.on_generation(change, behind)
+        lost = self._lost_of_streams(change.gone) if not behind else {}
         if not behind:
             for worker, samples in self._reassign_lost(change.gone).items():
                 back[worker] = back.get(worker, 0) + samples
@@ -402,6 +409,11 @@ class ElasticAgent:
             progress.follow_assignment(current.assigned_samples)
         if _first(change) == trainer.transport.number:
             self._write_change(change, back)
+            for worker, samples in lost.items():
+                trainer.epochs.write_lost(
+                    f"worker {worker} failed before the first exchange after the end of an epoch: {samples:,} samples "
+                    "that it had trained at the end of the stream"
+                )
             for worker, samples in lost_shards.items():
                 trainer.epochs.write_lost(
                     f"the shard of worker {worker} was lost with it: {samples:,} samples that it had trained since the "
@@ -428,7 +440,11 @@ class ElasticAgent:
 
     def keep_uncommitted(self, epoch_batches: EpochBatches | None) -> None:
         """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
-        if not self._trainer.transport.repeats_attempts or not isinstance(epoch_batches, AssignedEpoch):
+        if not self._trainer.transport.repeats_attempts:
+            return
+        if isinstance(epoch_batches, StreamedEpoch):
+            self._streamed.append(epoch_batches)
+        if not isinstance(epoch_batches, AssignedEpoch):
             return
         self._uncommitted.append(epoch_batches.uncommitted())
         self._lost += epoch_batches.unassigned()
@@ -453,6 +469,13 @@ class ElasticAgent:
     def carried(self) -> None:
         """Note that an exchange has carried all work."""
         self._uncommitted.clear()
+        self._streamed.clear()
+
+    def _lost_of_streams(self, gone: tuple[int, ...]) -> dict[int, int]:
+        """Return the samples of failed workers that no exchange has carried, of past epochs over streams."""
+        samples = [epoch.uncommitted_samples() for epoch in self._streamed]
+        lost = {worker: sum(one.pop(worker, 0) for one in samples) for worker in gone}
+        return {worker: count for worker, count in lost.items() if count}
 
     def _mark_lost(self, pieces: list[list[Any]]) -> int:
         """Mark counted work to be done again; return its samples."""

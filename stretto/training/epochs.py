@@ -170,7 +170,7 @@ class Epochs:
         server = self._transport.server
         is_under_way = is_continued or (server is not None and server.order[0] == number)
         strategy.begin_epoch(together=not is_under_way)
-        if not is_continued or self._resume_stream == "restart":
+        if not is_continued or (self._resume_stream == "restart" and not self._transport.arrives):
             progress.begin_epoch()
         agent.epoch_begins()
         with self._timer.on("loading"):
@@ -181,7 +181,8 @@ class Epochs:
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()
         self._samples_at_meeting = progress.own_samples
-        progress.begin_loop(whole=not is_continued or (begun is not None and not begun[1].global_step))
+        is_at_start = not begun[1].global_step if begun is not None else not (place is not None and place.trained)
+        progress.begin_loop(whole=not is_continued or is_at_start)
 
     def _divide_model(self) -> None:
         """Divide the model with workers that call it before this epoch, which are where their last loop ended."""
@@ -406,7 +407,8 @@ class Epochs:
             progress.count_global_batch(self.source.length())
         if not strategy.is_carried:
             agent.keep_uncommitted(self.current)
-        steps.settle_leases()
+        if strategy.is_carried or not isinstance(self.current, StreamedEpoch):
+            steps.settle_leases()
         steps.drop_unstepped()
         if progress.unstepped:
             trainer.schedules.take(self._schedules_before)

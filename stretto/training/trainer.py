@@ -47,9 +47,10 @@ class Trainer:
         self.transport, self.section = transport, section
         self.is_over = False
         """True once the section has ended."""
-        is_late = transport.arrives or (transport.server is not None and context.incarnation > 0)
-        if is_late and not is_leasable(loader):
-            raise StaysOutError("a restarted worker cannot rejoin in the middle of a stream")
+        if transport.server is not None and (transport.arrives or context.incarnation > 0) and not is_leasable(loader):
+            raise StaysOutError("a restarted worker cannot rejoin in the middle of a stream over a server")
+        if transport.arrives and arguments.assignment == "own":
+            raise StaysOutError("a restarted worker cannot rejoin in the middle of a shard of its own")
         log = context.event_log(transport.number)
         self.events = EventWriter(log, transport, context.runtime, transport.number, transport.arrives)
         self.timer = Stopwatch(context.runtime.clock, self.events.zero)

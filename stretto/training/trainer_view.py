@@ -10,6 +10,7 @@ from torch import nn
 from stretto.loader.epoch_batches import BatchSource, EpochBatches
 from stretto.parallel.rank_parts import RankParts
 from stretto.runtime.event_writer import EventWriter
+from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.strategy import Strategy
 from stretto.training.evaluator import Evaluator
@@ -62,6 +63,7 @@ class TrainerView(Protocol):
     batch_source: BatchSource
     transport: Transport
     section: Section
+    timer: Stopwatch
     events: EventWriter
     strategy: Strategy
     evaluator: Evaluator
