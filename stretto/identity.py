@@ -135,7 +135,18 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with written_whole(Path(path), synced=True) as part:
-            torch.save(obj, part)
+            try:
+                torch.save(obj, part)
+            except RuntimeError:  # torch's own writer of files gives no cause, as that of a full disk; Python's does
+                with part.open("wb") as file:
+                    torch.save(obj, file)
+    except (OSError, RuntimeError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None
     finally:
         _announce(position)
 

@@ -7,8 +7,10 @@ the cause of the end, with room for a cause that is known only later.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +63,16 @@ def newest(run: Path) -> ModelFile | None:
     """Return the model of the last section of a run that has one."""
     found = (in_section(folder) for folder in (*reversed(section_folders(run)), run))
     return next((model for model in found if model is not None), None)
+
+
+def saved_elsewhere(run: Path) -> Path | None:
+    """Return the final model that the workers of a run on this machine have saved outside of its folder, or None."""
+    began = (run / "run.json").stat().st_mtime
+    patterns = [f"{glob.escape(one.name)}-{FINAL.replace('.', '*.')}" for one in (run, *section_folders(run))]
+    places = [(folder, pattern) for folder in (Path.cwd(), Path(tempfile.gettempdir())) for pattern in patterns]
+    near = [path for folder, pattern in places for path in folder.glob(pattern)]
+    found = [path for path in near if path.stat().st_mtime >= began]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def left_in(run: Path, cause: str) -> str:

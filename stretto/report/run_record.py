@@ -27,17 +27,19 @@ def record(run_folder: Path) -> Record:
     `seconds` is training time without evaluations, in virtual time if the run is `simulated`. `samples` are those whose
     gradients are in the model, the sum of `samples_by_worker` and `samples_before`, those of the state that a resumed
     run continues from; work that was lost or repeated does not count. `evaluations` are sorted by samples, `metrics`
-    has the last value of each metric. `failed` is None for a
-    run that finished, and else the reason. Fields that only a comparison can fill are None. `steps` and `rounds` are
-    the largest of any worker; workers of asynchronous runs differ. `bytes_sent`, `bytes_received` and `time_breakdown`
-    have an entry for each of `processes`, the workers or their ranks; the bytes are measured at the transport. `stages`
-    are the passes of a pipeline (`stages.summary`). `traffic.fields` describes the raw and encoded bytes and residuals.
+    has the last value of each metric. `failed` is None for a run that finished, and else the reason; `is_complete` is
+    False if the log has no end, since the run failed or the disk was full: the numbers are those of what it has. Fields
+    that only a comparison can fill are None. `steps` and `rounds` are the largest of any worker; workers of
+    asynchronous runs differ. `bytes_sent`, `bytes_received` and `time_breakdown` have an entry for each of `processes`,
+    the workers or their ranks; the bytes are measured at the transport. `stages` are the passes of a pipeline
+    (`stages.summary`). `traffic.fields` describes the raw and encoded bytes and residuals.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
     return {
         **_configuration(history),
         "failed": history.failure,
+        "is_complete": history.ended,
         "metrics": _metrics(history),
         "evaluations": _evaluations(history),
         "seconds": seconds,
@@ -120,6 +122,7 @@ def unstarted(
         **no_traffic,
         **BEYOND_ONE_RUN,
         "failed": failed,
+        "is_complete": False,
         "folder": str(folder),
     }
 
@@ -159,6 +162,10 @@ def _length(history: History) -> tuple[float | None, int]:
         return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
     else:
         counted += history.trained_before
+        shared = [*history.epochs, *history.of("evaluation")]
+        latest = max(shared, key=lambda event: int(event.get("samples") or 0), default={})
+        if int(latest.get("samples") or 0) > counted:
+            return number(latest.get("training_s")), int(latest["samples"])
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]
     return (max(trained), counted) if trained else (None, counted)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stretto.checkpoint.model_file import newest
+from stretto.checkpoint.model_file import newest, saved_elsewhere
 from stretto.errors import LogError, RunFailedError
 from stretto.notices import printable
 from stretto.report import html_report, staleness_section, traffic
@@ -21,10 +21,10 @@ from stretto.run_dir import section_folders
 def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     """Write the page of each section and the records as JSON, and print a summary.
 
-    The record of a run of several sections is that of the first, with those of the others in order as `sections`. If
-    the page cannot be written (the folder was removed, or the disk is full), the run still counts as finished: a
-    message is printed. Raises LogError if the record was requested and cannot be written, and RunFailedError if a part
-    of a stream was not trained.
+    The record of a run of several sections is that of the first, with those of the others in order as `sections`. The
+    run has finished: if its page, or the end of its log, could not be written (the folder was removed, or the disk is
+    full), a line says so. Raises LogError if the record was requested and cannot be written, and RunFailedError if a
+    part of a stream was not trained.
     """
     if json_to is None and not (folder / "run.json").exists():
         print(f"stretto: {_removed(folder)}", file=sys.stderr)
@@ -48,16 +48,23 @@ def _removed(folder: Path) -> str:
 
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     folders = [folder, *section_folders(folder)]
-    first, *further = records = [record(section) for section in folders]
     histories = [read(section) for section in folders]
+    records = [record(section) for section in folders]
+    for one, history in zip(records, histories, strict=True):
+        if not history.ended and not history.of("error"):
+            one["failed"] = None
+    first, *further = records
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     lines = [
         line
         for number, of_one in enumerate(zip(records, histories, strict=True), 1)
         for line in _section(*of_one, number if further else 0)
     ]
-    if (model := newest(folder)) is not None:
-        lines.append(f"model: {model.path}")
+    model = newest(folder)
+    if (model is None or not model.is_complete) and (elsewhere := saved_elsewhere(folder)) is not None:
+        lines.append(f"model: {elsewhere}")
+    elif model is not None:
+        lines.append(f"model: {model.path}" if model.is_complete else str(model))
     if not silent:
         print(printable("\n".join(lines)), file=sys.stderr if to_standard_output else sys.stdout)
     if json_to is not None:
@@ -68,9 +75,16 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
 def _section(record: dict[str, Any], history: History, number: int) -> list[str]:
     """Write the page of a section and return its summary; `number` is 0 for the only section of a run."""
-    written = html_report.write(Path(record["folder"]))
+    try:
+        page = f"page: {html_report.write(Path(record['folder']))}"
+    except LogError as error:
+        page = f"no page: {error}"
     title = [f"section {number}"] if number else []
-    return [*title, *_summary(record), *in_lines(history), f"page: {written}"]
+    if not history.ended:
+        shared = [*history.epochs, *history.of("evaluation")]
+        step = max([record["steps"], *(int(event.get("step") or 0) for event in shared)])
+        title.append(f"the end of the log could not be written: these numbers are those up to step {step}")
+    return [*title, *_summary(record), *in_lines(history), page]
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
@@ -80,5 +94,7 @@ def _summary(record: dict[str, Any]) -> list[str]:
     waiting, sent = percent(share(record, "waiting")), figure(megabytes(record, "sent"))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(record['rounds'], 'round')}"
     name = f"{record['recipe']}, {plural(record['workers'], 'worker')}"
-    lines = [f"{name}: {speed}", metrics, cost, traffic.summary(record), staleness_section.summary(record)]
+    lines = [f"{name}: {speed}", metrics]
+    if record["is_complete"]:
+        lines += [cost, traffic.summary(record), staleness_section.summary(record)]
     return [line for line in lines if line]

@@ -1,8 +1,13 @@
-"""Runs whose disk fills to its last block: they train on, and end with one error only if their members change."""
+"""Runs whose disk fills to its last block: they train on, and end with one error only if their members change.
+
+At the end such a run lacks its page: exit code, summary and a record on another disk are what they are elsewhere.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +74,79 @@ def test_a_change_of_members_that_cannot_be_written_ends_the_run_with_one_error(
     done = run_until_full(tmp_path, "allreduce", 600, kill=True)
     assert done.returncode == 1, done.stderr
     assert "coordinator.wal cannot be written: No space left on device, and its members have changed" in done.stderr
+
+
+ENDING = """
+import torch, stretto
+torch.manual_seed(0)
+x = torch.randn(160, 8)
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+loader = stretto.distribute(net, optimizer, loader, evaluate=lambda model: {"norm": model.weight.norm().item()})
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+    if epoch == FULL_AFTER:
+        with open("fill", "wb", buffering=0) as file:
+            for size in (4096, 1):  # the rest of the log's last block is taken as well
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError:
+                    pass
+"""
+
+
+@pytest.mark.parametrize("full_after", [0, 39], ids=["log is cut off", "page only"])
+def test_a_full_disk_at_the_end_costs_the_page_and_not_the_summary_or_a_record_elsewhere(
+    full_after: int, tmp_path: Path
+) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    (tmp_path / "train.py").write_text(f"EPOCHS, FULL_AFTER = 40, {full_after}\n{ENDING}")
+    run = f"run-{tmp_path.parent.name}"
+    words = ["run", "--out", run, "--json", str(tmp_path / "record.json"), str(tmp_path / "train.py")]
+    command = [*own_disk("1m", disk), sys.executable, "-m", "stretto.cli", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"no page: {run}/report.html cannot be written: No space left on device" in done.stdout
+    (model,) = re.findall(r"^model: (/.*-final.*safetensors)$", done.stdout, re.MULTILINE)
+    assert f"the trained model is in {model}" in done.stdout
+    Path(model).unlink()
+    record = json.loads((tmp_path / "record.json").read_text())
+    is_cut = "the end of the log could not be written: these numbers are those up to step" in done.stdout
+    assert record["failed"] is None and is_cut == (not record["is_complete"]) == (full_after == 0)
+    assert f"{record['samples']:,} samples" in done.stdout
+    assert 160 <= record["samples"] < 6400 if is_cut else record["samples"] == 6400
+
+
+SAVING = """
+import errno, stretto, torch
+stretto.save({"before": 1}, "model.pt")
+with open("fill", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+try:
+    stretto.save({"weights": torch.zeros(SIZE)}, "model.pt")
+except OSError as error:
+    assert (error.errno, error.filename) == (errno.ENOSPC, "model.pt"), repr(error)
+    print(error)
+assert torch.load("model.pt") == {"before": 1}
+"""
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_saving_on_a_full_disk_says_so_in_one_error(size: int, tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").mkdir()
+    command = [*own_disk("1m", disk), sys.executable, "-c", SAVING.replace("SIZE", str(size))]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[Errno 28] No space left on device: 'model.pt'\n"
