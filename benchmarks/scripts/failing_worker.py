@@ -1,6 +1,8 @@
 """A plain loop on the digits whose workers can be killed or paused in any phase, for tests and tables of survival.
 
-`--strike 1,2:KILL:exchanging` sends SIGKILL to workers 1 and 2. A restarted worker does not get the signal again.
+`--strike 1,2:KILL:exchanging` sends SIGKILL to workers 1 and 2. A restarted worker does not get the signal again. With
+`--count` the model has a table with a row for each sample and a column for each epoch, whose gradient is 1 where it is
+trained; the numbers are printed at the end.
 """
 
 import argparse
@@ -17,9 +19,12 @@ from torch import nn
 import stretto
 from stretto.process_config import WorkerConfig, worker_config
 
+TRAINED = 1200
+"""Number of samples that are trained; the others are held out."""
 parser = argparse.ArgumentParser()
 parser.add_argument("--strike", default="", help="RANKS:SIGNAL:PHASE")
 parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--count", action="store_true", help="count in the model how often each sample was trained")
 parser.add_argument("--pause", type=float, default=0.03, help="seconds that a step takes longer")
 arguments = parser.parse_args()
 
@@ -52,23 +57,30 @@ order = torch.randperm(
 images = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
 labels = torch.tensor(digits.target)[order]
 model = nn.Sequential(nn.Linear(64, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-data = torch.utils.data.TensorDataset(images[:1200], labels[:1200])
+count = nn.Embedding(TRAINED, arguments.epochs if arguments.count else 0)
+nn.init.zeros_(count.weight)
+groups = [{"params": model.parameters()}, *([{"params": count.parameters(), "lr": 1.0}] if arguments.count else [])]
+optimizer = torch.optim.SGD(groups, lr=0.2)
+whole = nn.ModuleDict({"model": model, "count": count}) if arguments.count else model
+data = torch.utils.data.TensorDataset(images[:TRAINED], labels[:TRAINED], torch.arange(TRAINED))
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 
 
-def accuracy(net: nn.Module) -> dict[str, float]:
+def accuracy(whole: nn.Module) -> dict[str, float]:
     """Return the accuracy on the held-out images."""
     send_signal("evaluating")
-    return {"test_accuracy": float((net(images[1200:]).argmax(1) == labels[1200:]).float().mean())}
+    net = whole["model"] if isinstance(whole, nn.ModuleDict) else whole
+    return {"test_accuracy": float((net(images[TRAINED:]).argmax(1) == labels[TRAINED:]).float().mean())}
 
 
-loader = stretto.distribute(model, optimizer, loader, evaluate=accuracy)
+loader = stretto.distribute(whole, optimizer, loader, evaluate=accuracy)
 steps = 0
 for epoch in range(arguments.epochs):
-    for x, y in loader:
+    for x, y, numbers in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
+        if arguments.count:
+            loss = loss + count(numbers)[:, epoch].sum()
         if steps == 11:
             send_signal("computing")
             if is_target and phase == "checkpointing":
@@ -83,5 +95,9 @@ for epoch in range(arguments.epochs):
     if epoch == 0:
         send_signal("epoch end")
 
-state = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+state = b"".join(one.detach().numpy().tobytes() for one in whole.parameters())
 print(f"steps {steps} state {hashlib.blake2b(state, digest_size=8).hexdigest()}")
+if arguments.count:
+    trained = -count.weight.detach()
+    in_all = trained.sum(1)
+    print(f"counted {in_all.min():.4f} to {in_all.max():.4f}, without {int((trained == 0).sum())}")

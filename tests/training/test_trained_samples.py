@@ -58,6 +58,24 @@ def test_work_that_was_lost_and_repeated_counts_once(recipe: str, strike: str, t
     assert run.record["failures"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("local_sgd(every=3)", "pipeline(stages=2)"),
+        pytest.param("allreduce", "sharded(over=2)", marks=pytest.mark.long),
+        pytest.param("async_sgd", "pipeline(stages=2)", marks=pytest.mark.long),
+    ],
+)
+def test_worker_of_two_processes_of_which_one_is_killed_loses_no_sample(
+    recipe: str, layout: str, tmp_path: Path
+) -> None:
+    script = [*SLOW, "--divided", "--strike", "1.1:KILL:stepped:5"]
+    run = run_counted(tmp_path, recipe, options=["-n", "4", "--layout", layout], script=script)
+    assert_record_is_true(run)
+    assert run.epochs == [{1: 240}] * 2
+    assert run.record["failures"]
+
+
 @pytest.mark.parametrize("recipe", ["local_sgd(every=3)", pytest.param("async_sgd", marks=pytest.mark.long)])
 def test_resumed_run_counts_each_sample_once_and_names_those_of_its_checkpoint(recipe: str, tmp_path: Path) -> None:
     options = ["-n", "2", "--checkpoint-every", "2 rounds"]
