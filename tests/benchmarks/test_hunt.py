@@ -46,6 +46,7 @@ def test_launcher_is_killed_at_most_once_and_only_where_there_are_checkpoints() 
     for plan in PLANS:
         killed = sum(strike.endswith("launcher") for strike in plan.strikes)
         assert killed <= ("--checkpoint-every" in plan.options)
+        assert killed == (plan.resumed_by > 0)
 
 
 GOOD = Counted(
