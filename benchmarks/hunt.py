@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from benchmarks.counting_model import Counted, run_counted, unit_of
 from benchmarks.measure import RESULTS, now, save
@@ -34,6 +35,7 @@ from benchmarks.pace import ROOT
 
 QUESTION = "random runs with random faults: is anything lost, trained twice, or left?"
 WHOLE = 100
+"""Fewest seeds that are no trial."""
 LIMIT_S = 60.0
 """Seconds of a seed, after which its run counts as one that hangs."""
 LEFT_S = 10.0
@@ -128,7 +130,7 @@ def plan_of(seed: int) -> Plan:
     resumed_by = 0
     if any(strike.endswith("launcher") for strike in strikes):
         checkpoints = checkpoints or "300ms"
-        resumed_by = workers * ranks if layout or "own" in script else draw.choice((workers, workers, 1, 2, 3, 4))
+        resumed_by = workers * ranks if layout or "own" in script else draw.choice((workers, workers, 2, 3, 4))
     options += ["--checkpoint-every", checkpoints] if checkpoints else []
     return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
 
@@ -221,13 +223,21 @@ def _judged(plan: Plan, folder: Path) -> list[str]:
             named |= LOSS in done.text
             if done.code != -9 or "--resume" in options:
                 is_told = named and plan.may_lose and "--resume" in options and not done.code
-                return [] if is_told else findings(plan, done)
+                return ([] if is_told else findings(plan, done)) + ([] if done.code else _wrong_best(plan, folder))
             _await_end(folder)
             options += ["--resume", str(folder / "run-1"), "-n", str(plan.resumed_by)]
     except subprocess.TimeoutExpired:
         return [f"not over after {LIMIT_S:g} s"]
     except ValueError as error:
         return [str(error)]
+
+
+def _wrong_best(plan: Plan, folder: Path) -> list[str]:
+    """Return what is wrong with the file of the best model, which the script saves at the end of each epoch."""
+    if "--best" not in plan.script:
+        return []
+    epoch = torch.load(folder / "counts" / "best.pt", weights_only=True)["epoch"]
+    return [] if epoch == EPOCHS - 1 else [f"the best model is that of epoch {epoch + 1}"]
 
 
 def findings(plan: Plan, done: Counted) -> list[str]:
