@@ -145,6 +145,8 @@ class History:
             worker = event["worker"]
             if not event.get("rank") and event["t"] >= last["t"]:
                 is_new = self._starts[_place(event)][-1:] >= [last["t"]]
+                if at_end and worker not in at_end and not is_new:
+                    continue  # it had failed before the epoch ended, and was stopped: when it continues, it writes
                 samples[worker] = max(int(event.get("samples") or 0) - (0 if is_new else at_end.get(worker, 0)), 0)
         return samples
 

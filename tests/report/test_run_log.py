@@ -82,3 +82,21 @@ def test_the_record_counts_all_bytes_and_each_sample_once(folder: Path) -> None:
     assert found["bytes_sent"] == [3200, 1300]
     assert found["samples_by_worker"] == [320, 130]
     assert found["samples"] == 420
+
+
+def test_late_event_of_a_worker_that_had_failed_before_the_last_epoch_ended_counts_nothing(tmp_path: Path) -> None:
+    """Worker 1 was stopped and declared failed; the epoch has its 40 samples of the 64 that it had noted itself."""
+    at_end = {"workers": [{"worker": 0, "samples": 200}], "trained": {"0": 200, "1": 40}}
+    sums = {"sample_counts": {"once": 240, "twice": 0, "never": 0}}
+    events = [
+        *(begun(worker, 0.0) for worker in range(2)),
+        counted(1, 1.0, 64),
+        {"event": "membership", "t": 3.0, "worker": 1, "what": "failed", "generation": 1, "why": "no heartbeat"},
+        {"event": "epoch", "t": 4.0, "worker": 0, "epoch": 1, "samples": 240, "training_s": 4.0, **at_end, **sums},
+        counted(0, 4.0, 200, "end"),
+        counted(1, 4.5, 80),
+    ]
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode({"workers": 2, "recipe": "async_sgd"}))
+    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(named(one)) + b"\n" for one in events))
+    found = record(tmp_path)
+    assert (found["samples"], found["samples_before"], found["samples_by_worker"]) == (240, 0, [200, 40])
