@@ -405,7 +405,14 @@ def _check_arguments(model: object, optimizer: object, loader: object, evaluate:
         raise ModelError(explain(problem, got=_kinds(model), expected=expected, to_type=_CALL))
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         problem, expected = "stretto.distribute needs the optimizer second", "a torch optimizer, or a list of several"
-        raise ModelError(explain(problem, got=_kinds(optimizer), expected=expected, to_type=_CALL))
+        around = [
+            one
+            for one in optimizers
+            if any(isinstance(held, Optimizer) for held in getattr(one, "__dict__", {}).values())
+        ]
+        to_type = f"class {type(around[0]).__name__}(torch.optim.Optimizer): ..." if around else _CALL
+        got = f"{_kinds(optimizer)}, which holds an optimizer and is none" if around else _kinds(optimizer)
+        raise ModelError(explain(problem, got=got, expected=expected, to_type=to_type))
     wrapped = [one for one in models if isinstance(one, DistributedDataParallel | DataParallel)]
     if wrapped:
         problem, wrapper = "the model is wrapped to be distributed already", type(wrapped[0]).__name__

@@ -252,3 +252,14 @@ def test_lbfgs_is_refused_before_an_epoch_in_which_a_worker_has_no_batch() -> No
         run_workers(3, loop(minimise, torch.optim.LBFGS, samples=32), "allreduce")
     assert not steps
     assert torch.equal(*run_workers(3, loop(minimise, torch.optim.LBFGS, samples=32), "local_sgd(every=1)")[1:])
+
+
+def test_an_optimizer_around_another_one_that_is_none_itself_is_named() -> None:
+    class Around:
+        def __init__(self, base: Optimizer) -> None:
+            self.base = base
+
+    net = nn.Linear(2, 1)
+    around: Any = Around(SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ModelError, match=r"which holds an optimizer(?s:.*)class Around\(torch.optim.Optimizer\)"):
+        stretto.distribute(net, around, [torch.ones(1, 2)])
