@@ -44,7 +44,7 @@ from stretto.launcher.output_sender import CLOSE_S, OutputSender
 from stretto.launcher.process_specs import ProcessPlan
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.remote_workers import RemoteWorkers
-from stretto.launcher.resume_hint import left_in, left_out
+from stretto.launcher.resume_hint import command_to_continue, left_in, left_out
 from stretto.launcher.run_copy import check_place, copying
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import Stopped, handled
@@ -129,8 +129,8 @@ def _run(
                     stop.add(lines)
                 raise
             except LaunchError as error:
-                model = model_left_in(folder, _first(error))
-                raise RunFailedError("\n".join(filter(None, [str(error), model])), folder) from error
+                ends = command_to_continue(folder, config), model_left_in(folder, _first(error))
+                raise RunFailedError("\n".join(filter(None, [str(error), *ends])), folder) from error
             finally:
                 shutil.rmtree(folder / INCOMING, ignore_errors=True)  # uploads that were given up
         return folder

@@ -19,16 +19,22 @@ def left_in(folder: Path, config: RunConfig) -> str:
     Arguments that look like secrets are masked.
     """
     lines = [f"run folder: {folder}", f"page: stretto report {folder} writes {folder / 'report.html'}"]
-    if any((folder / CHECKPOINTS).glob("round-*")):
-        words = masked(config.retyped) or ("...",)
-        resume_command = shlex.join(["stretto", config.subcommand, "--resume", str(folder), *words])
-        return "\n".join([*lines, f"continue from the last checkpoint: {resume_command}"])
+    if (command := command_to_continue(folder, config)) is not None:
+        return "\n".join([*lines, command])
     due, every = config.checkpoints, "5m" if config.subcommand == "run" else "1"
     first = f": the first is due after {spelled((due.seconds or 0) / 60)} minutes" if due and due.follows_cost else ""
     lines.append(
         f"continue: not possible, for no checkpoint was written{first}; --checkpoint-every {every} writes them"
     )
     return "\n".join(lines)
+
+
+def command_to_continue(folder: Path, config: RunConfig) -> str | None:
+    """Return a line with the command that continues a run; None if it has no checkpoint."""
+    if not any((folder / CHECKPOINTS).glob("round-*")):
+        return None
+    words = ["stretto", config.subcommand, "--resume", str(folder), *(masked(config.retyped) or ("...",))]
+    return f"continue from the last checkpoint: {shlex.join(words)}"
 
 
 def left_out(config: RunConfig) -> str | None:
