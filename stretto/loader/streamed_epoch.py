@@ -326,6 +326,11 @@ class StreamedEpoch:
             return {one: len(range(self._dealers.index(one), read, len(self._dealers))) for one in absent}
         return dict.fromkeys(absent, read)
 
+    def untrained_batches(self) -> int:
+        """Return the number of batches, or parts, that failed workers had and that no other worker was given."""
+        trained, parts = ([], []) if self._asynchronous or self._is_own else self._place(self._given)
+        return len(parts) + max((stop for _, stop in trained), default=0) - sum(stop - start for start, stop in trained)
+
     def is_unfinished(self) -> bool:
         """Return True if batches were returned after all had been given."""
         return self._is_unfinished

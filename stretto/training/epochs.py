@@ -399,6 +399,11 @@ class Epochs:
             progress.enter(LOOP)
             strategy.resume()
             return False
+        if left and isinstance(self.current, StreamedEpoch) and (untrained := self.current.untrained_batches()):
+            trainer.events.notice(
+                f"the loop was left before {untrained:,} batches of the stream, which a failed worker had, were trained"
+                " again" + (": the next epoch trains them" if self.source.is_iterator else "")
+            )
         if strategy.asynchronous and self._end_asynchronous(self.current):
             return True
         if not strategy.asynchronous:

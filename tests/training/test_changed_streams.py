@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import stretto
+from stretto.errors import LoaderError
 from stretto.events import read_events
 from stretto.loader.stream_reader import StreamReader
+from stretto.training.elasticity import ElasticAgent
 
 BATCHES = 41
 RECIPES = ["allreduce", "local_sgd(every=4)", "diloco(every=4)", "gossip(every=2)"]
@@ -166,3 +168,120 @@ def test_shard_that_is_lost_with_its_worker_is_named(deaths: list[tuple[int, int
     lost = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "batches_lost"]
     assert len(lost) == len(deaths)
     assert all("the shard of worker 1 was lost with it: 6 samples" in event["text"] for event in lost)
+
+
+def test_batch_that_was_read_and_not_kept_is_an_error_and_not_the_end_of_the_stream() -> None:
+    reader = StreamReader([10, 11, 12, 13])
+    assert reader.take(0) == 10
+    reader.keep_from(1)
+    assert [reader.take(3), reader.take(1), reader.take(2), reader.take(4)] == [13, 11, 12, None]
+    reader.release(1)
+    for position in (0, 1):
+        with pytest.raises(LoaderError, match=f"batch {position + 1} of the stream was read before"):
+            reader.take(position)
+
+
+@pytest.mark.parametrize("recipe", [None, "allreduce", "local_sgd(every=4)"])
+@pytest.mark.parametrize("split", [False, True])
+def test_batches_without_a_sample_do_not_end_a_stream(recipe: str | None, split: bool) -> None:
+    empty = torch.arange(0)
+    stream = [empty, empty, *(torch.tensor([one, one + 12]) for one in range(6)), empty, *torch.arange(6, 12).split(2)]
+    rows: list[int] = []
+
+    def work(worker: int) -> None:
+        net = nn.Embedding(24, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for x in stretto.distribute(net, optimizer, stream):
+            rows.extend(x.tolist())
+            optimizer.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+
+    run_elastic_workers(1 if recipe is None else 2, work, recipe, split=split)
+    assert sorted(rows) == [*range(12), *range(12, 18)]
+
+
+ROWS, SPLIT = 12, 20
+"""Numbers of rows of a batch and of batches in the tests of split batches."""
+
+
+def rows_of(
+    deaths: list[tuple[int, int]],
+    patch: pytest.MonkeyPatch,
+    stream: Callable[[], Any],
+    leaves: int = 10**9,
+    epochs: int = 1,
+) -> tuple[Callable[[int], list[list[int]]], Callable[[], list[int]]]:
+    """Return a script whose workers fail at (worker, step), and a function that returns the rows that were trained."""
+    rows: dict[int, list[int]] = {}
+    counted = dict.fromkeys(range(9), 0)
+    carried = ElasticAgent.carried
+
+    def noted(agent: ElasticAgent) -> None:
+        number = agent._trainer.transport.number
+        counted[number] = len(rows.get(number, []))
+        carried(agent)
+
+    patch.setattr(ElasticAgent, "carried", noted)
+
+    def work(worker: int) -> list[list[int]]:
+        net = nn.Embedding(ROWS * SPLIT, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        loader = stretto.distribute(net, optimizer, stream())
+        step = 0
+        for _ in range(epochs):
+            for number, x in enumerate(loader, 1):
+                if (worker, step) in deaths:
+                    raise WorkerKilled
+                step += 1
+                rows.setdefault(worker, []).extend(x.tolist())
+                optimizer.zero_grad()
+                net(x).sum().backward()
+                optimizer.step()
+                if number == leaves:
+                    break
+        return [[0]]
+
+    def trained() -> list[int]:
+        failed = {worker for worker, _ in deaths}
+        return sorted(row for one, found in rows.items() for row in (found[: counted[one]] if one in failed else found))
+
+    return work, trained
+
+
+@pytest.mark.parametrize("deaths", [[(1, 6), (2, 8)], [(1, 6), (2, 9)], [(1, 7), (3, 10)]])
+def test_second_failure_while_parts_of_the_first_are_outstanding_repeats_nothing(
+    deaths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All batches are split; the second worker fails before all parts of the first one are trained again."""
+    work, trained = rows_of(deaths, monkeypatch, lambda: list(torch.arange(ROWS * SPLIT).split(ROWS)))
+    run_elastic_workers(4, work, "local_sgd(every=4)", split=True)
+    assert trained() == list(range(ROWS * SPLIT))
+
+
+@pytest.mark.parametrize("is_iterator", [True, False])
+def test_iterator_that_the_loop_leaves_continues_with_what_a_failed_worker_had(
+    is_iterator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker fails in the last window before the loop is left; of a stream that is read anew a line says so."""
+    batches = torch.arange(ROWS * SPLIT).split(4)
+    work, trained = rows_of(
+        [(1, 7)], monkeypatch, lambda: iter(batches) if is_iterator else list(batches), 8, 9 if is_iterator else 1
+    )
+    run_elastic_workers(3, work, "local_sgd(every=4)", tmp_path)
+    rows, texts = trained(), [event.get("text", "") for event in read_events(tmp_path / "events.jsonl")]
+    assert rows == list(range(ROWS * SPLIT)) if is_iterator else len(rows) == 4 * (2 * 8 + 4)
+    assert any("left before 4 batches of the stream, which a failed worker had" in text for text in texts)
+
+
+@pytest.mark.parametrize("step", [15, 18])
+def test_work_at_the_end_of_a_stream_that_no_exchange_has_carried_is_named_if_its_worker_fails(
+    step: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An epoch has 14 steps of a worker, of which the last two are exchanged with the first two of the next one."""
+    batches = torch.arange(ROWS * SPLIT).split(6)[:28]
+    work, _ = rows_of([(1, step)], monkeypatch, lambda: list(batches), epochs=2)
+    run_elastic_workers(2, work, "local_sgd(every=4)", tmp_path)
+    lost = [event["text"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "batches_lost"]
+    assert len(lost) == (step == 15)
+    assert all("worker 1 failed before the first exchange after the end of an epoch: 12 samples" in one for one in lost)
