@@ -441,8 +441,8 @@ class BatchSource:
             reader.keep_from(place.goal if joins else None)
             try:
                 read_to_place(reader, place, self._transport, self._clock, events, joins)
-            except (LoaderError, StaysOutError):
-                if place.state is None or joins:
+            except LoaderError:
+                if place.state is None:
                     raise
                 events.notice("the state of the stream gives other batches than were trained: it is read again")
                 reader = self._reader(number, is_own, place := replace(place, state=None))
@@ -453,10 +453,8 @@ class BatchSource:
         elif workers > 1 and (epoch_of(number) == 1 and place is None if is_own else self._is_checked):
             compare_first(reader, self._transport, is_own)
         workers = self._transport.workers  # some may have failed
-        split: Callable[[Any, int, int], Any] | None = None
         parts = place.parts if place is not None else []
-        if parts or (self.splits and workers > 1 and not is_own):
-            split = indices_of if self.is_indexed else part_of
+        split = self._split(is_split=bool(parts) or (joins and place is not None and place.splits))
         order = StreamOrder(1 if is_own or split is not None else workers, trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
@@ -469,7 +467,13 @@ class BatchSource:
         if isinstance(current, StreamedEpoch) and self.assignment != "own":
             read_to_place(current.reader, None, self._transport, self._clock, self._loop.events, joins=True)
             compare_first(current.reader, self._transport, False, ())
-            current.deal_among_all()
+            current.deal_among_all(self._split())
+
+    def _split(self, is_split: bool = False) -> Callable[[Any, int, int], Any] | None:
+        """Return the function that divides each batch among the workers; None where each has whole ones."""
+        if not is_split and (not self.splits or self._transport.workers == 1 or self.assignment == "own"):
+            return None
+        return indices_of if self.is_indexed else part_of
 
     def _reader(self, number: int, is_own: bool, place: StreamPlace | None, joins: bool = False) -> StreamReader:
         """Return a reader of the stream from its beginning, with all workers, or at one that joins them."""

@@ -77,6 +77,8 @@ class StreamPlace(msgspec.Struct, frozen=True):
     state: StreamState | None
     is_over: bool = False
     """True if the epoch has ended: the next one continues the same iterator."""
+    splits: bool = False
+    """True if all workers had a part of each batch."""
     parts: list[Piece] = []
     """Sorted parts of trained positions that were not trained."""
     read: tuple[int, bytes] | None = None

@@ -27,6 +27,8 @@ from stretto.transport.interface import Change
 
 NONE = -1
 """Number that a worker without a further batch sends in place of its samples."""
+END = object()
+"""Sign that nothing follows."""
 
 
 class StreamedEpoch:
@@ -94,8 +96,10 @@ class StreamedEpoch:
 
     def _begin_reading(self) -> None:
         """Read from this worker's next piece on."""
-        self._proofs = deque[tuple[int, str] | None]()
-        """Proofs of the batches whose indices were read, and that were not given to the script yet."""
+        self._indices = deque[tuple[bool, tuple[int, str] | None]]()
+        """For indices that were read, and whose batch was not given to the script yet: if there are any, and proofs."""
+        self._loaded: Any = END
+        """Batch that was loaded, and before which this worker has parts without a sample."""
         self._proof: tuple[int, str] | None = None
         """Proof of the batch that was given to the script last, if its indices were read ahead of it."""
         self._offered = None
@@ -214,14 +218,28 @@ class StreamedEpoch:
 
         The number of samples is `NONE` if it has no batch in a later step either.
         """
-        for item in self._items:
+        while (item := self._next_item()) is not END:
             self._read += 1
-            self._proof = self._proofs.popleft() if self._load is not None else None
             if item is not None and (samples := samples_in(item)):
                 return self._cut(item), samples
             if not self._asynchronous:
                 return None, 0
         return None, 0 if self._asynchronous else NONE
+
+    def _next_item(self) -> Any:
+        """Return what this worker gets next: a batch, or None in place of a part without a sample; END after the last.
+
+        Batches are loaded of indices that hold a sample only.
+        """
+        if self._load is None:
+            return next(self._items, END)
+        if self._loaded is END and (not self._indices or self._indices[0][0]):
+            self._loaded = next(self._items, END)
+        if not self._indices:
+            return END
+        has_samples, self._proof = self._indices.popleft()
+        item, self._loaded = (self._loaded, END) if has_samples else (None, self._loaded)
+        return item
 
     def _note_given(self, samples: Mapping[int, int]) -> None:
         furthest = max(samples.values())
@@ -252,12 +270,14 @@ class StreamedEpoch:
             if batch is None:
                 return
             number += 1
-            if self._load is not None:
-                self._proofs.append(self.reader.proof())
+            proof = self.reader.proof()
             if self._split is not None:
                 for part, of in (*parts, (own, len(self._dealers))):
                     batch = self._split(batch, part, of) if batch is not None else None
-            yield batch
+            if self._load is not None:
+                self._indices.append((has_samples := batch is not None and len(batch) > 0, proof))
+            if self._load is None or has_samples:
+                yield batch
 
     # --- changes of membership ----------------------------------------------------------------------------------
 
@@ -304,9 +324,14 @@ class StreamedEpoch:
         self._read = 0
         self._begin_reading()
 
-    def deal_among_all(self) -> None:
-        """Deal the rest of the stream among all workers, also those that have joined and read it to its place."""
+    def deal_among_all(self, split: Callable[[Any, int, int], Any] | None) -> None:
+        """Deal the rest of the stream among all workers, also those that have joined and read it to its place.
+
+        They `split` each batch from now on if they did before, or if there is a function for it.
+        """
         trained, self._returned = self._place(self._given)
+        self._split = self._split or split
+        self._is_dealt = self._is_dealt and self._split is None
         self._dealers = self._transport.members
         self._deal(trained)
 
@@ -396,6 +421,7 @@ class StreamedEpoch:
             before_last=self.reader.before_last() if not self._is_own else b"",
             state=state,
             is_over=is_over,
+            splits=self._split is not None,
             parts=parts,
             read=read,
         )

@@ -265,7 +265,8 @@ class Shuffled(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         rest = list(range(40))
         while rest:
-            yield torch.tensor([rest.pop(int(torch.randint(len(rest), ())))])
+            number = 2 * rest.pop(int(torch.randint(len(rest), ())))
+            yield torch.tensor([number, number + 1])
 
 
 ALONE = "kill worker 1 at 40ms, back after 560ms"
@@ -273,26 +274,34 @@ ALONE = "kill worker 1 at 40ms, back after 560ms"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "workers", "fault", "draws", "joins"),
+    ("recipe", "workers", "fault", "draws", "joins", "batch"),
     [
-        ("allreduce", 3, "kill worker 1 at 60ms, back after 9ms", True, True),
-        ("local_sgd(every=3)", 3, "kill worker 0 at 90ms, back after 9ms; kill worker 2 at 150ms", True, True),
-        (THROUGH, 3, "kill worker 0 at 90ms, back after 9ms; kill worker 0 at 300ms, back after 9ms", True, True),
-        ("allreduce", 2, ALONE, False, True),
-        ("local_sgd(every=3)", 2, ALONE, True, False),
+        ("allreduce", 3, "kill worker 1 at 60ms, back after 9ms", True, True, "keep"),
+        ("local_sgd(every=3)", 3, "kill worker 0 at 90ms, back after 9ms; kill worker 2 at 150ms", True, True, "keep"),
+        (
+            THROUGH,
+            3,
+            "kill worker 0 at 90ms, back after 9ms; kill worker 0 at 300ms, back after 9ms",
+            True,
+            True,
+            "keep",
+        ),
+        ("allreduce", 2, ALONE, False, True, "keep"),
+        ("allreduce", 2, ALONE, False, True, "split"),
+        ("local_sgd(every=3)", 2, ALONE, True, False, "keep"),
     ],
 )
 def test_samples_of_a_stream_that_draws_random_numbers_are_trained_once_by_workers_that_rejoin(
-    recipe: str, workers: int, fault: str, draws: bool, joins: bool
+    recipe: str, workers: int, fault: str, draws: bool, joins: bool, batch: str
 ) -> None:
     """A worker stays out if the only other one has drawn from one generator in turn with the stream."""
 
     def work(worker: int) -> list[list[float]]:
-        net = nn.Embedding(40, 1)
+        net = nn.Embedding(80, 1)
         nn.init.zeros_(net.weight)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         loader: Any = stretto.distribute(net, optimizer, DataLoader(Shuffled(), batch_size=None))
-        counts = [[0.0] * 40]
+        counts = [[0.0] * 80]
         for _ in range(2):
             for x in loader:
                 optimizer.zero_grad()
@@ -303,7 +312,9 @@ def test_samples_of_a_stream_that_draws_random_numbers_are_trained_once_by_worke
             counts.append((-net.weight.detach().flatten()).tolist())
         return [[now - then for then, now in zip(*each, strict=True)] for each in pairwise(counts)]
 
-    ended = simulated(workers, work, recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
+    ended = simulated(
+        workers, work, recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2, "global_batch": batch}
+    )
     victim = int(fault.split()[2])
     assert (ended.found[victim] is not None) == joins
     assert not ended.of("batches_lost")

@@ -259,6 +259,17 @@ def test_second_failure_while_parts_of_the_first_are_outstanding_repeats_nothing
     assert trained() == list(range(ROWS * SPLIT))
 
 
+def test_parts_without_a_sample_are_loaded_by_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers split batches of three indices; two share the part of the one that has failed."""
+    work, trained = rows_of(
+        [(1, 6)],
+        monkeypatch,
+        lambda: DataLoader(torch.arange(2 * BATCHES), batch_size=3, sampler=Endless()),  # type: ignore[arg-type]
+    )
+    run_elastic_workers(3, work, "allreduce", split=True)
+    assert trained() == list(range(2 * BATCHES))
+
+
 @pytest.mark.parametrize("is_iterator", [True, False])
 def test_iterator_that_the_loop_leaves_continues_with_what_a_failed_worker_had(
     is_iterator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
