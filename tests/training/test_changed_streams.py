@@ -274,7 +274,7 @@ def test_parts_without_a_sample_are_loaded_by_no_worker(monkeypatch: pytest.Monk
 def test_iterator_that_the_loop_leaves_continues_with_what_a_failed_worker_had(
     is_iterator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker fails in the last window before the loop is left; of a stream that is read anew a line says so."""
+    """The worker fails in the last window before the loop is left; a line says so of a stream that is read again."""
     batches = torch.arange(ROWS * SPLIT).split(4)
     work, trained = rows_of(
         [(1, 7)], monkeypatch, lambda: iter(batches) if is_iterator else list(batches), 8, 9 if is_iterator else 1
