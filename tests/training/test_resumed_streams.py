@@ -532,3 +532,31 @@ def test_digest_depends_on_all_kinds_of_content_and_on_both_ends_of_long_tensors
     ]
     assert len({digest_of(excerpt(batch)) for batch in batches}) == len(batches)
     assert digest_of(excerpt(long)) == digest_of(excerpt(long.clone()))
+
+
+def test_restarted_worker_joins_a_resumed_stream(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Stream(range(200)), batch_size=None)
+
+    run_with_checkpoints(3, reading(lambda _: make(), epochs=1), "allreduce", tmp_path / "run")
+    part, done = only_within(tmp_path / "run", tmp_path / "part")
+    numbers, starts = list[int](), [0, 0]
+
+    def work(worker: int) -> int:
+        starts[worker] += 1
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        for step, x in enumerate(stretto.distribute(net, optimizer, make())):
+            if (worker, starts[worker], step) == (1, 1, 3):
+                raise WorkerKilled
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            numbers.append(int(x[0, 0]) // 2)
+        return worker
+
+    (tmp_path / "resumed").mkdir()
+    found, coordinator = run_elastic_workers(2, work, "allreduce", tmp_path / "resumed", again=1, resume=part)
+    assert (found, starts) == ([0, 1], [1, 2])
+    assert len(coordinator.generations[-1].members) == 2
+    assert sorted(numbers) == sorted(set(range(200)) - set(done))
