@@ -202,7 +202,7 @@ def _row(plan: Plan, place: Path) -> dict[str, Any]:
     struck = sorted(path.name.removeprefix("sent-") for path in folder.glob("counts/sent-*"))
     row = {"seed": plan.seed, "recipe": plan.recipe, "run": str(plan), "struck": struck, "findings": findings}
     if findings:
-        row["folder"] = str(folder)
+        print(f"       kept: {folder}", flush=True)
     else:
         shutil.rmtree(folder)
     return {**row, "seconds": round(time.monotonic() - began, 1), "taken": now()}
@@ -251,7 +251,8 @@ def findings(plan: Plan, done: Counted) -> list[str]:
     if len(set(done.digests.values())) > 1:
         found.append(f"models differ at the end of the last epoch: {done.digests}")
     total = record["samples_before"] + sum(record["samples_by_worker"])
-    is_exact = not (plan.is_stream and plan.strikes)  # no worker knows what a killed one has trained of a stream
+    # A full disk has no last counts of the workers, and no worker knows what a killed one has trained of a stream.
+    is_exact = not (plan.disk or (plan.is_stream and plan.strikes))
     if record["samples"] != total and is_exact:
         found.append(f"the record has {record['samples']} samples, of which workers trained {total}")
     drops = "--drop" in plan.script
