@@ -330,13 +330,19 @@ class Supervisor:
             self._relay.follow([member.processes[0].record() for member in self._in("running", "done", "left")])
 
     def _kill_stopped(self) -> None:
-        """Kill, after the failure timeout, a worker that was stopped before it registered."""
+        """Kill a worker that was stopped before it registered, after the failure timeout, and stopped ones if no other
+        worker is left: no process would ever exit.
+        """
         for member in self._in("running"):
             stopped = [process for process in member.processes if process.is_stopped()]
             is_unregistered = stopped and not self._has_joined(member)
             member.stopped_s = member.stopped_s + POLL_S if is_unregistered else 0.0
             if member.stopped_s > self._config.failure_timeout_s:
                 stopped[0].kill()
+        left = self._in("running", "restarting", "done")
+        is_last = all(one.is_declared_failed and one.processes[0].is_stopped() for one in left)
+        for member in left if is_last and not self._remote.count() else ():
+            member.processes[0].kill()
 
     def _restart(self, member: Supervised) -> None:
         if member.state != "restarting":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from run_place import Place
 
+from benchmarks.counting_model import run_counted
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher import log_relay
@@ -337,3 +338,12 @@ def test_run_whose_folder_was_removed_ends_with_one_sentence(
         f"stretto: the run has finished; the trained model is in {tmp_path}/final.safetensors. Its"
     )
     assert message.count("\n") == 1
+
+
+def test_run_ends_if_a_stopped_worker_is_all_that_is_left(tmp_path: Path) -> None:
+    """Worker 1 is stopped and declared failed, and then worker 0 is killed; nothing is restarted."""
+    script = ["--pause", "0.05", "--strike", "1:STOP:stepped:3", "--strike", "0:KILL:stepped:6"]
+    options = ["-n", "2", "--failure-timeout", "1s", "--restarts", "0"]
+    done = run_counted(tmp_path, "allreduce", options=options, script=script, limit_s=WITHIN_S)
+    assert done.code == 1
+    assert len([*tmp_path.glob("counts/sent-*")]) == 2
