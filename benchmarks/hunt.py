@@ -264,7 +264,11 @@ def findings(plan: Plan, done: Counted) -> list[str]:
     is_done_again = unit_of(plan.recipe) is None and sum(epoch.get(0, 0) for epoch in lost) <= done.again
     if lost and not is_done_again and not (drops and all(set(epoch) <= {0, 1} for epoch in lost)):
         found.append(f"each epoch has trained {done.epochs}, by number of times")
-    if not plan.is_stream and not is_done_again and done.recorded != done.epochs[-len(done.recorded) :]:
+    if (
+        not plan.is_stream
+        and not is_done_again
+        and done.recorded != done.epochs[len(done.epochs) - len(done.recorded) :]
+    ):
         found.append(f"the record says {done.recorded}, the model {done.epochs}")
     size = BATCH if "numbers" in plan.script else 1
     if is_exact and unit_of(plan.recipe) and (trained := _total(done.epochs)) != record["samples"] * size:

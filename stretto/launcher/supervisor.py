@@ -331,7 +331,7 @@ class Supervisor:
 
     def _kill_stopped(self) -> None:
         """Kill a worker that was stopped before it registered, after the failure timeout, and stopped ones if no other
-        worker is left: no process would ever exit.
+        worker trains: restarted ones wait for their exits.
         """
         for member in self._in("running"):
             stopped = [process for process in member.processes if process.is_stopped()]
@@ -339,10 +339,11 @@ class Supervisor:
             member.stopped_s = member.stopped_s + POLL_S if is_unregistered else 0.0
             if member.stopped_s > self._config.failure_timeout_s:
                 stopped[0].kill()
-        left = self._in("running", "restarting", "done")
-        is_last = all(one.is_declared_failed and one.processes[0].is_stopped() for one in left)
-        for member in left if is_last and not self._remote.count() else ():
-            member.processes[0].kill()
+        failed = [one for one in self._in("running") if one.is_declared_failed and one.processes[0].is_stopped()]
+        others = [one for one in self._in("running") if one not in failed and self._has_joined(one)]
+        if not others and not self._in("done") and not self._remote.count():
+            for member in failed:
+                member.processes[0].kill()
 
     def _restart(self, member: Supervised) -> None:
         if member.state != "restarting":

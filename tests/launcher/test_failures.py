@@ -340,10 +340,12 @@ def test_run_whose_folder_was_removed_ends_with_one_sentence(
     assert message.count("\n") == 1
 
 
-def test_run_ends_if_a_stopped_worker_is_all_that_is_left(tmp_path: Path) -> None:
-    """Worker 1 is stopped and declared failed, and then worker 0 is killed; nothing is restarted."""
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_run_does_not_wait_for_a_stopped_worker_if_no_other_trains(restarts: int, tmp_path: Path) -> None:
+    """Worker 1 is stopped and declared failed, and then worker 0 is killed; both are restarted, or none."""
     script = ["--pause", "0.05", "--strike", "1:STOP:stepped:3", "--strike", "0:KILL:stepped:6"]
-    options = ["-n", "2", "--failure-timeout", "1s", "--restarts", "0"]
+    options = ["-n", "2", "--failure-timeout", "1s", "--restarts", f"{restarts}"]
     done = run_counted(tmp_path, "allreduce", options=options, script=script, limit_s=WITHIN_S)
-    assert done.code == 1
+    assert done.code == (0 if restarts else 1)
     assert len([*tmp_path.glob("counts/sent-*")]) == 2
+    assert done.epochs == ([{1: 240}] * 2 if restarts else [])
