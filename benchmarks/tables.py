@@ -368,13 +368,15 @@ def survival(record: Record) -> Iterator[str]:
 
 def hunt(record: Record) -> Iterator[str]:
     """Yield the numbers of random runs and faults, and the findings."""
-    yield from head("Random runs with random faults, judged by a model that counts", "hunt --seeds 0..499")
+    command = f"hunt --seeds 0..{record['seeds'] - 1}"
+    yield from head("Random runs with random faults, judged by a model that counts", command)
     yield "| seeds | recipes | faults | seeds with findings |"
     yield "| --- | --- | --- | --- |"
-    recipes, faults = len(record["by_recipe"]), sum(record["faults"].values())
-    yield f"| {record['seeds']} | {recipes} | {faults} | {len(record['wrong'])} |"
+    recipes, number = len(record["by_recipe"]), sum(record["faults"].values())
+    yield f"| {record['seeds']} | {recipes} | {number} | {len(record['wrong'])} |"
     yield ""
-    yield f"Faults: {', '.join(f'{name} {count}' for name, count in record['faults'].items())}."
+    faults = ", ".join(f"{name} {count}" for name, count in record["faults"].items())
+    yield f"Faults: {faults}. Each seed counts with its last run; what earlier runs have found is in the [log](log.md)."
     for seed, findings in record["wrong"].items():
         yield f"- seed {seed}: {'; '.join(findings)}"
 
