@@ -53,7 +53,7 @@ RECORDED += ("deep_gradient_compression(ratio=0.1)", "sparse_loco(every=3)", "on
 RECIPES = (*COUNTED, *SUMMED, *TOUCHED, *RECORDED)
 OVER_A_SERVER = (*SUMMED, *TOUCHED[3:9])
 PHASES = ("begun", "computed", "stepped", "exchange", "operation", "commit", "ended")
-LOST, LOSS = "a part of a stream was not trained", "lost in epoch"
+LOST = "a part of a stream was not trained"
 OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
 """Words before a command for which a folder is a disk of a size: both follow them."""
 
@@ -212,7 +212,7 @@ def _judged(plan: Plan, folder: Path) -> list[str]:
     """Run a plan, again from its checkpoint if its launcher is killed, and return what is wrong."""
     limit = time.monotonic() + LIMIT_S
     script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike))]
-    options, before, named = list(plan.options), list[str](), False
+    options, before = list(plan.options), list[str]()
     if plan.disk:
         (disk := folder / "disk").mkdir()
         before, options = [*OWN_DISK, plan.disk, str(disk)], [*options, "--out", str(disk / "run")]
@@ -220,10 +220,8 @@ def _judged(plan: Plan, folder: Path) -> list[str]:
         while True:
             left_s = limit - time.monotonic()
             done = run_counted(folder, plan.recipe, options=options, script=script, before=before, limit_s=left_s)
-            named |= LOSS in done.text
             if done.code != -9 or "--resume" in options:
-                is_told = named and plan.may_lose and "--resume" in options and not done.code
-                return ([] if is_told else findings(plan, done)) + ([] if done.code else _wrong_best(plan, folder))
+                return findings(plan, done) + ([] if done.code else _wrong_best(plan, folder))
             _await_end(folder)
             options += ["--resume", str(folder / "run-1"), "-n", str(plan.resumed_by)]
     except subprocess.TimeoutExpired:

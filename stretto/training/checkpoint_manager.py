@@ -285,6 +285,7 @@ class CheckpointManager:
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,
             "stream": self._place_in_stream([facts["stream"] for facts, _ in own.values() if "stream" in facts]),
+            "lost": sorted({(epoch, text) for facts, _ in own.values() for epoch, text in facts["lost"]}),
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "stages": trainer.rank_parts.facts(),
@@ -311,6 +312,7 @@ class CheckpointManager:
 
     def _own(self) -> state_transfer.Own:
         facts, tensors = state_transfer.random_states(self._trainer.loader)
+        facts["lost"] = self._trainer.epochs.lost
         if (stream := self._stream) is not None:
             facts["stream"] = stream.report()
         states, own = self._trainer.strategy.state.own()

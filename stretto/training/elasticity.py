@@ -129,6 +129,8 @@ class ElasticAgent:
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.progress.restore(facts)
         trainer.evaluator.restore(facts["evaluator"])
+        if not trainer.transport.arrives:
+            trainer.epochs.restore_lost(facts.get("lost", []))
         self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         if trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state)):

@@ -91,6 +91,8 @@ class Epochs:
         """Number of batches before the next meeting in an epoch over a stream, of workers that do not wait."""
         self._recovery_epoch = self._samples_at_meeting = 0
         """Number of rollbacks of the server that were noted, and this worker's samples at the last snapshot."""
+        self.lost = list[tuple[int, str]]()
+        """Losses of streams that this worker has written: the epoch, and a text."""
         self.is_stopped = False
         """True if the run ends before the script does."""
 
@@ -274,10 +276,18 @@ class Epochs:
 
     def write_lost(self, text: str) -> None:
         """Write that batches of a stream were lost in this epoch: the run ends with an exit code that is not 0."""
-        events = self._trainer.events
-        events.write("batches_lost", epoch=self._trainer.evaluator.epoch + 1, text=text)
-        events.own_notice(f"lost in epoch {self._trainer.evaluator.epoch + 1}: {text}")
-        events.flush()
+        self._write_lost(self._trainer.evaluator.epoch + 1, text)
+        self._trainer.events.own_notice(f"lost in epoch {self._trainer.evaluator.epoch + 1}: {text}")
+
+    def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
+        """Write what was lost before a resume, by epoch: the resumed run has not trained it either."""
+        for epoch, text in lost if self._transport.number == min(self._transport.members) else ():
+            self._write_lost(epoch, text)
+
+    def _write_lost(self, epoch: int, text: str) -> None:
+        self.lost.append((epoch, text))
+        self._trainer.events.write("batches_lost", epoch=epoch, text=text)
+        self._trainer.events.flush()
 
     def _note_rollback(self) -> None:
         """Write what this worker has trained of a stream and a rollback of the server has undone, if there was one."""
@@ -457,9 +467,9 @@ class Epochs:
         if self._trainer.strategy.asynchronous:
             self._trainer.strategy.sync_for_evaluation(called)
         self._count_all_samples()
-        then()
-        self._note_rollback()
+        self._note_rollback()  # a checkpoint keeps what was lost before it
         self._samples_at_meeting = self._progress.own_samples
+        then()
         self._trainer.strategy.resume()
         self._trainer.rank_parts.settle()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -34,8 +34,14 @@ class EpochsView(Protocol):
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
 
+    lost: list[tuple[int, str]]
+    """Losses of streams that this worker has written: the epoch, and a text."""
+
     def write_lost(self, text: str) -> None:
         """Write that batches of a stream were lost in this epoch."""
+
+    def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
+        """Write what was lost before a resume."""
 
     def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated."""

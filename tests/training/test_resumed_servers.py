@@ -169,7 +169,8 @@ def test_the_next_worker_writes_the_checkpoint_if_the_first_fails_while_writing(
             global_steps=SimpleNamespace(refuse_not_finite=lambda: None),
             rank_parts=RankParts(),
             epochs=SimpleNamespace(current=None),
-            batch_source=SimpleNamespace(is_iterator=False),
+            batch_source=SimpleNamespace(stream_of=lambda _current: None),
+            section=SimpleNamespace(checkpoints=None, seconds=0.0, rounds=0),
         )
         context = WorkerContext(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         manager: Any = CheckpointManager(trainer, context)

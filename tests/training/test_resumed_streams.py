@@ -368,6 +368,30 @@ def test_own_shards_continue_with_the_same_number_of_workers_and_are_refused_wit
     run_with_checkpoints(3, work, recipe, tmp_path / "skipped", resume=part, resume_stream="skip")
 
 
+def test_a_loss_before_the_checkpoint_is_named_by_the_resumed_run_too(tmp_path: Path) -> None:
+    def work(worker: int) -> None:
+        net, shard = nn.Linear(1, 1), list(Stream(range(worker, BATCHES, 2)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+        for step, x in enumerate(stretto.distribute(net, optimizer, shard, deal="own")):
+            if (worker, step) == (1, 5) and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                raise WorkerKilled
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+
+    def lost(run: Path) -> list[Any]:
+        return [event["text"] for event in read_events(run / "events.jsonl") if event["event"] == "batches_lost"]
+
+    run, options = tmp_path / "run", {"checkpoint": every("2 rounds"), "keep": 99}
+    run_elastic_workers(2, work, "allreduce", run, **options)
+    newest = max((run / "checkpoints").iterdir())
+    shutil.copytree(newest, tmp_path / "part" / "checkpoints" / newest.name)
+    run_elastic_workers(1, work, "allreduce", tmp_path / "resumed", resume=tmp_path / "part", **options)
+    assert len(lost(run)) == 1
+    assert lost(tmp_path / "resumed") == lost(run)
+
+
 def test_batches_that_all_workers_split_continue(tmp_path: Path) -> None:
     work = reading(lambda _: KINDS["iterable"](), epochs=1)
     run_with_checkpoints(2, work, "allreduce", tmp_path / "run", split=True)
