@@ -14,6 +14,7 @@ A worker that joins in the middle of an epoch does the same, while the others wa
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from stretto.checkpoint.state_transfer import pack_own, random_states, restore_r
 from stretto.data.assignment import Range
 from stretto.data.stream_order import first_untrained
 from stretto.errors import LoaderError, RecipeError, StaysOutError, explain
+from stretto.interval import SHARE
 from stretto.runtime.device_random import seed_of
 from stretto.runtime.event_writer import EventWriter
 from stretto.state import pack, save, unpack
@@ -41,6 +43,10 @@ SLICE_S = 0.5
 """Seconds for which a worker reads a stream again before it tells the others how far it is."""
 SHOWN_S = 5.0
 """Seconds between two lines that show how far a stream was read again."""
+JOINS_S = 60.0
+"""Seconds that all wait at least for a worker that joins, if it is expected to have read the stream by then."""
+LOOK_S = 2.0
+"""Seconds of reading after which the rest is estimated."""
 DEEPEST = 6
 """Number of nested containers in a batch, and of nested parts of a data set, that are searched."""
 
@@ -374,16 +380,24 @@ def read_to_place(
 ) -> None:
     """Read a stream again to its place, with all workers. No worker waits for another one for longer than a batch.
 
-    If workers `joins`, those without a place wait for them; all then have read the same number of batches.
+    If workers `joins`, those without a place wait for them, a minute or `SHARE` of the run's time at most; all have
+    read the same number of batches then.
     Raises LoaderError, at every worker, if the stream of any is another one; StaysOutError at one that joins.
     """
     goal, began = place.goal if place is not None else 0, clock()
     first, shown, is_there = reader.position, began, False
+    may_take_s = max(JOINS_S, SHARE * events.t()) if joins else math.inf
     while not is_there:
         until = clock() + SLICE_S
         while reader.position < goal and not reader.problem and clock() < until:
             if not reader.skip():
                 reader.problem = f"it ended after {reader.position} batches, and {goal} of it were trained"
+        took_s, read = clock() - began, reader.position - first
+        if reader.position < goal and took_s > LOOK_S and took_s * (goal - first) > may_take_s * max(read, 1):
+            reader.problem = (
+                f"that takes longer than {may_take_s:.0f} s, in which all wait for it; a stream with state_dict and "
+                "load_state_dict continues at its place"
+            )
         status = msgspec.msgpack.encode((reader.position, reader.problem))
         found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in transport.all_gather_bytes(status)]
         if problem := next((problem for _, problem in found if problem and not joins), ""):

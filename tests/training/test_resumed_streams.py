@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import stretto
 from stretto.data.stream_order import StreamOrder, first_untrained
-from stretto.errors import LoaderError
+from stretto.errors import LoaderError, StaysOutError
 from stretto.events import read_events
 from stretto.interval import every
 from stretto.loader.stream_reader import SHOWN_S, SLICE_S, StreamPlace, digest_of, excerpt, read_to_place, stateful
@@ -493,6 +493,34 @@ def test_workers_exchange_at_least_once_in_a_slice_while_one_reads_its_stream_ag
     *shown, last = sentences
     assert now[0] / SHOWN_S - 2 <= len(shown) <= now[0] / SHOWN_S
     assert f"was read again to batch {goal}" in last
+
+
+@pytest.mark.parametrize(("run_s", "batches", "joins"), [(100.0, 500, True), (100.0, 700, False), (3000.0, 700, True)])
+def test_all_wait_for_a_worker_that_joins_a_stream_for_a_small_part_of_the_time_only(
+    run_s: float, batches: int, joins: bool
+) -> None:
+    """It needs 0.1 s for a batch, and may take a minute, or 3% of the run."""
+    now, reader, sentences = [0.0], SimpleNamespace(position=0, problem=""), list[str]()
+
+    def skip() -> bool:
+        now[0] += 0.1
+        reader.position += 1
+        return True
+
+    def gather(status: bytes) -> list[bytes]:
+        return [status, msgspec.msgpack.encode((batches, ""))]
+
+    reader.skip = skip
+    events = SimpleNamespace(say=sentences.append, own_notice=sentences.append, t=lambda: run_s)
+    place = StreamPlace(2, False, [(0, batches)], {}, [], b"", b"", None)
+    others: Any = (SimpleNamespace(all_gather_bytes=gather, number=1), lambda: now[0], events, True)
+    if joins:
+        read_to_place(reader, place, *others)  # type: ignore[arg-type]
+        assert reader.position == batches
+    else:
+        with pytest.raises(StaysOutError, match="takes longer than 60 s, in which all wait"):
+            read_to_place(reader, place, *others)  # type: ignore[arg-type]
+        assert now[0] < 3.0
 
 
 def test_run_whose_worker_has_failed_resumes_with_what_the_others_had_not_trained(tmp_path: Path) -> None:
