@@ -170,9 +170,6 @@ def checkpoint_notice(config: RunConfig) -> str | None:
         if not parse_layout(config.layout).takes_recipe:
             rotated = 'column blocks have rotated, not by the clock; --checkpoint-every "4 rounds" writes them'
             return f"no checkpoints are written: the processes of this layout save when {rotated}"
-    if config.checkpoints is None:
-        typed = '--checkpoint-every "100 rounds" writes them'
-        return f"no checkpoints are written: with --no-recovery no coordinator asks for them; {typed}"
     return None
 
 

@@ -55,17 +55,14 @@ def test_a_run_that_has_failed_is_continued_from_the_checkpoint_that_nothing_ask
     assert not Path("second/checkpoints").exists(), "a run that is shorter writes none"
 
 
-def test_runs_without_default_checkpoints_say_so_and_what_to_type(tmp_path: Path) -> None:
+def test_layout_without_default_checkpoints_says_so_and_what_to_type(tmp_path: Path) -> None:
     (script := tmp_path / "train.py").touch()
-    blocks = RunConfig(script, workers=2, layout='blocks("rows", "columns")')
-    fixed = RunConfig(script, workers=2, recovery=False)
-    for config, word in ((blocks, "4 rounds"), (fixed, "100 rounds")):
-        check(config)
-        assert f'--checkpoint-every "{word}" writes them' in (checkpoint_notice(config) or "")
-        assert settled(config).checkpoints is None
-    for config in (
-        RunConfig(script),
-        RunConfig(script, workers=2),
-        RunConfig(script, workers=2, checkpoint_every="never"),
-    ):
+    blocks, fixed = (
+        RunConfig(script, workers=2, layout='blocks("rows", "columns")'),
+        RunConfig(script, workers=2, recovery=False),
+    )
+    check(blocks)
+    assert '--checkpoint-every "4 rounds" writes them' in (checkpoint_notice(blocks) or "")
+    assert settled(blocks).checkpoints is settled(fixed).checkpoints is None
+    for config in (fixed, RunConfig(script), RunConfig(script, workers=2, checkpoint_every="never")):
         assert checkpoint_notice(config) is None
