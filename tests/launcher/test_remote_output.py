@@ -80,7 +80,7 @@ def test_log_of_a_joined_worker_is_in_the_run_folder_and_its_output_on_the_termi
     shown = [line.split("] ")[1] for line in said[0].decode().splitlines() if line.startswith("[1] epoch")]
     assert shown == epochs
     assert b"\x1b[2J" not in b"".join(line for line in said[0].splitlines() if b"[1]" in line)
-    assert b"epoch 199" not in said[1]
+    assert b"epoch 199 of 1" not in said[1]
 
 
 def test_last_output_of_a_joined_worker_is_in_the_run_folder_before_the_run_ends(place: Place, beside: Path) -> None:
