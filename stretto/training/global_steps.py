@@ -212,6 +212,7 @@ class GlobalSteps:
         self._rounds_before = self._progress.rounds
         status.note(self._progress.place())
         self._accumulated = False
+        self._drop_void()
         if global_step.lease is not None:
             self._leases.append(global_step.lease)
         self.strategy.note_values(has_stepped=False)
@@ -273,8 +274,7 @@ class GlobalSteps:
         if self._trainer.recipe is None:
             self.settle_leases()
         with self._naming_step():
-            if self._is_void():
-                self._leases, self._worked = [], 0
+            if self._drop_void():
                 self.strategy.undo()
             self.strategy.end_global_step(has_stepped)
         if self.strategy.exchanges_gradients:
@@ -503,12 +503,18 @@ class GlobalSteps:
         if self._trainer.epoch_batches is not None:
             self._trainer.epoch_batches.settle(leases)
 
-    def _is_void(self) -> bool:
-        """Return True if the server has rolled back in this global step, whose batch is leased again then."""
+    def _drop_void(self) -> bool:
+        """Drop the leases of before a rollback of the server, which leases their batches again. Return True if any are.
+
+        Done before a batch and after it, so that leases are void together: a rollback within a batch makes all so.
+        """
         server = self._transport.server
-        return server is not None and any(
+        is_void = server is not None and any(
             isinstance(one, Lease) and one.recovery_epoch != server.recovery_epoch for one in self._leases
         )
+        if is_void:
+            self._leases, self._worked = [], 0
+        return is_void
 
     def settle_leases(self) -> None:
         """Count the work since the last exchange as trained."""
