@@ -37,7 +37,7 @@ QUESTION = "random runs with random faults: is anything lost, trained twice, or 
 WHOLE = 100
 """Fewest seeds that are no trial."""
 LIMIT_S = 60.0
-"""Seconds of a seed, after which its run counts as one that hangs."""
+"""Seconds after which the run of a seed counts as a hanging run."""
 LEFT_S = 10.0
 """Seconds in which the processes of a run end after its launcher."""
 SAMPLES, BATCH, EPOCHS = 240, 8, 2
@@ -180,7 +180,7 @@ def run(seeds: Sequence[int]) -> dict[str, Any]:
 
 @contextmanager
 def _forking() -> Iterator[str]:
-    """Start processes as the tests do, by forks of one that has imported torch: it takes a tenth of the time."""
+    """Start processes as the tests do, by forks of a process with torch imported: it takes a tenth of the time."""
     sys.path.append(str(ROOT / "tests"))
     tool = importlib.import_module("fork_server")
     with tempfile.TemporaryDirectory(prefix="stretto-processes-") as folder:
@@ -209,7 +209,7 @@ def _row(plan: Plan, place: Path) -> dict[str, Any]:
 
 
 def _judged(plan: Plan, folder: Path) -> list[str]:
-    """Run a plan, again from its checkpoint if its launcher is killed, and return what is wrong."""
+    """Run a plan, again from its checkpoint if its launcher is killed, and return the findings."""
     limit = time.monotonic() + LIMIT_S
     script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike))]
     options, before = list(plan.options), list[str]()
@@ -231,7 +231,7 @@ def _judged(plan: Plan, folder: Path) -> list[str]:
 
 
 def _wrong_best(plan: Plan, folder: Path) -> list[str]:
-    """Return what is wrong with the file of the best model, which the script saves at the end of each epoch."""
+    """Return the findings in the file of the best model, which the script saves at the end of each epoch."""
     if "--best" not in plan.script:
         return []
     epoch = torch.load(folder / "counts" / "best.pt", weights_only=True)["epoch"]
@@ -239,7 +239,7 @@ def _wrong_best(plan: Plan, folder: Path) -> list[str]:
 
 
 def findings(plan: Plan, done: Counted) -> list[str]:
-    """Return what is wrong with a run that has ended."""
+    """Return the findings in a run that has ended."""
     if done.code == 1 and plan.may_lose and LOST in done.text:
         return []
     if done.code:
@@ -284,7 +284,7 @@ def _processes(folder: Path) -> list[psutil.Process]:
 
 
 def _await_end(folder: Path) -> list[psutil.Process]:
-    """Wait for the processes of a run whose launcher has ended; return those that are left."""
+    """Wait for the processes of a run whose launcher has ended; return the processes left."""
     return list(psutil.wait_procs(_processes(folder), LEFT_S)[1])
 
 

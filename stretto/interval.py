@@ -26,8 +26,8 @@ def pause_after(cost_s: float) -> float:
 class Interval:
     """Interval in seconds or rounds, printed as it can be typed.
 
-    One that `follows_cost` was not typed: the action is due after these seconds first, and then as soon as its cost
-    allows, at most `MOST` times in them. What it cannot do ends no run.
+    An interval that `follows_cost` was not typed: the action is due after these seconds first, and then as soon as its
+    cost allows, at most `MOST` times in them. An action that fails ends no run.
     """
 
     seconds: float | None = None

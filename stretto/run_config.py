@@ -291,7 +291,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def checkpoints(self) -> Interval | None:
-        """Interval between checkpoints, one that begins now; None for a run that writes none.
+        """Interval between checkpoints, which begins now; None for a run that writes none.
 
         Without a typed one, checkpoints are written where the coordinator asks for them, or a single worker decides.
         """

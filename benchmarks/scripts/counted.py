@@ -52,7 +52,7 @@ passed = dict.fromkeys(("begun", "computed", "stepped", "ended", "exchange", "op
 
 
 def pass_phase(phase: str) -> None:
-    """Count a phase, and strike what is due at its number."""
+    """Count a phase, and carry out the faults that are due at its number."""
     passed[phase] += 1
     for strike in arguments.strike:
         worker, name, at, number, *who = strike.split(":")

@@ -476,7 +476,7 @@ class BatchSource:
         return indices_of if self.is_indexed else part_of
 
     def _reader(self, number: int, is_own: bool, place: StreamPlace | None, joins: bool = False) -> StreamReader:
-        """Return a reader of the stream from its beginning, with all workers, or at one that joins them."""
+        """Return a reader of the stream from its beginning, with all workers, or at a worker that joins."""
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)

@@ -382,7 +382,7 @@ def read_to_place(
 
     If workers `joins`, those without a place wait for them, a minute or `SHARE` of the run's time at most; all have
     read the same number of batches then.
-    Raises LoaderError, at every worker, if the stream of any is another one; StaysOutError at one that joins.
+    Raises LoaderError, at every worker, if the stream of any is another one; StaysOutError at a worker that joins.
     """
     goal, began = place.goal if place is not None else 0, clock()
     first, shown, is_there = reader.position, began, False

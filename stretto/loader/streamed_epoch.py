@@ -72,7 +72,7 @@ class StreamedEpoch:
         self._dealers = self._members = transport.members
         """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
         self._read = self._stepped = 0
-        """Number of batches that this worker has read, and of those that were followed by a step."""
+        """Number of batches that this worker has read, and number of them before a step."""
         self._given = dict.fromkeys(self._dealers, 0)
         """Number of batches by worker, as far as this worker knows it, since the stream was dealt among these."""
         self._carried = dict(self._given)
@@ -325,7 +325,7 @@ class StreamedEpoch:
         self._begin_reading()
 
     def deal_among_all(self, split: Callable[[Any, int, int], Any] | None) -> None:
-        """Deal the rest of the stream among all workers, also those that have joined and read it to its place.
+        """Deal the rest of the stream among all workers, also the joined ones, which have read it to its place.
 
         They `split` each batch from now on if they did before, or if there is a function for it.
         """
@@ -399,7 +399,7 @@ class StreamedEpoch:
         return msgspec.json.encode(place).decode()
 
     def place(self, reports: Sequence[str], is_over: bool) -> str:
-        """Return the place of all workers, from the reports of those that are present, as text.
+        """Return the place of all workers, from the reports of the present ones, as text.
 
         Without reports it is for workers that join.
         """

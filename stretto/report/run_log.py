@@ -56,6 +56,11 @@ class History:
             epochs.append(event)
         return epochs
 
+    @property
+    def counted(self) -> list[Event]:
+        """The events with the counts of all workers: ends of epochs, and evaluations."""
+        return [*self.epochs, *self.of("evaluation")]
+
     @cached_property
     def workers(self) -> int:
         """Number of workers, including workers that joined later."""

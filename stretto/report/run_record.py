@@ -162,8 +162,7 @@ def _length(history: History) -> tuple[float | None, int]:
         return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
     else:
         counted += history.trained_before
-        shared = [*history.epochs, *history.of("evaluation")]
-        latest = max(shared, key=lambda event: int(event.get("samples") or 0), default={})
+        latest = max(history.counted, key=lambda event: int(event.get("samples") or 0), default={})
         if int(latest.get("samples") or 0) > counted:
             return number(latest.get("training_s")), int(latest["samples"])
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]

@@ -81,8 +81,7 @@ def _section(record: dict[str, Any], history: History, number: int) -> list[str]
         page = f"no page: {error}"
     title = [f"section {number}"] if number else []
     if not history.ended:
-        shared = [*history.epochs, *history.of("evaluation")]
-        step = max([record["steps"], *(int(event.get("step") or 0) for event in shared)])
+        step = max([record["steps"], *(int(event.get("step") or 0) for event in history.counted)])
         title.append(f"the end of the log could not be written: these numbers are those up to step {step}")
     return [*title, *_summary(record), *in_lines(history), page]
 

@@ -181,17 +181,16 @@ class MovingBuffers:
         """
         moving = [(name, buffer) for name, buffer in self._moving_named() if buffer.is_floating_point()]
         if optimizers and len(optimizers) < len([*self._optimizers]):
-            held = [id(one) for each in optimizers for one in parameters_of(each)]
-            moving = [(name, buffer) for name, buffer in moving if self._is_trained(name, {*held})]
+            held, held_by_any = held_by(optimizers), held_by(self._optimizers)
+            moving = [(name, buffer) for name, buffer in moving if self._is_trained(name, held, held_by_any)]
         return [buffer for _, buffer in moving]
 
-    def _is_trained(self, name: str, held: set[int]) -> bool:
-        """Return True if the innermost module around a buffer that any optimizer trains has parameters of these ids."""
-        of_all = {id(one) for each in self._optimizers for one in parameters_of(each)}
+    def _is_trained(self, name: str, held: set[int], held_by_any: set[int]) -> bool:
+        """Return True if the innermost module around a buffer that any optimizer trains has parameters of `held`."""
         while name:
             name = name.rpartition(".")[0]
             found = {id(one) for one in self._model.get_submodule(name).parameters()}
-            if found & of_all:
+            if found & held_by_any:
                 return bool(found & held)
         return True
 
@@ -222,8 +221,13 @@ class MovingBuffers:
 
 def unheld(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Parameter]]:
     """Return the parameters that none of these optimizers holds, by name."""
-    held = {id(one) for each in optimizers for one in parameters_of(each)}
+    held = held_by(optimizers)
     return [(name, one) for name, one in model.named_parameters() if id(one) not in held and is_held(one)]
+
+
+def held_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that these optimizers hold."""
+    return {id(one) for each in optimizers for one in parameters_of(each)}
 
 
 def crc(tensor: Tensor) -> int:

@@ -280,7 +280,7 @@ class Epochs:
         self._trainer.events.own_notice(f"lost in epoch {self._trainer.evaluator.epoch + 1}: {text}")
 
     def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
-        """Write what was lost before a resume, by epoch: the resumed run has not trained it either."""
+        """Write the losses of before a resume, by epoch: the resumed run has not trained these batches either."""
         for epoch, text in lost if self._transport.number == min(self._transport.members) else ():
             self._write_lost(epoch, text)
 
@@ -467,7 +467,7 @@ class Epochs:
         if self._trainer.strategy.asynchronous:
             self._trainer.strategy.sync_for_evaluation(called)
         self._count_all_samples()
-        self._note_rollback()  # a checkpoint keeps what was lost before it
+        self._note_rollback()  # a checkpoint keeps the losses of before
         self._samples_at_meeting = self._progress.own_samples
         then()
         self._trainer.strategy.resume()

@@ -41,7 +41,7 @@ class EpochsView(Protocol):
         """Write that batches of a stream were lost in this epoch."""
 
     def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
-        """Write what was lost before a resume."""
+        """Write the losses of before a resume."""
 
     def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated."""

@@ -16,13 +16,15 @@ import pytest
 from combinations import mostly_long
 from own_disk import own_disk
 
-SCRIPT = """
+HEAD = """
 import glob, os, signal, time, torch, stretto
 torch.manual_seed(0)
 x = torch.randn(160, 8)
 net = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+"""
+SCRIPT = """
 loader = stretto.distribute(net, optimizer, loader)
 
 def fill():
@@ -50,7 +52,7 @@ print("trained", epoch + 1, "epochs", flush=True)
 
 def run_until_full(folder: Path, recipe: str, epochs: int, kill: bool) -> subprocess.CompletedProcess[str]:
     """Run two workers that save a checkpoint every few milliseconds, on a disk that the script fills."""
-    (folder / "train.py").write_text(f"EPOCHS, KILL = {epochs}, {kill}\n{SCRIPT}")
+    (folder / "train.py").write_text(f"EPOCHS, KILL = {epochs}, {kill}\n{HEAD}{SCRIPT}")
     (disk := folder / "disk").mkdir()
     command = [*own_disk("2m", disk), sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--recipe", recipe]
     often = "300ms" if "async" in recipe else "10ms"
@@ -77,12 +79,6 @@ def test_a_change_of_members_that_cannot_be_written_ends_the_run_with_one_error(
 
 
 ENDING = """
-import torch, stretto
-torch.manual_seed(0)
-x = torch.randn(160, 8)
-net = torch.nn.Linear(8, 1)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
 loader = stretto.distribute(net, optimizer, loader, evaluate=lambda model: {"norm": model.weight.norm().item()})
 for epoch in range(EPOCHS):
     for a, b in loader:
@@ -105,7 +101,7 @@ def test_a_full_disk_at_the_end_costs_the_page_and_not_the_summary_or_a_record_e
     full_after: int, tmp_path: Path
 ) -> None:
     (disk := tmp_path / "disk").mkdir()
-    (tmp_path / "train.py").write_text(f"EPOCHS, FULL_AFTER = 40, {full_after}\n{ENDING}")
+    (tmp_path / "train.py").write_text(f"EPOCHS, FULL_AFTER = 40, {full_after}\n{HEAD}{ENDING}")
     run = f"run-{tmp_path.parent.name}"
     words = ["run", "--out", run, "--json", str(tmp_path / "record.json"), str(tmp_path / "train.py")]
     command = [*own_disk("1m", disk), sys.executable, "-m", "stretto.cli", *words]

@@ -5,15 +5,16 @@ The model is a table that counts: a step subtracts each batch's share of the mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from elastic_workers import KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
+from streams import Endless, kinds
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader
 
 import stretto
 from stretto.errors import LoaderError
@@ -23,32 +24,7 @@ from stretto.training.elasticity import ElasticAgent
 
 BATCHES = 41
 RECIPES = ["allreduce", "local_sgd(every=4)", "diloco(every=4)", "gossip(every=2)"]
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """A stream of batches of two rows each, by their numbers."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(BATCHES):
-            yield torch.tensor([2 * number, 2 * number + 1])
-
-
-class Endless(Sampler[int]):
-    """A sampler that says that it has no end, and has one."""
-
-    def __len__(self) -> int:
-        return 10**10
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(2 * BATCHES))
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "indices": lambda: DataLoader(torch.arange(2 * BATCHES), batch_size=2, sampler=Endless()),  # type: ignore[arg-type]
-    "generator": lambda: iter(Stream()),
-    "iterable": lambda: DataLoader(Stream(), batch_size=None),
-    "list": lambda: list(Stream()),
-}
+KINDS = kinds(BATCHES)
 
 
 Given = dict[int, list[int]]
@@ -260,11 +236,11 @@ def test_second_failure_while_parts_of_the_first_are_outstanding_repeats_nothing
 
 
 def test_parts_without_a_sample_are_loaded_by_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three workers split batches of three indices; two share the part of the one that has failed."""
+    """Three workers split batches of three indices; two share the part of the failed one."""
     work, trained = rows_of(
         [(1, 6)],
         monkeypatch,
-        lambda: DataLoader(torch.arange(2 * BATCHES), batch_size=3, sampler=Endless()),  # type: ignore[arg-type]
+        lambda: DataLoader(torch.arange(2 * BATCHES), batch_size=3, sampler=Endless(2 * BATCHES)),  # type: ignore[arg-type]
     )
     run_elastic_workers(3, work, "allreduce", split=True)
     assert trained() == list(range(2 * BATCHES))

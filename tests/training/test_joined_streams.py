@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 import torch
 from elastic_workers import WorkerKilled, run_elastic_workers
+from streams import batch_of, kinds
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import stretto
 from stretto.training.elasticity import ElasticAgent
 
 BATCHES = 90
 RECIPES = ["allreduce", "local_sgd(every=4)", "diloco(every=4)", "gossip(every=2)"]
-
-
-def batch_of(number: int) -> torch.Tensor:
-    return torch.tensor([2 * number, 2 * number + 1])
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    """A stream of batches of two rows each, by their numbers."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return map(batch_of, range(BATCHES))
 
 
 class Stateful(IterableDataset[torch.Tensor]):
@@ -50,23 +40,7 @@ class Stateful(IterableDataset[torch.Tensor]):
         self.at = state["at"]
 
 
-class Endless(Sampler[int]):
-    """A sampler that says that it has no end, and has one."""
-
-    def __len__(self) -> int:
-        return 10**10
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(2 * BATCHES))
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "indices": lambda: DataLoader(torch.arange(2 * BATCHES), batch_size=2, sampler=Endless()),  # type: ignore[arg-type]
-    "generator": lambda: iter(Stream()),
-    "iterable": lambda: DataLoader(Stream(), batch_size=None),
-    "list": lambda: list(Stream()),
-    "stateful": lambda: DataLoader(Stateful(), batch_size=None),
-}
+KINDS = kinds(BATCHES) | {"stateful": lambda: DataLoader(Stateful(), batch_size=None)}
 
 
 class Trained:

@@ -16,9 +16,10 @@ import torch
 from elastic_workers import WorkerKilled, run_elastic_workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import Endless
 from thread_workers import flat, run_one_worker, run_workers
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import stretto
 from stretto.data.stream_order import StreamOrder, first_untrained
@@ -49,18 +50,8 @@ class Stream(IterableDataset):
             yield batch_of(number)
 
 
-class Endless(Sampler[int]):
-    """A sampler that says that it has no end, and has one."""
-
-    def __len__(self) -> int:
-        return 10**10
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(2 * BATCHES))
-
-
 KINDS: dict[str, Callable[[], Any]] = {
-    "indices": lambda: DataLoader(torch.arange(2.0 * BATCHES).view(-1, 1), batch_size=2, sampler=Endless()),  # type: ignore[arg-type]
+    "indices": lambda: DataLoader(torch.arange(2.0 * BATCHES).view(-1, 1), batch_size=2, sampler=Endless(2 * BATCHES)),  # type: ignore[arg-type]
     "generator": lambda: iter(Stream()),
     "iterable": lambda: DataLoader(Stream(), batch_size=None),
     "list": lambda: list(Stream()),
