@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
 from stretto.api import close
+from stretto.data.assignment import portion
 from stretto.errors import StrettoError
-from stretto.loader.epoch_order import portion
 from stretto.runtime.runtime import Runtime
 from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport.process_group import ProcessGroupTransport

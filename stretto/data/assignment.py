@@ -26,6 +26,12 @@ Range: TypeAlias = tuple[int, int]
 Ranges: TypeAlias = tuple[Range, ...]
 """Positions that one worker gets in one global step."""
 
+Rule: TypeAlias = Literal["per-worker-batch", "global-batch", "shares"]
+"""Division of the batches into global steps and parts of them; see `BatchAssignment`."""
+
+SMALLEST_SHARE = 2
+"""Fewest samples of a share: a variance over the samples of a batch needs two."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
@@ -101,10 +107,14 @@ class _ReturnedRanges:
 
 @dataclass(slots=True)
 class _EvenSplit:
-    """Concatenated ranges that are split evenly; earlier members get the larger parts."""
+    """Concatenated ranges that are split evenly; earlier members get the larger parts.
+
+    If the parts would have fewer than `smallest` samples, the first members have such parts, and the others none.
+    """
 
     ranges: Ranges
     members: int
+    smallest: int = 1
 
     @property
     def samples(self) -> int:
@@ -112,25 +122,30 @@ class _EvenSplit:
 
     @property
     def parts(self) -> int:
-        return min(self.samples, self.members)
+        return min(max(self.samples // self.smallest, 1), self.members)
 
     def part(self, rank: int) -> Ranges:
-        share, over = divmod(self.samples, self.members)
-        start = share * rank + min(rank, over)
-        return _slice(self.ranges, start, start + share + (rank < over))
+        return _slice(self.ranges, *portion(self.samples, rank, self.parts)) if rank < self.parts else ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """Consecutive global steps with the same members: those after step `after`, starting at batch `batch`.
 
-    A global step that contains returned positions is a segment of one step: `ranges` holds all its positions.
+    A global step that contains returned positions is a segment of one step: `ranges` holds all its positions. Under the
+    rule "shares" `ranges` holds the returned positions that are spread over the `steps` steps of the segment.
     """
 
     after: int
     members: tuple[int, ...]
     batch: int
     ranges: Ranges
+    steps: int = 0
+
+    def spread(self, step: int) -> int:
+        """Return the number of returned positions in the first `step` steps; the last steps have the larger parts."""
+        each, over = divmod(_samples(self.ranges), self.steps)
+        return each * step + max(step - (self.steps - over), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,17 @@ class BatchAssignment:
     range of returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
     members, split evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
 
+    Under "shares" each batch is one global step, whose samples are divided evenly among the members, whoever these are:
+    so there are as many global steps as batches. Returned positions are spread over the remaining ones,
+
+        batches         0..11   12..23        24..34         35..45      (see `step_bounds`)
+        members 0 1 2    0..3   12..15 |                                  worker 0; worker 2 had 20..23
+        members 0 1                    | 20 21 24..28   22 23 35..39      worker 0
+
+    as evenly as the larger batches allow: batches that differ by one sample stay so with them. No step gets more than
+    the largest batch has; what is left then, or returned in the last step, makes further steps. A share has at least
+    `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members.
+
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
 
@@ -158,7 +184,7 @@ class BatchAssignment:
         self,
         sizes: Sequence[int],
         members: Sequence[int],
-        rule: Literal["per-worker-batch", "global-batch"] = "per-worker-batch",
+        rule: Rule = "per-worker-batch",
         base: int | None = None,
         bounds: array[int] | None = None,
     ) -> None:
@@ -166,7 +192,7 @@ class BatchAssignment:
         """Number of global steps assigned so far in this epoch."""
         self._bounds = bounds if bounds is not None else bounds_of(sizes)
         self._members = tuple(members)
-        self._rule: Literal["per-worker-batch", "global-batch"] = rule
+        self._rule: Rule = rule
         self._base = base if base is not None else len(self._members)
         self._committed = 0
         self._next_batch, self._returned = 0, list[Range]()
@@ -178,6 +204,8 @@ class BatchAssignment:
         self._segments: list[_Segment] = []
         self._is_open = False
         """True if the last segment can be continued with further global steps."""
+        self._largest = 0
+        """Number of samples of the largest batch, once that was needed."""
         self._lost: dict[int, set[int]] = {}
         """By global step: the workers whose part of the step was returned."""
         self._pending: list[_PendingChange] = []
@@ -189,13 +217,18 @@ class BatchAssignment:
 
         A later membership change can return positions; then there is a next global step again.
         """
-        if not self._returned and self._next_batch == len(self._bounds) - 1:
-            return None
-        if self._returned or not self._is_open:
-            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, self._take_returned()))
-            self._is_open = not self._segments[-1].ranges
-        if self._is_open:
-            self._next_batch = min(self._next_batch + self._batches_per_step(self._members), len(self._bounds) - 1)
+        if self._rule == "shares":
+            if not self._enter_shares():
+                return None
+        else:
+            if not self._returned and self._next_batch == len(self._bounds) - 1:
+                return None
+            if self._returned or not self._is_open:
+                taken = self._take_returned()
+                self._segments.append(_Segment(self.global_step, self._members, self._next_batch, taken))
+                self._is_open = not taken
+            if self._is_open:
+                self._next_batch = min(self._next_batch + self._batches_per_step(self._members), len(self._bounds) - 1)
         self.global_step += 1
         for change in self._pending:
             self._return_parts(change, self.global_step)
@@ -245,12 +278,15 @@ class BatchAssignment:
 
     def returned_ranges(self) -> Ranges:
         """Return the positions that were returned and have not been assigned again."""
-        return tuple(sorted([*self._returned, *chain.from_iterable(change.returned for change in self._pending)]))
+        pending = chain.from_iterable(change.returned for change in self._pending)
+        return tuple(sorted([*self._returned, *self._unspread(), *pending]))
 
     def append_samples(self, samples: int) -> None:
         """Append samples after all others: work of an earlier epoch that was lost and has to be repeated."""
         start = self._bounds[-1] + self._extra_samples
         self._extra_samples += samples
+        if not self._pending:
+            self._close_segment()
         (self._pending[-1].returned if self._pending else self._returned).append((start, start + samples))
 
     def last_step_samples(self) -> Callable[[int], int]:
@@ -333,7 +369,7 @@ class BatchAssignment:
             "global_step": self.global_step,
             "batch": self._next_batch,
             "extra_samples": self._extra_samples,
-            "returned": list(chain.from_iterable(self._returned)),
+            "returned": list(chain.from_iterable(self.returned_ranges())),
             "rule": self._rule,
             "base": self._base,
             "sizes": _packed(self._bounds),
@@ -363,8 +399,16 @@ class BatchAssignment:
         return assignment
 
     def remaining(self) -> Ranges:
-        """Return all positions that are still to be assigned, in order: returned ones and batches not assigned yet."""
-        batches = zip(self._bounds[self._next_batch : -1], self._bounds[self._next_batch + 1 :], strict=True)
+        """Return all positions that are still to be assigned, in order: returned ones and batches not assigned yet.
+
+        Batches that are whole global steps are divided among `base` workers.
+        """
+        batches: Iterable[Range] = zip(
+            self._bounds[self._next_batch : -1], self._bounds[self._next_batch + 1 :], strict=True
+        )
+        if self._rule == "shares":
+            whole = [_EvenSplit((batch,), self._base, SMALLEST_SHARE) for batch in batches]
+            batches = chain.from_iterable(one.part(rank) for one in whole for rank in range(one.parts))
         return tuple(sorted([*self.returned_ranges(), *batches]))
 
     @property
@@ -396,6 +440,40 @@ class BatchAssignment:
         """Return the number of batches in a global step without returned positions."""
         return len(members) if self._rule == "per-worker-batch" else self._base
 
+    def _enter_shares(self) -> bool:
+        """Enter the next global step under the rule "shares"; return False if nothing is left to assign."""
+        batches = len(self._bounds) - 1 - self._next_batch
+        if not self._is_open:
+            returned = _samples(self._returned)
+            if not (batches or returned):
+                return False
+            taken, steps = returned, batches
+            if returned:
+                self._largest = self._largest or max(self.largest_batch(), SMALLEST_SHARE)
+                taken = min(returned, batches * self._largest) if batches else returned
+                steps = batches or -(-returned // self._largest)
+            ranges, self._returned = _slice(self._returned, 0, taken), list(_slice(self._returned, taken, returned))
+            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, ranges, steps))
+        self._next_batch += batches > 0
+        self._is_open = self.global_step + 1 < self._segments[-1].after + self._segments[-1].steps
+        return True
+
+    def largest_batch(self) -> int:
+        """Return the number of samples of the largest batch."""
+        return max((stop - start for start, stop in pairwise(self._bounds)), default=0)
+
+    def _unspread(self) -> Ranges:
+        """Return the positions that the last segment spreads over global steps which are not assigned yet."""
+        if not (self._is_open and self._segments[-1].ranges and self._rule == "shares"):
+            return ()
+        segment = self._segments[-1]
+        return _slice(segment.ranges, segment.spread(self.global_step - segment.after), _samples(segment.ranges))
+
+    def _close_segment(self) -> None:
+        """End the last segment; what it has not spread is returned."""
+        self._returned = sorted([*self._returned, *self._unspread()])
+        self._is_open = False
+
     def _take_returned(self) -> Ranges:
         """Remove and return the positions of the next global step if there are returned positions, else ()."""
         if not self._returned:
@@ -420,6 +498,13 @@ class BatchAssignment:
 
     def _layout(self, segment: _Segment, number: int) -> _StepLayout:
         members = len(segment.members)
+        if self._rule == "shares":
+            step = number - segment.after - 1
+            batch = segment.batch + step
+            ranges = _slice(segment.ranges, segment.spread(step), segment.spread(step + 1)) if segment.ranges else ()
+            if batch < len(self._bounds) - 1:
+                ranges = *ranges, (self._bounds[batch], self._bounds[batch + 1])
+            return _EvenSplit(ranges, members, SMALLEST_SHARE)
         if segment.ranges:
             return (
                 _ReturnedRanges(segment.ranges)
@@ -469,7 +554,8 @@ class BatchAssignment:
         """Apply changes whose preceding global steps are all assigned."""
         while self._pending and self._pending[0].after == self.global_step:
             change = self._pending.pop(0)
-            self._members, self._is_open = change.members, False
+            self._close_segment()
+            self._members = change.members
             self._returned = sorted(self._returned + change.returned)
 
     def _unrestarted(self, segment: _Segment) -> set[int]:
@@ -490,6 +576,25 @@ class BatchAssignment:
 def bounds_of(sizes: Sequence[int]) -> array[int]:
     """Return the first position of each batch, and the end. Many assignments can share the result."""
     return array("q", accumulate(sizes, initial=0))
+
+
+def step_bounds(samples: int, global_batch: int) -> array[int]:
+    """Return the bounds of the fewest global steps that have at most `global_batch` samples each.
+
+    They differ by at most one sample; the first ones are the larger ones.
+
+    >>> list(step_bounds(23, 6)), list(step_bounds(24, 6)), list(step_bounds(0, 6))
+    ([0, 6, 12, 18, 23], [0, 6, 12, 18, 24], [0])
+    """
+    steps = -(-samples // global_batch)
+    return array("q", [portion(samples, step, steps)[0] for step in range(steps)] + [samples])
+
+
+def portion(samples: int, part: int, parts: int) -> Range:
+    """Return the range of one even part among several; the first ones are the larger ones."""
+    each, over = divmod(samples, parts)
+    start = each * part + min(part, over)
+    return start, start + each + (part < over)
 
 
 def _samples(ranges: Sequence[Range]) -> int:

@@ -27,7 +27,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
+from stretto.data.assignment import BatchAssignment, Ranges, bounds_of, portion
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.transport import Transport
@@ -183,13 +183,6 @@ def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:
     return [
         batch[start:stop] for batch, found in zip(batches, cuts, strict=True) for start, stop in found if start < stop
     ]
-
-
-def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
-    """Return the first position of one even part among several, and the position after its last."""
-    each, over = divmod(samples, parts)
-    start = each * part + min(part, over)
-    return start, start + each + (part < over)
 
 
 def part_of(batch: Any, part: int, parts: int) -> Any:

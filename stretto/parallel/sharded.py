@@ -28,10 +28,10 @@ from torch.nn import Parameter
 
 from stretto.checkpoint import whole_state
 from stretto.checkpoint.storage import State
-from stretto.data.assignment import Ranges
+from stretto.data.assignment import Ranges, portion
 from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
-from stretto.loader.epoch_order import part_of, portion, samples_in
+from stretto.loader.epoch_order import part_of, samples_in
 from stretto.parallel import refusals
 from stretto.parallel.part_operations import act_as_whole
 from stretto.parallel.pass_record import memory_figures

@@ -7,7 +7,7 @@ import tracemalloc
 from array import array
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,10 +25,9 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from stretto.data.assignment import BatchAssignment, Ranges, RankBatch, bounds_of
+from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Ranges, RankBatch, Rule, bounds_of, step_bounds
 
-Rule = Literal["per-worker-batch", "global-batch"]
-RULES: list[Rule] = ["per-worker-batch", "global-batch"]
+RULES: list[Rule] = ["per-worker-batch", "global-batch", "shares"]
 SIZES = st.one_of(
     st.builds(lambda size, full, last: [size] * full + [last] * (last < size), *[st.integers(1, 9)] * 3),
     st.builds(lambda full, last: [4] * full + [last], st.integers(8, 24), st.integers(1, 4)),
@@ -142,7 +141,8 @@ class Crew(RuleBasedStateMachine):
             return False
         number = seat.deal.global_step
         if number not in self.table:
-            self.check_new([seen[one] for one in sorted(self.seats)])
+            pieces = [seen[one] for one in sorted(self.seats)]
+            self.check_shares(number, pieces) if self.how == "shares" else self.check_new(pieces)
             self.table[number] = {self.seats[one].life: seen[one] for one in self.seats}
         self.check_known(number, seen, portion)
         return True
@@ -171,6 +171,25 @@ class Crew(RuleBasedStateMachine):
         elif len(sizes) != self.base:
             assert max(sizes) - min(sizes) <= 1
             assert sizes == sorted(sizes, reverse=True)
+
+    def check_shares(self, number: int, pieces: list[Ranges]) -> None:
+        """Check that a global step is a batch with its part of the returned positions, divided evenly."""
+        own = set(range(*self.bounds[number - 1 : number + 1])) if number <= len(self.sizes) else set()
+        given = {at for piece in pieces for at in positions(piece)}
+        before = self.bounds[min(number - 1, len(self.sizes))]
+        returned = sorted(set(range(before)).difference(self.dealt()))
+        extra, left = sorted(given - own), len(self.sizes) - number + 1
+        assert own <= given
+        assert extra == returned[: len(extra)]
+        largest = max(*self.sizes, SMALLEST_SHARE)
+        steps = left if left > 0 else -(-len(returned) // largest)
+        spread = min(len(returned), steps * largest)
+        assert spread // steps <= len(extra) <= -(-spread // steps) <= largest
+        sizes = [len(positions(piece)) for piece in pieces]
+        parts = min(max(sum(sizes) // SMALLEST_SHARE, 1), len(sizes))
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[parts - 1] <= 1
+        assert sizes[parts - 1] > 0 == sum(sizes[parts:])
 
     def check_known(self, number: int, seen: dict[int, Ranges], portion: RankBatch) -> None:
         """Check that a repeated global step equals the recorded one; workers that joined later are idle in it."""
@@ -310,7 +329,7 @@ def test_all_workers_agree_and_every_sample_counts_once_after_any_changes(how: R
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(200), stateful_step_count=20))
 
 
-@pytest.mark.parametrize("how", RULES)
+@pytest.mark.parametrize("how", ["per-worker-batch", "global-batch"])
 @given(sizes=SIZES, workers=st.integers(1, 5))
 def test_without_changes_each_of_n_workers_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
     bounds = bounds_of(sizes)
@@ -322,6 +341,82 @@ def test_without_changes_each_of_n_workers_gets_every_nth_batch(how: Rule, sizes
             assert portion.ranges == (((bounds[at], bounds[at + 1]),) if at < len(sizes) else ())
             assert (portion.total, portion.incomplete) == (sum(dealt), len(dealt) < workers)
         assert deal.global_step == -(-len(sizes) // workers)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 6))
+@settings(max_examples=examples(200))
+def test_an_epoch_in_shares_has_equal_steps_that_are_divided_evenly(samples: int, batch: int, workers: int) -> None:
+    """No share is larger than a batch of the script, and each has at least half of one if there are several steps."""
+    bounds = step_bounds(samples, workers * batch)
+    steps = [
+        [one.samples for one in hands(BatchAssignment((), range(workers), "shares", bounds=bounds), me)]
+        for me in range(workers)
+    ]
+    sizes = [sum(shares) for shares in zip(*steps, strict=True)]
+    assert (sum(sizes), len(sizes)) == (samples, -(-samples // (workers * batch)))
+    assert max(sizes) - min(sizes) <= 1
+    for size, shares in zip(sizes, zip(*steps, strict=True), strict=True):
+        parts = min(max(size // SMALLEST_SHARE, 1), workers)
+        assert max(shares[:parts]) - min(shares[:parts]) <= 1
+        assert max(shares) <= max(batch, SMALLEST_SHARE + 1)
+        assert len(sizes) == 1 or batch < 4 or min(shares) >= batch // 2
+
+
+@given(st.data(), st.integers(20, 300), st.integers(2, 8), st.integers(2, 5))
+@settings(max_examples=examples(200))
+def test_losses_leave_the_number_of_shared_steps_and_equal_sizes(
+    data: st.DataObject, samples: int, batch: int, workers: int
+) -> None:
+    """Workers fail, join, and resume with other numbers; sizes differ by one sample from each change on."""
+    bounds = step_bounds(samples, workers * batch)
+    steps = 0
+    deal = BatchAssignment((), range(workers), "shares", workers, bounds)
+    plain, fits, sizes = len(bounds) - 1, True, list[int]()
+    largest = max(deal.largest_batch(), SMALLEST_SHARE)
+    while (portion := deal.next(-1)) is not None:
+        steps += 1
+        sizes.append(portion.total)
+        assert max(sizes) - min(sizes) <= 1
+        event = data.draw(st.sampled_from(["nothing", "commit", "fail", "join", "resume"]))
+        if event in ("commit", "resume"):
+            deal.commit()
+        if event == "resume":
+            members = range(data.draw(st.integers(1, 6)))
+            deal = BatchAssignment.restored(travelled(deal.state()), members)
+        if event == "fail" and len(deal.members) > 1:
+            gone = data.draw(st.sampled_from(deal.members))
+            deal.change([one for one in deal.members if one != gone], steps, deal.committed)
+            sizes = []
+        if event == "join":
+            deal.change(sorted({*deal.members, data.draw(st.integers(0, 9))}), steps, deal.committed)
+        returned = sum(stop - start for start, stop in deal.returned_ranges())
+        fits = fits and returned <= (plain - steps) * largest
+        if not fits:
+            sizes = []
+    assert steps == plain if fits else steps > plain
+
+
+def test_returned_samples_are_spread_over_the_remaining_steps() -> None:
+    """46 samples in four steps of three workers; worker 2 fails when the first step is committed."""
+    deal = BatchAssignment((), range(3), "shares", bounds=step_bounds(46, 12))
+    deal.next(0)
+    deal.commit()
+    assert deal.next(2) == RankBatch(((20, 24),), 4, 12, False)
+    deal.change([0, 1], after=2, committed=1)
+    assert deal.remaining() == ((20, 24), (24, 28), (28, 32), (32, 35), (35, 39), (39, 43), (43, 46))
+    assert deal.next(0) == RankBatch(((20, 22), (24, 29)), 7, 13, False)
+    assert deal.next(1) == RankBatch(((40, 46),), 6, 13, False)
+    assert deal.next(0) is None
+
+
+def test_shares_returned_in_the_last_step_make_one_more() -> None:
+    deal = BatchAssignment((), range(3), "shares", bounds=step_bounds(46, 12))
+    while deal.global_step < 4:
+        deal.commit()
+        deal.next(0)
+    deal.change([0, 1], after=4, committed=3)
+    assert deal.next(0) == RankBatch(((43, 46),), 3, 3, True)
+    assert deal.next(0) is None
 
 
 def test_a_global_batch_is_split_evenly_among_the_remaining_workers() -> None:
@@ -384,7 +479,8 @@ class Watched(array):  # type: ignore[type-arg]
 def test_assignment_without_changes_costs_the_same_with_many_workers_and_stores_nothing(
     how: Rule, there: range
 ) -> None:
-    deal = BatchAssignment((), there, how, 300, Watched("q", range(0, 1_200_001, 4)))
+    size = 1200 if how == "shares" else 4
+    deal = BatchAssignment((), there, how, 300, Watched("q", range(0, 1_200_001, size)))
     deal.next(7)
     deal._bounds.reads = 0  # type: ignore[attr-defined]
     tracemalloc.start()
