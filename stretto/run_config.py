@@ -140,8 +140,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_workers: Annotated[int | None, Option("Admit no more workers than this.", FAILURES, "N", "no limit")] = None
     on_resize: Annotated[
         OnResize,
-        Option("Batch size kept when the number of workers changes: each worker's own, or the global batch.", FAILURES),
-    ] = "per-worker-batch"
+        Option(
+            "Batch size kept when the number of workers changes: the global one, in shares, or each worker's own.",
+            FAILURES,
+        ),
+    ] = "global-batch"
     host: Annotated[
         str | None,
         Option(

@@ -166,7 +166,7 @@ class BatchAssignment:
     range of returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
     members, split evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
 
-    Under "shares" each batch is one global step, whose samples are divided evenly among the members, whoever these are:
+    Under "shares" each batch is one global step, whose samples are divided evenly among the members of that moment:
     so there are as many global steps as batches. Returned positions are spread over the remaining ones,
 
         batches         0..11   12..23        24..34         35..45      (see `step_bounds`)
@@ -425,6 +425,11 @@ class BatchAssignment:
     def committed(self) -> int:
         """Number of global steps whose work is in the agreed state."""
         return self._committed
+
+    @property
+    def rule(self) -> Rule:
+        """Division of the batches into global steps."""
+        return self._rule
 
     @property
     def members(self) -> tuple[int, ...]:

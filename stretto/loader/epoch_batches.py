@@ -7,6 +7,7 @@ got. If workers do not wait for each other, each gets its next batch as soon as 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from stretto.data.assignment import BatchAssignment, Range
+from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Range, step_bounds
 from stretto.data.leases import PlanName
 from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
@@ -135,6 +136,11 @@ class AssignedEpoch:
     def assigned_samples(self) -> int:
         """Samples assigned to all workers in this epoch, without those that were returned."""
         return self.batch_assignment.assigned_samples
+
+    @property
+    def has_shares(self) -> bool:
+        """True if a global step has the same samples with any number of workers."""
+        return self.batch_assignment.rule == "shares"
 
     @property
     def has_more(self) -> bool:
@@ -314,6 +320,8 @@ class BatchSource:
     ) -> None:
         assignment, self.splits = division.assignment, division.split
         self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
+        self.first_workers = division.initial_workers
+        """Number of workers that the run first began with, by which an epoch is divided into global steps."""
         self._clock = runtime.clock
         self.streamed: StreamedEpoch | None = None
         """The last epoch over a stream that has begun."""
@@ -347,16 +355,17 @@ class BatchSource:
             self.assignment = "own" if self.library is not None else None
 
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
-        rule, initial_workers = self._division.rule, self._division.initial_workers
-        if self.splits:
-            rule, initial_workers = "global-batch", 1
-
         def order() -> EpochOrder:
             loop, arranged = self._loop, self._arranged if self._rearranges() else None
             return draw(self._loader, self._transport, self._global_batch_of, loop.peeks, arranged, loop.kept)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
-            return BatchAssignment((), self._loop.members(), rule, initial_workers, drawn.bounds)
+            members, base = self._loop.members(), self.first_workers
+            if self.splits:
+                return BatchAssignment((), members, "shares", base, drawn.bounds)
+            if (steps := self._equal_steps(drawn.bounds[-1])) is not None:
+                return BatchAssignment((), members, "shares", base, steps)
+            return BatchAssignment((), members, "per-worker-batch", base, drawn.bounds)
 
         if not isinstance(when, on_arrival):
             return ShardedBatchSampler(order, assign, self._transport.number, self._arrangement)
@@ -366,6 +375,20 @@ class BatchSource:
         plan: PlanName = "one-each" if several else "first-come"
         plan = "in-turn" if when.bound == 0 or self.assignment == "contiguous" else plan
         return LeasedBatchSampler(order, self._transport.server, self._division.barrier_every, plan)
+
+    def _equal_steps(self, samples: int) -> array[int] | None:
+        """Return the bounds of the global steps of an epoch, of about one size, in which each worker has a share.
+
+        None where whole batches are assigned: those of one process, of samplers of batches, of `drop_last`, of one
+        sample, in stretches or for processes that divide them; and where a share would have less than two samples.
+        """
+        loader, workers = self._loader, self.first_workers
+        sampler, batches = loader.batch_sampler, workers * self._global_batch_of
+        is_divisible = type(sampler) is BatchSampler and not sampler.drop_last and sampler.batch_size >= SMALLEST_SHARE
+        if batches == 1 or not is_divisible or self._rearranges() or self._division.rule == "per-worker-batch":
+            return None
+        steps = step_bounds(samples, batches * sampler.batch_size)
+        return steps if len(steps) > 1 and steps[-1] - steps[-2] >= SMALLEST_SHARE * workers else None
 
     def _rearranges(self) -> bool:
         is_cut = self.splits and self._asynchronous
@@ -499,13 +522,17 @@ class BatchSource:
     @property
     def batches_per_step(self) -> int:
         """The number of the script's batches in a global step of all workers."""
-        return self._global_batch_of * (1 if self.splits else self._transport.workers)
+        return self._global_batch_of * (1 if self.splits else self.first_workers)
+
+    def resume(self, first_workers: int) -> None:
+        """Divide epochs as the run did that is resumed, or joined."""
+        self.first_workers = first_workers
 
     def length(self) -> int:
-        """Return the number of global steps of an epoch."""
+        """Return the number of global steps of an epoch: the same with any number of workers now."""
         if self.assignment == "own" or self.splits:
             return len(self._loader)
-        return -(-self._arrangement.length(self._loader) // (self._transport.workers * self._global_batch_of))
+        return -(-self._arrangement.length(self._loader) // self.batches_per_step)
 
 
 def _refuse_assignment(got: str, expected: str) -> None:

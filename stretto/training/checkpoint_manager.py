@@ -281,6 +281,7 @@ class CheckpointManager:
             "recipe": str(trainer.strategy.recipe),
             "workers": list(trainer.transport.members),
             **counts,
+            "first_workers": trainer.batch_source.first_workers,
             "closing_epoch": trainer.epochs.closing is not None,
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,

@@ -128,6 +128,7 @@ class ElasticAgent:
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.progress.restore(facts)
+        trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
         trainer.evaluator.restore(facts["evaluator"])
         if not trainer.transport.arrives:
             trainer.epochs.restore_lost(facts.get("lost", []))
@@ -430,6 +431,12 @@ class ElasticAgent:
             events.notice(
                 "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
                 "batch does not fit its stretches until the next epoch"
+            )
+        current = self._trainer.epochs.current
+        if isinstance(current, AssignedEpoch) and not current.has_shares and self._context.rule == "global-batch":
+            events.notice(
+                "the workers have changed, and whole batches are dealt: each worker has one in a step, so the steps of "
+                "this epoch are other ones than len(loader) says"
             )
         events.write("generation_changed", **facts, members=list(change.members))
         for worker, incarnation in zip(change.gone, change.incarnations, strict=True):

@@ -100,7 +100,7 @@ class WorkerContext:
     on_nan: str = "stop"
     incarnation: int = 0
     """Number of earlier starts of this worker."""
-    rule: Rule = "per-worker-batch"
+    rule: Rule = "global-batch"
     checkpoint: Interval | None = None
     keep: int = KEPT_CHECKPOINTS
     resume: Path | None = None

@@ -36,7 +36,7 @@ VALUES: dict[str, Any] = {
     "min_workers": 2,
     "max_workers": 8,
     "wait_for": 5,
-    "on_resize": "global-batch",
+    "on_resize": "per-worker-batch",
     "host": "10.0.0.1",
     "hosts": "a:2,b",
     "hostfile": Path("hosts"),

@@ -34,14 +34,15 @@ def is_due(style: str, i: int, batches: int) -> bool:
 
 
 def accumulating(
-    style: str, samples: int, no_sync: bool = False, to_none: bool = True, epochs: int = 2
+    style: str, samples: int, no_sync: bool = False, to_none: bool = True, epochs: int = 2, drop_last: bool = False
 ) -> Callable[[int], tuple[Tensor, int, int]]:
     """Return a training that accumulates gradients: its parameters, the script's steps, and those that are counted."""
 
     def work(_worker: int) -> tuple[Tensor, int, int]:
         net, steps = small_net(DOUBLE), 0
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        loader = stretto.distribute(net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=4))
+        batches = DataLoader(regression(samples, DOUBLE), batch_size=4, drop_last=drop_last)
+        loader = stretto.distribute(net, optimizer, batches)
         for _ in range(epochs):
             for i, (x, y) in enumerate(loader):
                 with nullcontext() if is_due(style, i, len(loader)) or not no_sync else stretto.no_sync():
@@ -96,8 +97,8 @@ def test_steps_are_counted_alike_where_a_worker_has_fewer_batches(recipe: str, s
 def test_gradients_of_a_worker_without_a_batch_in_the_last_step_are_named(
     recipe: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Worker 0 has 5 batches and steps after the third and the last; worker 1 has 4."""
-    run_workers(2, accumulating("usual", 36), recipe)
+    """Worker 0 has 5 whole batches and steps after the third and the last; worker 1 has 4."""
+    run_workers(2, accumulating("usual", 36, drop_last=True), recipe)
     said = capfd.readouterr().err
     assert said.count("worker 1 ends epoch 1 with gradients of 1 batch and no step after them") == 1, said
     assert "no batch in the last step, in which others step: --batch split" in said

@@ -250,7 +250,7 @@ def test_the_resize_rule_sets_the_number_of_steps_after_a_failure(rule: str, tmp
             raise WorkerKilled
 
     run_elastic_workers(3, training(epochs=1, disturb=disturb, samples=120), "allreduce", tmp_path, rule=rule)
-    assert len(steps) == {"per-worker-batch": 15, "global-batch": 11}[rule]
+    assert len(steps) == {"per-worker-batch": 15, "global-batch": 10}[rule]
 
 
 @pytest.mark.usefixtures("every_checkpoint")

@@ -1,0 +1,115 @@
+"""Shares: every worker has a part of every global step, and all loops have as many steps as the loader says."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elastic_workers import WorkerKilled, run_elastic_workers
+from thread_workers import regression, relative_distance, run_single_process, run_workers, sgd, small_net, training
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.interval import every
+
+WAITING = ["allreduce", "local_sgd(every=3)", "diloco(every=2)", "gossip"]
+
+
+def counting(
+    samples: int, batch: int, limit: int | None = None, epochs: int = 2, dies_at: Any = None, **options: Any
+) -> Any:
+    """Return a script that notes the sizes of its batches, by epoch, and how often it has seen each sample.
+
+    With a `limit` it counts its steps and ends within an epoch. It raises in its step (worker, number) `dies_at`.
+    """
+
+    def work(worker: int) -> tuple[int, list[list[int]], list[int]]:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        data = TensorDataset(torch.arange(samples), *regression(samples).tensors)
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=batch, shuffle=True, **options))
+        sizes, seen, done = list[list[int]](), list[int](), 0
+        for _ in range(epochs):
+            sizes.append([])
+            for number, x, y in islice(loader, limit - done if limit is not None else None):
+                if (worker, done) == dies_at:
+                    raise WorkerKilled
+                sizes[-1].append(len(number))
+                seen += number.tolist()
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                done += 1
+            if done == limit:
+                break
+        stretto.finish()
+        return len(loader), sizes, seen
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", WAITING)
+@pytest.mark.parametrize(("workers", "samples", "batch"), [(2, 36, 4), (3, 100, 10), (5, 44, 4), (3, 13, 8)])
+def test_all_loops_are_equal_and_every_sample_is_seen_once(recipe: str, workers: int, samples: int, batch: int) -> None:
+    found = run_workers(workers, counting(samples, batch), recipe)
+    steps = -(-samples // (workers * batch))
+    assert {length for length, _, _ in found} == {steps}
+    assert {len(epoch) for _, sizes, _ in found for epoch in sizes} == {steps}
+    assert sorted(one for _, _, seen in found for one in seen) == [one for one in range(samples) for _ in range(2)]
+    for epoch in range(2):
+        shares = [list(one) for one in zip(*(sizes[epoch] for _, sizes, _ in found), strict=True)]
+        assert max(map(max, shares)) <= batch
+        assert all(max(one) - min(one) <= 1 for one in shares)
+        assert max(map(sum, shares)) - min(map(sum, shares)) <= 1
+
+
+@pytest.mark.parametrize("recipe", WAITING)
+def test_loops_that_count_their_steps_end_together(recipe: str) -> None:
+    """36 samples in batches of 4 are 9 batches, 5 steps of 2 workers; the script ends after 8 steps."""
+    found = run_workers(2, counting(36, 4, limit=8), recipe)
+    assert [[len(epoch) for epoch in sizes] for _, sizes, _ in found] == [[5, 3]] * 2
+
+
+def test_a_failure_leaves_the_number_of_steps(tmp_path: Path) -> None:
+    """Worker 2 of 3 fails in its fourth step, whose samples the others train in the next six."""
+    found, _ = run_elastic_workers(3, counting(100, 4, epochs=1, dies_at=(2, 3)), "allreduce", tmp_path)
+    left = [one for one in found if one is not None]
+    assert [(length, len(sizes[0])) for length, sizes, _ in left] == [(9, 9)] * 2
+    assert [sum(one) for one in zip(*(sizes[0] for _, sizes, _ in left), strict=True)][:3] == [8, 8, 8]
+
+
+def test_uneven_epochs_in_shares_equal_one_process_with_the_same_global_steps() -> None:
+    data = regression(97, torch.float64)
+    work: Any = training(data, 8, epochs=4, dtype=torch.float64)
+    whole: Tensor = run_single_process(work, join=5)
+    assert all(relative_distance(one, whole) <= 1e-12 for one in run_workers(5, work, "allreduce"))
+
+
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize("now", [1, 2, 5])
+def test_a_run_that_is_resumed_by_other_workers_has_the_same_steps(now: int, tmp_path: Path) -> None:
+    """Three workers have made 5 steps of 9; the rest of the epoch and the next one have as many as with three."""
+    begun = run_workers(3, counting(100, 4), "allreduce", run=tmp_path, checkpoint=every("1 rounds"), keep=99)
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir())[4]
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    found = run_workers(now, counting(100, 4), "allreduce", resume=tmp_path / "first")
+    assert {length for length, _, _ in found} == {9}
+    assert [[len(epoch) for epoch in sizes] for _, sizes, _ in found] == [[4, 9]] * now
+    before = [one for _, sizes, seen in begun for one in seen[: sum(sizes[0][:5])]]
+    after = sorted(one for _, _, seen in found for one in seen)
+    assert sorted([*before, *after]) == [one for one in range(100) for _ in range(2)]
+
+
+def test_whole_batches_stay_whole_when_a_worker_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    work = counting(100, 4, epochs=1, dies_at=(2, 3), drop_last=True)
+    found, _ = run_elastic_workers(3, work, "allreduce", tmp_path)
+    left = [one for one in found if one is not None]
+    assert {size for _, sizes, _ in left for size in sizes[0]} == {4}
+    assert [length for length, _, _ in left] == [9, 9]
+    assert max(len(sizes[0]) for _, sizes, _ in left) == 3 + 8  # of 25 batches 16 are left for two
+    assert "whole batches are dealt" in capfd.readouterr().err
