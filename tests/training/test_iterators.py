@@ -286,7 +286,7 @@ def test_update_bn_takes_the_statistics_of_all_samples_at_every_worker(recipe: s
         norm = nn.BatchNorm1d(6, dtype=DOUBLE)
         net = nn.Sequential(norm, nn.Linear(6, 1, dtype=DOUBLE))
         optimizer = sgd(net.parameters())
-        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8, drop_last=True))
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()

@@ -140,13 +140,18 @@ def minimising(optimizer: Any, loss: Callable[[], Tensor]) -> None:
     optimizer.step(closure)
 
 
-def loop(step: Any, make: Any = sam, samples: int = 96, give: Any = lambda one: one, batch: int = 8) -> Any:
-    """Return a training of two epochs whose optimizer `make` makes, and of which `give` gives a part to the call."""
+def loop(
+    step: Any, make: Any = sam, samples: int = 96, give: Any = lambda one: one, batch: int = 8, whole: bool = False
+) -> Any:
+    """Return a training of two epochs whose optimizer `make` makes, and of which `give` gives a part to the call.
+
+    Its batches are divided into shares unless they are `whole`.
+    """
 
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = make(net.parameters())
-        data = DataLoader(regression(samples, DOUBLE), batch_size=batch)
+        data = DataLoader(regression(samples, DOUBLE), batch_size=batch, drop_last=whole)
         loader = stretto.distribute(net, give(optimizer), data)
         for _ in range(2):
             for x, y in loader:
@@ -248,10 +253,11 @@ def test_lbfgs_is_refused_before_an_epoch_in_which_a_worker_has_no_batch() -> No
         steps.append(loss)
         minimising(optimizer, loss)
 
+    work = loop(minimise, torch.optim.LBFGS, samples=32, whole=True)
     with pytest.raises(ModelError, match="--batch split"):
-        run_workers(3, loop(minimise, torch.optim.LBFGS, samples=32), "allreduce")
+        run_workers(3, work, "allreduce")
     assert not steps
-    assert torch.equal(*run_workers(3, loop(minimise, torch.optim.LBFGS, samples=32), "local_sgd(every=1)")[1:])
+    assert torch.equal(*run_workers(3, work, "local_sgd(every=1)")[1:])
 
 
 def test_an_optimizer_around_another_one_that_is_none_itself_is_named() -> None:

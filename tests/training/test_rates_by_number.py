@@ -87,7 +87,7 @@ def test_rates_that_a_counter_of_batches_changes_are_named_in_the_exchange_where
         net, batches = small_net(), 0
         optimizer = SGD(net.parameters(), lr=0.1)
         plateau = ReduceLROnPlateau(optimizer, "max", patience=0, factor=0.5)
-        loader = stretto.distribute(net, optimizer, DataLoader(regression(56), batch_size=4))
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(56), batch_size=4, drop_last=True))
         for _ in range(3):
             for x, y in loader:
                 optimizer.zero_grad()
