@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto import codecs as how
-    from stretto.api import distribute, epoch_step, finish, is_last_batch, is_resuming, log, no_sync, steps
+    from stretto.api import distribute, epoch_step, finish, is_last_batch, is_resuming, log, no_sync, steps, weight
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
@@ -34,6 +34,7 @@ _FROM = {
     "finish": "api",
     "log": "api",
     "no_sync": "api",
+    "weight": "api",
     "is_resuming": "api",
     "steps": "api",
     "epoch_step": "api",
@@ -95,6 +96,7 @@ __all__ = [
     "spark",
     "steps",
     "then",
+    "weight",
     "what",
     "when",
     "whom",

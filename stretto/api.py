@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import sys
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -280,6 +281,30 @@ def _accumulating(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.global_steps.accumulate(False)
+
+
+def weight(number: float | Tensor | None = None, *, sum: bool = False) -> None:
+    """Weigh this worker's batch in the next exchange by a number of your own, in place of its samples.
+
+    With the batches of all workers since the last exchange weighed by n_i, gradients, parameters or updates x_i are
+    averaged as sum_i n_i x_i / sum_i n_i. So a loss that is the mean over tokens gives the gradient of one process with
+    all batches in one: `stretto.weight((labels != -100).sum())`. Call it in each batch before its backward pass, at all
+    workers; where gradients are accumulated, once for all the batches of a step, or in each. A batch of weight 0
+    contributes nothing to gradients, also where its loss is NaN. It costs one message of 8 bytes for each exchange.
+
+    With `sum=True` the loss is a sum, and gradients are added, not averaged, from now on. Recipes that exchange
+    parameters or updates refuse that with ModelError. Recipes that do not wait apply each update as it is. Without a
+    run it does nothing.
+
+    >>> weight(128)
+    """
+    if (number is None) != sum:
+        raise TypeError("stretto.weight takes a number, or sum=True")
+    value = None if number is None else float(number)
+    if value is not None and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"stretto.weight({value:g}): expected a finite number that is not negative")
+    if isinstance(trainer := _current.get(), Trainer):
+        trainer.global_steps.weigh(value, sum)
 
 
 def finish() -> None:

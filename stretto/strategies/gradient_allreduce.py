@@ -160,7 +160,7 @@ class GradientAllReduce:
         self._what, self._codec = recipe.what, recipe.how
         self._transport, self._timer, self._tally = transport, context.timer, tally
         self._runtime, self._pace, self._observer = context.runtime, context.pace, observer
-        self._share = parameter_set.weights.share
+        self._weights = parameter_set.weights
         self._account = tally.account(type(recipe.what).__name__)
         rides = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
         self._counts_in_tail = rides and bool(flat_parameters.parts)
@@ -246,7 +246,7 @@ class GradientAllReduce:
         Gradients that the worker has accumulated before, and not sent, have their weight.
         """
         self._observer.exchange_begins()
-        if self._share() > 0:
+        if self._weights.share() > 0:
             self.exchange(idle=False)
             return
         self._begin(idle=True)
@@ -323,7 +323,9 @@ class GradientAllReduce:
         self._pass += 1
         self._operations = []
         self._has_non_finite = False
-        self._weight = self._share()
+        with self._timer.on("exchanging"):
+            self._weights.agree()
+        self._weight = self._weights.share()
         for bucket in self.buckets:
             bucket.missing = len(bucket.gradient_slots)
         for part in self._parts:
@@ -338,13 +340,20 @@ class GradientAllReduce:
             return False
         if grad.layout is not torch.strided:
             raise ModelError(_sparse(gradient_slot))
-        torch.mul(grad, self._weight, out=gradient_slot.view)
+        self._weigh(grad, gradient_slot.view)
         gradient_slot.bucket.writers.note()
         if self._elastic:
             self._own_gradients[id(gradient_slot)] = grad
         if not source.copies:
             gradient_slot.place()
         return True
+
+    def _weigh(self, grad: Tensor, out: Tensor) -> None:
+        """Write the weighted gradient; zeros at weight 0, also for a gradient that is not finite."""
+        if self._weight:
+            torch.mul(grad, self._weight, out=out)
+        else:
+            out.zero_()
 
     def _launch_full(self) -> None:
         """Send the full buckets in order. The last bucket waits for its tail until the backward pass has ended."""
@@ -416,7 +425,7 @@ class GradientAllReduce:
         for gradient_slot in self._buffer_sets[0].gradient_slots:
             grad = self._own_gradients.get(id(gradient_slot))
             if grad is not None:
-                torch.mul(grad, self._weight, out=gradient_slot.view)
+                self._weigh(grad, gradient_slot.view)
         self._count()
         self._launch_all()
 
@@ -472,7 +481,7 @@ class GradientAllReduce:
     def _retry(self) -> list[Tensor]:
         """Repeat the exchange from its beginning, with the weights of the remaining workers."""
         self.codec_states.restore()
-        self._operations, self._has_non_finite, self._weight = [], False, self._share()
+        self._operations, self._has_non_finite, self._weight = [], False, self._weights.share()
         self._write_all()
         return finish(self._operations)
 

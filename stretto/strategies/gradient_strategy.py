@@ -75,6 +75,12 @@ class GradientStrategy(RecipeStrategy):
             self._gradients.refuse_unexchanged(parameters_of(self._optimizers.each[index]))
         self._refuse_late(self.sets[0])
 
+    def weigh(self, number: float | None, is_sum: bool) -> None:
+        """Give this worker's batch a weight in the mean of the next exchange, or have the gradients added."""
+        self.sets[0].weights.weigh(number, is_sum)
+        if is_sum:
+            self._losses_left = 0
+
     def take_part(self) -> None:
         """Take part in an exchange without a gradient of this worker."""
         if self._gradients is not None:

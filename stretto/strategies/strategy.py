@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stretto.errors import ModelError, explain
 from stretto.loader.global_step import Parts
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
@@ -181,6 +182,13 @@ class Strategy:
         for parameter_set in self.sets:
             parameter_set.weights.add(own, total, parts)
 
+    def weigh(self, number: float | None, is_sum: bool) -> None:
+        """Give this worker's batch a weight in the mean of the next exchange. Sums are of gradients alone."""
+        if is_sum and self.recipe is not None:
+            raise ModelError(_only_gradients_are_added())
+        for parameter_set in self.sets:
+            parameter_set.weights.weigh(number, is_sum)
+
     def forget(self, global_steps: int) -> None:
         """Remove the samples of the last global steps, in which no optimizer stepped, from the weights."""
         for parameter_set in self.sets:
@@ -281,3 +289,12 @@ class Strategy:
 
     def train_like(self, trained: list[list[str]]) -> None:
         """Exchange the parameters that a loaded state names: the script may have frozen or thawed some since."""
+
+
+def _only_gradients_are_added() -> str:
+    return explain(
+        "stretto.weight(sum=True) adds gradients, which this recipe does not exchange",
+        got="a recipe that exchanges parameters or updates, or does not wait",
+        expected="a recipe of gradients, or losses that are means",
+        to_type='--recipe allreduce; or a loss with reduction="mean"',
+    )

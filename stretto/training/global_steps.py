@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.data.leases import Lease
-from stretto.errors import NotFiniteError, ReplicasDifferError
+from stretto.errors import ModelError, NotFiniteError, ReplicasDifferError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
@@ -304,6 +304,12 @@ class GlobalSteps:
         self._accumulated = True
         self.strategy.accumulate(on)
 
+    def weigh(self, number: float | None, is_sum: bool) -> None:
+        """Give the batch of this global step a weight in the mean of the next exchange, or have gradients added."""
+        if self.current is None and number is not None:
+            raise ModelError(_weighed_outside(number))
+        self.strategy.weigh(number, is_sum)
+
     def may_be_peek(self) -> bool:
         """Return True unless other workers are idle in this global step, or gradients are accumulated."""
         return not self._accumulated and (self.current is None or not self.current.incomplete)
@@ -564,3 +570,12 @@ class GlobalSteps:
         if is_compared and self._transport.worker == 0:
             self._events.write("check", step=self._progress.steps, round=self._progress.rounds, equal=True)
         return is_compared
+
+
+def _weighed_outside(number: float) -> str:
+    return explain(
+        "stretto.weight was called outside a loop over the distributed batches",
+        got=f"stretto.weight({number:g}) without a batch",
+        expected="a call in each batch, before its backward pass",
+        to_type="for batch in loader: stretto.weight(n); ...",
+    )
