@@ -94,6 +94,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             names=("--batch",),
         ),
     ] = "keep"
+    shares: Annotated[
+        str,
+        Option(
+            "Division of each global step among the workers, under recipes that wait: evenly, or in ratios (1:1:0.2).",
+            WORKERS,
+            "even|N:N:...",
+        ),
+    ] = "even"
     lr_scale: Annotated[
         LrScale,
         Option("Multiply the script's learning rate by the number of workers, or by its square root.", WORKERS),

@@ -50,6 +50,7 @@ CLUSTER, GRID = "Simulated cluster", "Sweep"
     "layout",
     "seed",
     "global_batch",
+    "shares",
     "lr_scale",
     "servers",
     "on_nan",

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from stretto.data.shares import EVEN
 from stretto.errors import LaunchError, explain
 from stretto.interval import NEVER
 from stretto.launcher.config import check, ranks_of
@@ -46,7 +47,7 @@ class Question:
         words += [word for layout in layouts for word in ("--layout", layout)]
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "lr_scale"))
+        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "shares", "lr_scale"))
         return [*words, *masked(typed(self.config.script, self.config.module, self.config.args))]
 
     def describe(self) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class Question:
             "timeout_s": self.config.timeout_s,
             "stragglers": self.config.stragglers,
             "global_batch": self.config.global_batch,
+            "shares": self.config.shares,
             "lr_scale": self.config.lr_scale,
             "command": self.command(),
         }
@@ -92,7 +94,7 @@ class Trial:
         return f"{self.recipe}, {self.layout}" if self.layout else self.recipe
 
     def config(self, question: Question, folder: Path) -> RunConfig:
-        """Return the run configuration. A baseline runs without stragglers, and all without checkpoints."""
+        """Return the run configuration. A baseline runs without stragglers and shares, and all without checkpoints."""
         return replace(
             question.config,
             workers=self.workers,
@@ -105,6 +107,7 @@ class Trial:
             keep_states=True,
             checkpoint_every=NEVER,
             stragglers=None if self.recipe is None else question.config.stragglers,
+            shares=EVEN if self.recipe is None else question.config.shares,
             output="none",
         )
 

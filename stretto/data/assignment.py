@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.data.shares import Pace, Paces, cuts, of_members
+
 Range: TypeAlias = tuple[int, int]
 """Half-open range of positions in the epoch's order: first, stop."""
 
@@ -106,8 +108,8 @@ class _ReturnedRanges:
 
 
 @dataclass(slots=True)
-class _EvenSplit:
-    """Concatenated ranges that are split evenly; earlier members get the larger parts.
+class _Split:
+    """Concatenated ranges that are split evenly, the larger parts first, or as the `paces` of the members say.
 
     If the parts would have fewer than `smallest` samples, the first members have such parts, and the others none.
     """
@@ -115,6 +117,7 @@ class _EvenSplit:
     ranges: Ranges
     members: int
     smallest: int = 1
+    paces: tuple[Pace, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -125,6 +128,8 @@ class _EvenSplit:
         return min(max(self.samples // self.smallest, 1), self.members)
 
     def part(self, rank: int) -> Ranges:
+        if self.paces and self.samples >= self.smallest * self.members:
+            return _slice(self.ranges, *cuts(self.samples, self.paces, self.smallest)[rank : rank + 2])
         return _slice(self.ranges, *portion(self.samples, rank, self.parts)) if rank < self.parts else ()
 
 
@@ -141,6 +146,8 @@ class _Segment:
     batch: int
     ranges: Ranges
     steps: int = 0
+    paces: tuple[Pace, ...] = ()
+    """Paces of the members, by which they have shares; none for even shares."""
 
     def spread(self, step: int) -> int:
         """Return the number of returned positions in the first `step` steps; the last steps have the larger parts."""
@@ -175,7 +182,8 @@ class BatchAssignment:
 
     as evenly as the larger batches allow: batches that differ by one sample stay so with them. No step gets more than
     the largest batch has; what is left then, or returned in the last step, makes further steps. A share has at least
-    `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members.
+    `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` the shares are those
+    with which all members need the same time (see `cuts`); `move` changes the paces.
 
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
@@ -187,6 +195,7 @@ class BatchAssignment:
         rule: Rule = "per-worker-batch",
         base: int | None = None,
         bounds: array[int] | None = None,
+        paces: Paces | None = None,
     ) -> None:
         self.global_step = 0
         """Number of global steps assigned so far in this epoch."""
@@ -209,6 +218,9 @@ class BatchAssignment:
         self._lost: dict[int, set[int]] = {}
         """By global step: the workers whose part of the step was returned."""
         self._pending: list[_PendingChange] = []
+        self._paces: Paces = paces or {}
+        self._moves: list[tuple[int, Paces]] = []
+        """Paces that apply after a global step, in order."""
         self._joined_after: dict[int, int] = {}
         """By member: the global step after which it joined, unless it is a member from the start."""
 
@@ -259,6 +271,14 @@ class BatchAssignment:
         self._joined_after = {
             worker: self._joined_after.get(worker, 0) if worker in former else effective_after for worker in members
         }
+        self._take_effect()
+
+    def move(self, paces: Paces, after: int) -> None:
+        """Divide the global steps after `after` by these paces.
+
+        Moves take effect in their order. All members call this between the same two global steps.
+        """
+        self._moves.append((max([after, self.global_step, *(step for step, _ in self._moves)]), paces))
         self._take_effect()
 
     def uncommitted_samples(self, worker: int) -> int:
@@ -353,6 +373,7 @@ class BatchAssignment:
             self._lost.copy(),
         )
         assignment._pending = [replace(change, returned=change.returned.copy()) for change in self._pending]
+        assignment._moves = self._moves.copy()
         return assignment
 
     def state(self) -> dict[str, Any]:
@@ -373,13 +394,17 @@ class BatchAssignment:
             "rule": self._rule,
             "base": self._base,
             "sizes": _packed(self._bounds),
+            "paces": _listed(self._paces),
+            "moves": [(step, _listed(paces)) for step, paces in self._moves],
         }
 
     @classmethod
     def restored(cls, state: dict[str, Any], members: Sequence[int]) -> BatchAssignment:
         """Return an assignment that continues from a state with these members. All work in the state is that of ended
         incarnations."""
-        assignment = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]))
+        paces = _paces(state.get("paces", []))
+        assignment = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]), paces)
+        assignment._moves = [(step, _paces(listed)) for step, listed in state.get("moves", [])]
         assignment.global_step = assignment._committed = state["global_step"]
         assignment._next_batch, assignment._extra_samples = state["batch"], state["extra_samples"]
         assignment._returned = list(zip(state["returned"][::2], state["returned"][1::2], strict=True))
@@ -407,7 +432,7 @@ class BatchAssignment:
             self._bounds[self._next_batch : -1], self._bounds[self._next_batch + 1 :], strict=True
         )
         if self._rule == "shares":
-            whole = [_EvenSplit((batch,), self._base, SMALLEST_SHARE) for batch in batches]
+            whole = [_Split((batch,), self._base, SMALLEST_SHARE) for batch in batches]
             batches = chain.from_iterable(one.part(rank) for one in whole for rank in range(one.parts))
         return tuple(sorted([*self.returned_ranges(), *batches]))
 
@@ -458,7 +483,8 @@ class BatchAssignment:
                 taken = min(returned, batches * self._largest) if batches else returned
                 steps = batches or -(-returned // self._largest)
             ranges, self._returned = _slice(self._returned, 0, taken), list(_slice(self._returned, taken, returned))
-            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, ranges, steps))
+            paces = of_members(self._paces, self._members)
+            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, ranges, steps, paces))
         self._next_batch += batches > 0
         self._is_open = self.global_step + 1 < self._segments[-1].after + self._segments[-1].steps
         return True
@@ -509,19 +535,17 @@ class BatchAssignment:
             ranges = _slice(segment.ranges, segment.spread(step), segment.spread(step + 1)) if segment.ranges else ()
             if batch < len(self._bounds) - 1:
                 ranges = *ranges, (self._bounds[batch], self._bounds[batch + 1])
-            return _EvenSplit(ranges, members, SMALLEST_SHARE)
+            return _Split(ranges, members, SMALLEST_SHARE, segment.paces)
         if segment.ranges:
             return (
-                _ReturnedRanges(segment.ranges)
-                if self._rule == "per-worker-batch"
-                else _EvenSplit(segment.ranges, members)
+                _ReturnedRanges(segment.ranges) if self._rule == "per-worker-batch" else _Split(segment.ranges, members)
             )
         step = self._batches_per_step(segment.members)
         first = segment.batch + (number - segment.after - 1) * step
         stop = min(first + step, len(self._bounds) - 1)
         if step == members:
             return _WholeBatches(self._bounds, first, stop)
-        return _EvenSplit(((self._bounds[first], self._bounds[stop]),), members)
+        return _Split(((self._bounds[first], self._bounds[stop]),), members)
 
     def _segment_of(self, number: int) -> _Segment:
         """Return the segment that contains a global step."""
@@ -556,7 +580,10 @@ class BatchAssignment:
             self._lost[number] = earlier | removed
 
     def _take_effect(self) -> None:
-        """Apply changes whose preceding global steps are all assigned."""
+        """Apply changes and moves whose preceding global steps are all assigned."""
+        while self._moves and self._moves[0][0] <= self.global_step:
+            self._paces = self._moves.pop(0)[1]
+            self._close_segment()
         while self._pending and self._pending[0].after == self.global_step:
             change = self._pending.pop(0)
             self._close_segment()
@@ -615,6 +642,14 @@ def _slice(ranges: Sequence[Range], start: int, stop: int) -> Ranges:
             slices.append((first, last))
         start, stop = start - (high - low), stop - (high - low)
     return tuple(slices)
+
+
+def _listed(paces: Paces) -> list[tuple[int, float, float]]:
+    return [(worker, *pace) for worker, pace in paces.items()]
+
+
+def _paces(listed: Iterable[tuple[int, float, float]]) -> Paces:
+    return {worker: (fixed, each) for worker, fixed, each in listed}
 
 
 def _packed(bounds: Sequence[int]) -> bytes:

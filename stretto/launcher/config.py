@@ -11,6 +11,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from stretto.checkpoint.folder import CheckpointFolder
+from stretto.data.shares import EVEN
+from stretto.data.shares import parse as parse_shares
 from stretto.errors import LaunchError, explain
 from stretto.faults.plan import Fault, FaultEvent, Kill, Pause, check_live, parse, schedule
 from stretto.faults.plan import check as check_faults
@@ -332,7 +334,18 @@ def _check_relay(config: RunConfig) -> None:
 
 
 def _check_batch(config: RunConfig) -> None:
-    """Raise LaunchError for a scaled learning rate without a larger batch."""
+    """Raise LaunchError for a scaled learning rate without a larger batch, or shares that the workers can't have."""
+    if config.shares != EVEN:
+        from stretto.recipe.parser import parse
+        from stretto.recipe.recipe import refuse_shares
+
+        paces, recipe = parse_shares(config.shares), settled(config).recipe
+        if recipe is not None:
+            refuse_shares(parse(recipe), config.shares)
+        if len(paces) != config.initial_workers:
+            problem, expected = "--shares has a number for each worker", f"{config.initial_workers} numbers"
+            to_type = "--shares " + ":".join("1" * config.initial_workers) if config.initial_workers > 1 else "-n 2"
+            raise LaunchError(explain(problem, got=f"--shares {config.shares}", expected=expected, to_type=to_type))
     if config.global_batch == "split" and config.lr_scale != "none":
         problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
         got, to_type = f"--batch split --lr-scale {config.lr_scale}", "--batch split, or --lr-scale alone"

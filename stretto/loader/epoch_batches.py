@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Range, step_bounds
 from stretto.data.leases import PlanName
+from stretto.data.shares import EVEN, parse
 from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
@@ -299,7 +300,9 @@ class Division:
     initial_workers: int
     assignment: Assignment | None
     split: bool
-    """True if all workers share each batch of the script: each has an even part of it."""
+    """True if all workers share each batch of the script: each has a part of it."""
+    shares: str = EVEN
+    """Division of each global step among the workers, as typed."""
     resume_stream: ResumeStream | None = None
     """Way to continue a stream of a resumed run; None to bring it to its place."""
     has_checkpoints: bool = True
@@ -322,6 +325,8 @@ class BatchSource:
         self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
         self.first_workers = division.initial_workers
         """Number of workers that the run first began with, by which an epoch is divided into global steps."""
+        self.paces = parse(division.shares) if transport.workers > 1 else {}
+        """Paces by which each epoch that begins is divided; none for even shares."""
         self._clock = runtime.clock
         self.streamed: StreamedEpoch | None = None
         """The last epoch over a stream that has begun."""
@@ -353,6 +358,8 @@ class BatchSource:
         elif assignment is None and transport.workers > 1:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
+        if self.paces and not (self._sampler is not None and (self.splits or self._is_divisible())):
+            raise _whole_batches(division.shares, loader, self._sampler is not None)
 
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
@@ -362,9 +369,9 @@ class BatchSource:
         def assign(drawn: EpochOrder) -> BatchAssignment:
             members, base = self._loop.members(), self.first_workers
             if self.splits:
-                return BatchAssignment((), members, "shares", base, drawn.bounds)
+                return BatchAssignment((), members, "shares", base, drawn.bounds, self.paces)
             if (steps := self._equal_steps(drawn.bounds[-1])) is not None:
-                return BatchAssignment((), members, "shares", base, steps)
+                return BatchAssignment((), members, "shares", base, steps, self.paces)
             return BatchAssignment((), members, "per-worker-batch", base, drawn.bounds)
 
         if not isinstance(when, on_arrival):
@@ -382,13 +389,18 @@ class BatchSource:
         None where whole batches are assigned: those of one process, of samplers of batches, of `drop_last`, of one
         sample, in stretches or for processes that divide them; and where a share would have less than two samples.
         """
-        loader, workers = self._loader, self.first_workers
-        sampler, batches = loader.batch_sampler, workers * self._global_batch_of
-        is_divisible = type(sampler) is BatchSampler and not sampler.drop_last and sampler.batch_size >= SMALLEST_SHARE
-        if batches == 1 or not is_divisible or self._rearranges() or self._division.rule == "per-worker-batch":
+        workers = self.first_workers
+        batches = workers * self._global_batch_of
+        if batches == 1 or not self._is_divisible():
             return None
-        steps = step_bounds(samples, batches * sampler.batch_size)
+        steps = step_bounds(samples, batches * self._loader.batch_sampler.batch_size)
         return steps if len(steps) > 1 and steps[-1] - steps[-2] >= SMALLEST_SHARE * workers else None
+
+    def _is_divisible(self) -> bool:
+        """Return True if the samples of an epoch may be divided into other batches than those of the script."""
+        sampler = self._loader.batch_sampler
+        is_plain = type(sampler) is BatchSampler and not sampler.drop_last and sampler.batch_size >= SMALLEST_SHARE
+        return is_plain and not self._rearranges() and self._division.rule != "per-worker-batch"
 
     def _rearranges(self) -> bool:
         is_cut = self.splits and self._asynchronous
@@ -538,6 +550,22 @@ class BatchSource:
 def _refuse_assignment(got: str, expected: str) -> None:
     problem = "deal= does not fit"
     raise LoaderError(explain(problem, got=got, expected=expected, to_type="stretto.distribute(...) without deal="))
+
+
+def _whole_batches(shares: str, loader: Any, has_index: bool) -> LoaderError:
+    """Return the error for shares of batches that are not divided."""
+    got = "a stream, whose samples have no index"
+    if has_index:
+        is_dropped = getattr(loader.batch_sampler, "drop_last", False)
+        got = "drop_last=True" if is_dropped else "whole batches: of one sample, of a batch sampler, in stretches"
+    return LoaderError(
+        explain(
+            f"--shares {shares} divides the samples of each global step, and this loader's batches stay whole",
+            got=got,
+            expected="a DataLoader over a map-style data set, with batch_size=2 or more, without drop_last",
+            to_type="no --shares; or --batch split" if has_index else "no --shares",
+        )
+    )
 
 
 def has_index(loader: Any) -> bool:

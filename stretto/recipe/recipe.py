@@ -23,7 +23,7 @@ from stretto.recipe.then import (
 )
 from stretto.recipe.what import What, gradient_differences, gradients, momenta, parameters, updates
 from stretto.recipe.when import When, on_arrival, together
-from stretto.recipe.whom import Whom, everyone
+from stretto.recipe.whom import Whom, everyone, server
 from stretto.spec import Answer
 
 
@@ -107,6 +107,25 @@ class Recipe(Answer):
         """Return the papers of all answers, each once."""
         papers = (paper for axis in _axes() for paper in getattr(self, axis.name).sources())
         return tuple(dict.fromkeys(papers))
+
+
+def refuse_shares(recipe: Recipe, shares: str) -> None:
+    """Raise RecipeError for shares under a recipe whose workers do not wait for all others."""
+    if not recipe.asynchronous and isinstance(recipe.whom, everyone | server):
+        return
+    why = (
+        "its workers do not wait: each takes the next batch as soon as it is ready, so a fast one takes more"
+        if recipe.asynchronous
+        else "a worker mixes its model with those of its neighbours alone, and keeps an even share"
+    )
+    raise RecipeError(
+        explain(
+            f"--shares {shares} does not fit {recipe}: {why}",
+            got=f"--shares {shares} --recipe {recipe}",
+            expected="a recipe whose workers wait for all others, or no --shares",
+            to_type=f'--shares {shares} --recipe "local_sgd(every=16)"',
+        )
+    )
 
 
 def _axes() -> list[Field[Any]]:

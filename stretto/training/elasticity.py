@@ -180,8 +180,11 @@ class ElasticAgent:
         """Return the order and the batch assignment of an epoch that others have begun; None for another epoch."""
         if self._taken is None or number != self._taken.facts["epochs"] or self._taken.facts["order"] is None:
             return None
-        facts = self._taken.facts
-        return unpack(facts["order"]), BatchAssignment.restored(facts["assignment"], self._trainer.transport.members)
+        facts, transport = self._taken.facts, self._trainer.transport
+        assignment = BatchAssignment.restored(facts["assignment"], transport.members)
+        if not transport.arrives:  # a resumed run has the shares of its own options
+            assignment.move(self._trainer.batch_source.paces, assignment.global_step)
+        return unpack(facts["order"]), assignment
 
     def place_in_stream(self) -> StreamPlace | None:
         """Return the place in a stream at which the state to continue from was saved, that of its own shard or of all.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from stretto.checkpoint.state_transfer import pack_own
+from stretto.data.shares import EVEN
 from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
@@ -16,7 +17,7 @@ from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.loop_positions import CLOSED, COMING, LOOP
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
-from stretto.recipe.recipe import Recipe
+from stretto.recipe.recipe import Recipe, refuse_shares
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
@@ -64,6 +65,8 @@ class Epochs:
         self._trainer, self._runtime = trainer, context.runtime
         self._progress, self._transport, self._timer = trainer.progress, trainer.transport, trainer.timer
         evaluates, workers = bool(arguments.evaluate_every and arguments.evaluate), trainer.transport.workers
+        if trainer.recipe is not None and context.shares != EVEN:
+            refuse_shares(trainer.recipe, context.shares)
         division = Division(
             trainer.recipe.when if trainer.recipe else None,
             context.global_batch_of,
@@ -72,6 +75,7 @@ class Epochs:
             context.workers,
             arguments.assignment,
             context.split,
+            context.shares,
             context.resume_stream,
             context.checkpoint is not None and not context.checkpoint.follows_cost,
         )

@@ -15,6 +15,7 @@ import torch
 from stretto.checkpoint.file_client import FileClient
 from stretto.checkpoint.folder import KEPT_CHECKPOINTS
 from stretto.checkpoint.run_files import LocalFiles, RemoteFiles, RunFiles
+from stretto.data.shares import EVEN
 from stretto.events import EventLog, LineStore
 from stretto.interval import Interval
 from stretto.loader.epoch_batches import Rule
@@ -84,6 +85,8 @@ class WorkerContext:
     global_batch_of: int = 1
     split: bool = False
     """True if all workers share each batch of the script."""
+    shares: str = EVEN
+    """Division of each global step among the workers, as typed."""
     lr_factor: float = 1.0
     """Factor on the script's learning rate."""
     keep_states: bool = False
@@ -186,6 +189,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
         "single_process": options.single_process,
         "global_batch_of": options.global_batch_of,
         "split": options.global_batch == "split",
+        "shares": options.shares,
         "lr_factor": options.lr_factor,
         "keep_states": options.keep_states,
         "timeout_s": options.timeout_s,

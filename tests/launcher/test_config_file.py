@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "threads": 2,
     "stragglers": "1:2.0",
     "global_batch": "split",
+    "shares": "1:1:1:0.2",
     "lr_scale": "linear",
     "servers": 2,
     "on_nan": "skip",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tracemalloc
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 
 from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Ranges, RankBatch, Rule, bounds_of, step_bounds
+from stretto.data.shares import Pace, Paces, of_members, step_s
 
 RULES: list[Rule] = ["per-worker-batch", "global-batch", "shares"]
 SIZES = st.one_of(
@@ -33,6 +34,20 @@ SIZES = st.one_of(
     st.builds(lambda full, last: [4] * full + [last], st.integers(8, 24), st.integers(1, 4)),
     st.lists(st.integers(1, 9), min_size=1, max_size=24),
 )
+
+
+PACES = st.dictionaries(
+    st.integers(0, 5), st.tuples(st.sampled_from([0.0, 1.0, 7.0]), st.sampled_from([0.2, 1.0, 5.0]))
+)
+
+
+def least_step_s(samples: int, paces: tuple[Pace, ...]) -> float:
+    """Return the least time of a step: one sample after the other goes to the worker that has done it first."""
+    sizes = [SMALLEST_SHARE] * len(paces)
+    for _ in range(samples - sum(sizes)):
+        ends = [fixed + each * (size + 1) for size, (fixed, each) in zip(sizes, paces, strict=True)]
+        sizes[ends.index(min(ends))] += 1
+    return step_s(sizes, paces)
 
 
 def positions(ranges: Iterable[tuple[int, int]]) -> list[int]:
@@ -61,12 +76,20 @@ class Change(NamedTuple):
     committed: int
 
 
+class Move(NamedTuple):
+    """Paces that apply after a global step."""
+
+    paces: Paces
+    after: int
+
+
 class Saved(NamedTuple):
-    """A saved state, its members, the number of changes before it, and the batches assigned until then."""
+    """A saved state, its members, the number of changes and moves before it, and the batches assigned until then."""
 
     state: dict[str, Any]
     members: list[int]
     changes: int
+    moves: int
     table: dict[int, dict[Life, Ranges]]
 
 
@@ -83,20 +106,21 @@ class Crew(RuleBasedStateMachine):
 
     how: Rule
 
-    @initialize(sizes=SIZES, workers=st.integers(1, 4), others=st.integers(0, 2))
-    def begin(self, sizes: list[int], workers: int, others: int) -> None:
+    @initialize(sizes=SIZES, workers=st.integers(1, 4), others=st.integers(0, 2), paces=PACES)
+    def begin(self, sizes: list[int], workers: int, others: int, paces: Paces) -> None:
         self.sizes, self.base = sizes, workers + others
         self.bounds = bounds_of(sizes)
         self.batches = {(start, stop) for start, stop in zip(self.bounds, self.bounds[1:], strict=False)}
         members = list(range(workers))
         self.seats = {
-            one: Seat(Life(one, 0), BatchAssignment(sizes, members, self.how, self.base, self.bounds), 0, 0)
+            one: Seat(Life(one, 0), BatchAssignment(sizes, members, self.how, self.base, self.bounds, paces), 0, 0)
             for one in members
         }
         self.table: dict[int, dict[Life, Ranges]] = {}
-        self.changes: list[Change] = []
+        self.changes: list[Change | Move] = []
+        self.moves = [Move(paces, 0)]
         self.given_back = False
-        self.saved = Saved(travelled(self.seats[0].deal.state()), members, 0, {})
+        self.saved = Saved(travelled(self.seats[0].deal.state()), members, 0, 1, {})
 
     @property
     def committed(self) -> int:
@@ -109,7 +133,7 @@ class Crew(RuleBasedStateMachine):
     @property
     def front(self) -> int:
         """Return the global step up to which the assignment is fixed, even if workers that reached it have failed."""
-        return max([self.furthest, *(change.after for change in self.changes)])
+        return max([self.furthest, *(change.after for change in self.changes if isinstance(change, Change))])
 
     def some(self, data: st.DataObject) -> Seat:
         return self.seats[data.draw(st.sampled_from(sorted(self.seats)))]
@@ -173,7 +197,7 @@ class Crew(RuleBasedStateMachine):
             assert sizes == sorted(sizes, reverse=True)
 
     def check_shares(self, number: int, pieces: list[Ranges]) -> None:
-        """Check that a global step is a batch with its part of the returned positions, divided evenly."""
+        """Check that a global step is a batch with its part of the returned positions, divided by the paces."""
         own = set(range(*self.bounds[number - 1 : number + 1])) if number <= len(self.sizes) else set()
         given = {at for piece in pieces for at in positions(piece)}
         before = self.bounds[min(number - 1, len(self.sizes))]
@@ -187,6 +211,11 @@ class Crew(RuleBasedStateMachine):
         assert spread // steps <= len(extra) <= -(-spread // steps) <= largest
         sizes = [len(positions(piece)) for piece in pieces]
         parts = min(max(sum(sizes) // SMALLEST_SHARE, 1), len(sizes))
+        paces = of_members([move.paces for move in self.moves if move.after < number][-1], sorted(self.seats))
+        if paces and sum(sizes) >= SMALLEST_SHARE * len(sizes):
+            assert min(sizes) >= SMALLEST_SHARE
+            assert step_s(sizes, paces) == pytest.approx(least_step_s(sum(sizes), paces))
+            return
         assert sizes == sorted(sizes, reverse=True)
         assert sizes[0] - sizes[parts - 1] <= 1
         assert sizes[parts - 1] > 0 == sum(sizes[parts:])
@@ -220,7 +249,8 @@ class Crew(RuleBasedStateMachine):
         after, told = self.front, Change(sorted({*self.seats, *new}), self.furthest, self.committed)
         saved = self.saved
         if self.is_level() and self.front == self.committed and data.draw(st.booleans()):
-            saved = Saved(travelled(self.some(data).deal.state()), told.members, len(self.changes) + 1, {})
+            state = travelled(self.some(data).deal.state())
+            saved = Saved(state, told.members, len(self.changes) + 1, len(self.moves), {})
         self.take_back(after, told.committed)
         self.changes.append(told)
         for seat in self.seats.values():
@@ -239,17 +269,32 @@ class Crew(RuleBasedStateMachine):
             self.given_back |= any(positions(piece) for life, piece in self.table[number].items() if life not in kept)
             self.table[number] = kept
 
-    def tell(self, seat: Seat, told: list[Change]) -> None:
+    def tell(self, seat: Seat, told: Sequence[Change | Move]) -> None:
         for one in told:
-            seat.deal.change(one.members, one.after, one.committed)
-            seat.known = one.committed
+            if isinstance(one, Move):
+                seat.deal.move(one.paces, one.after)
+            else:
+                seat.deal.change(one.members, one.after, one.committed)
+                seat.known = one.committed
         seat.expected = None
+
+    @precondition(lambda self: self.how == "shares" and self.is_level())
+    @rule(paces=PACES, ahead=st.integers(0, 5))
+    def move(self, paces: Paces, ahead: int) -> None:
+        """Change the paces after what the loaders have loaded ahead; steps before are assigned as they were."""
+        told = Move(paces, max(self.front + ahead, self.moves[-1].after))
+        before = {one: [*islice(seat.deal.upcoming(one), ahead)] for one, seat in self.seats.items()}
+        self.moves.append(told)
+        self.changes.append(told)
+        for seat in self.seats.values():
+            self.tell(seat, [told])
+        assert before == {one: [*islice(seat.deal.upcoming(one), ahead)] for one, seat in self.seats.items()}
 
     @precondition(lambda self: self.is_level() and self.front == self.committed)
     @rule(data=st.data())
     def save(self, data: st.DataObject) -> None:
-        state = travelled(self.some(data).deal.state())
-        self.saved = Saved(state, sorted(self.seats), len(self.changes), copy.deepcopy(self.table))
+        state, moves = travelled(self.some(data).deal.state()), len(self.moves)
+        self.saved = Saved(state, sorted(self.seats), len(self.changes), moves, copy.deepcopy(self.table))
 
     @rule(data=st.data(), workers=st.integers(1, 5))
     def restart(self, data: st.DataObject, workers: int) -> None:
@@ -263,6 +308,7 @@ class Crew(RuleBasedStateMachine):
             for one in members
         }
         self.changes = []
+        del self.moves[self.saved.moves :]
         self.saved = self.saved._replace(members=members, changes=0)
 
     @rule(data=st.data())

@@ -12,11 +12,14 @@ import torch
 from elastic_workers import WorkerKilled, run_elastic_workers
 from thread_workers import regression, relative_distance, run_single_process, run_workers, sgd, small_net, training
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
+from stretto.errors import LoaderError, RecipeError
 from stretto.interval import every
 
+RATIOS = "1:1:1:0.2"
+"""Ratios of the speeds of four workers, of which one is five times slower."""
 WAITING = ["allreduce", "local_sgd(every=3)", "diloco(every=2)", "gossip"]
 
 
@@ -113,3 +116,86 @@ def test_whole_batches_stay_whole_when_a_worker_fails(tmp_path: Path, capfd: pyt
     assert [length for length, _, _ in left] == [9, 9]
     assert max(len(sizes[0]) for _, sizes, _ in left) == 3 + 8  # of 25 batches 16 are left for two
     assert "whole batches are dealt" in capfd.readouterr().err
+
+
+def sizes_of(found: list[Any], epoch: int = 0) -> list[tuple[int, ...]]:
+    """Return the shares of the workers in each global step."""
+    return list(zip(*(sizes[epoch] for _, sizes, _ in found), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=2)"])
+def test_each_worker_has_its_share_of_every_step_and_every_sample_is_seen_once(recipe: str) -> None:
+    found = run_workers(4, counting(320, 16), recipe, shares=RATIOS)
+    assert {length for length, _, _ in found} == {5}
+    assert sizes_of(found) == sizes_of(found, 1) == [(20, 20, 20, 4)] * 5
+    assert sorted(one for _, _, seen in found for one in seen) == [one for one in range(320) for _ in range(2)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_unequal_shares_equal_one_process_with_the_same_global_steps(split: bool) -> None:
+    work: Any = training(regression(97, torch.float64), 12, epochs=3, dtype=torch.float64)
+    whole = run_single_process(work, join=1 if split else 4)
+    found = run_workers(4, work, "allreduce", shares=RATIOS, split=split)
+    assert all(relative_distance(one, whole) <= 1e-12 for one in found)
+
+
+def test_equal_ratios_are_even_shares() -> None:
+    even, ratios = (run_workers(3, counting(100, 10), "allreduce", shares=one) for one in ("even", "2:2:2"))
+    assert sizes_of(even) == sizes_of(ratios)
+
+
+def test_loader_processes_load_unequal_shares() -> None:
+    found = run_workers(2, counting(60, 5, epochs=1, num_workers=2), "allreduce", shares="4:1")
+    assert sizes_of(found) == [(8, 2)] * 6
+
+
+def test_the_rest_of_an_epoch_is_shared_in_ratios_when_a_worker_fails(tmp_path: Path) -> None:
+    work = counting(540, 45, epochs=1, dies_at=(1, 1))
+    found, _ = run_elastic_workers(3, work, "allreduce", tmp_path, shares="4:4:1")
+    shares = sizes_of([one for one in found if one is not None])
+    assert [shares[0], shares[1]] == [(60, 15), (60, 15)]
+    assert [sum(one) for one in shares[2:]] == [135 + 30, 135 + 30]
+    assert shares[2:] == [(132, 33)] * 2
+
+
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize("now", ["even", "1:4"])
+def test_a_resumed_run_has_the_shares_of_its_own_options(now: str, tmp_path: Path) -> None:
+    work, kept = counting(100, 5, epochs=1), {"checkpoint": every("1 rounds"), "keep": 99}
+    begun = run_workers(2, work, "allreduce", run=tmp_path, shares="4:1", **kept)
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir())[4]
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    found = run_workers(2, work, "allreduce", resume=tmp_path / "first", shares=now)
+    assert sizes_of(begun) == [(8, 2)] * 10
+    assert sizes_of(found) == [(5, 5) if now == "even" else (2, 8)] * 5
+    before = [one for _, sizes, seen in begun for one in seen[: sum(sizes[0][:5])]]
+    assert sorted([*before, *found[0][2], *found[1][2]]) == [*range(100)]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream of rows."""
+
+    def __iter__(self) -> Any:
+        return iter(regression(12))
+
+
+@pytest.mark.parametrize(
+    ("loader", "got"),
+    [
+        (lambda: DataLoader(regression(12), batch_size=2, drop_last=True), "drop_last=True"),
+        (lambda: DataLoader(regression(12), batch_size=1), "whole batches"),
+        (lambda: DataLoader(Stream(), batch_size=2), "a stream"),
+    ],
+)
+def test_shares_of_whole_batches_are_refused(loader: Any, got: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        stretto.distribute(net, sgd(net.parameters()), loader())
+
+    with pytest.raises(LoaderError, match=f"(?s)--shares 2:1 divides.*got: {got}"):
+        run_workers(2, work, "allreduce", shares="2:1")
+
+
+def test_shares_do_not_fit_gossip() -> None:
+    with pytest.raises(RecipeError, match="--shares 2:1 does not fit gossip"):
+        run_workers(2, counting(40, 4), "gossip", shares="2:1")

@@ -40,6 +40,7 @@ COMMON = (
     "timeout_s",
     "min_workers",
     "global_batch",
+    "shares",
     "lr_scale",
     "on_resize",
     "max_workers",
