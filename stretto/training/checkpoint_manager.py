@@ -286,7 +286,9 @@ class CheckpointManager:
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,
             "stream": self._place_in_stream([facts["stream"] for facts, _ in own.values() if "stream" in facts]),
-            "lost": sorted({(epoch, text) for facts, _ in own.values() for epoch, text in facts["lost"]}),
+            "lost": sorted(
+                {*trainer.epochs.lost, *((one, text) for kept, _ in own.values() for one, text in kept["lost"])}
+            ),
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "stages": trainer.rank_parts.facts(),

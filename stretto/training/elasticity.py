@@ -130,8 +130,7 @@ class ElasticAgent:
         trainer.progress.restore(facts)
         trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
         trainer.evaluator.restore(facts["evaluator"])
-        if not trainer.transport.arrives:
-            trainer.epochs.restore_lost(facts.get("lost", []))
+        trainer.epochs.restore_lost(facts.get("lost", []))
         self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         if trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state)):
@@ -413,18 +412,21 @@ class ElasticAgent:
                 back[worker] = back.get(worker, 0) + samples
         if isinstance(current, AssignedEpoch | StreamedEpoch):
             progress.follow_assignment(current.assigned_samples)
-        if _first(change) == trainer.transport.number:
+        is_first = _first(change) == trainer.transport.number
+        if is_first:
             self._write_change(change, back)
-            for worker, samples in lost.items():
-                trainer.epochs.write_lost(
-                    f"worker {worker} failed before the first exchange after the end of an epoch: {samples:,} samples "
-                    "that it had trained at the end of the stream"
-                )
-            for worker, samples in lost_shards.items():
-                trainer.epochs.write_lost(
-                    f"the shard of worker {worker} was lost with it: {samples:,} samples that it had trained since the "
-                    'last exchange, and the rest of the shard, which no other worker reads (deal="own")'
-                )
+        for worker, samples in lost.items():
+            trainer.epochs.note_lost(
+                f"worker {worker} failed before the first exchange after the end of an epoch: {samples:,} samples "
+                "that it had trained at the end of the stream",
+                writes=is_first,
+            )
+        for worker, samples in lost_shards.items():
+            trainer.epochs.note_lost(
+                f"the shard of worker {worker} was lost with it: {samples:,} samples that it had trained since the "
+                'last exchange, and the rest of the shard, which no other worker reads (deal="own")',
+                writes=is_first,
+            )
 
     def _write_change(self, change: Change, back: dict[int, int]) -> None:
         """Write the new membership, and the reassigned samples, into the event log."""

@@ -95,8 +95,8 @@ class Epochs:
         """Number of batches before the next meeting in an epoch over a stream, of workers that do not wait."""
         self._recovery_epoch = self._samples_at_meeting = 0
         """Number of rollbacks of the server that were noted, and this worker's samples at the last snapshot."""
-        self.lost = list[tuple[int, str]]()
-        """Losses of streams that this worker has written: the epoch, and a text."""
+        self.lost = [*trainer.section.lost]
+        """Losses of streams that this worker knows, also those of earlier sections: the epoch, and a text."""
         self.is_stopped = False
         """True if the run ends before the script does."""
 
@@ -278,18 +278,25 @@ class Epochs:
         own = self._trainer.agent.checkpoints.batches_to_meeting(self._progress.global_steps, has_met)
         return int(self._trainer.rank_parts.gathered(str(own).encode())[0])
 
-    def write_lost(self, text: str) -> None:
-        """Write that batches of a stream were lost in this epoch: the run ends with an exit code that is not 0."""
-        self._write_lost(self._trainer.evaluator.epoch + 1, text)
-        self._trainer.events.own_notice(f"lost in epoch {self._trainer.evaluator.epoch + 1}: {text}")
+    def note_lost(self, text: str, writes: bool) -> None:
+        """Note that batches of a stream were lost in this epoch; one worker `writes`: the exit code is not 0 then.
+
+        All workers that know of a loss keep it for later checkpoints, since the one that writes may fail.
+        """
+        epoch = self._trainer.evaluator.epoch + 1
+        self.lost.append((epoch, text))
+        if writes:
+            self._write_lost(epoch, text)
+            self._trainer.events.own_notice(f"lost in epoch {epoch}: {text}")
 
     def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
-        """Write the losses of before a resume, by epoch: the resumed run has not trained these batches either."""
-        for epoch, text in lost if self._transport.number == min(self._transport.members) else ():
-            self._write_lost(epoch, text)
+        """Take the losses of a state; write those of before a resume, whose batches this run has not trained either."""
+        self.lost = [(epoch, text) for epoch, text in lost]
+        if not self._transport.arrives and self._transport.number == min(self._transport.members):
+            for epoch, text in self.lost:
+                self._write_lost(epoch, text)
 
     def _write_lost(self, epoch: int, text: str) -> None:
-        self.lost.append((epoch, text))
         self._trainer.events.write("batches_lost", epoch=epoch, text=text)
         self._trainer.events.flush()
 
@@ -301,21 +308,21 @@ class Epochs:
         self._recovery_epoch = server.recovery_epoch
         undone = self._progress.own_samples - self._samples_at_meeting
         if isinstance(self.current, StreamedEpoch) and undone > 0:
-            self.write_lost(
+            self.note_lost(
                 f"a part of the server was lost: at least {undone:,} samples of a stream that worker "
-                f"{self._transport.number} had trained since the last snapshot"
+                f"{self._transport.number} had trained since the last snapshot",
+                writes=True,
             )
 
     def _note_absent(self) -> None:
         """Write the shares of workers that failed or left within a stream, where workers do not wait for each other."""
         if not isinstance(self.current, StreamedEpoch) or not self._progress.has_stepped_in_epoch:
             return
-        if self._transport.number != min(self._transport.members):
-            return
         for worker, batches in self.current.share_of_absent().items():
-            self.write_lost(
+            self.note_lost(
                 f"worker {worker} failed or left within the stream: of its share, {batches:,} batches, no other worker "
-                "has trained the rest"
+                "has trained the rest",
+                writes=self._transport.number == min(self._transport.members),
             )
 
     def _is_limit_reached(self) -> bool:

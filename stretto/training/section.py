@@ -36,6 +36,8 @@ class Section:
     """Seconds from the zero of the first section's clock to the zero of this one's."""
     checkpoints: Interval | None = None
     """Interval between checkpoints, as far as it has passed in the sections before; None in the first."""
+    lost: list[tuple[int, str]] = field(default_factory=list)
+    """Losses of streams in the sections before: the epoch, and a text."""
     state: State | None = None
     """State to continue from: another worker's, or a checkpoint's."""
     notices: list[str] = field(default_factory=list)

@@ -175,6 +175,7 @@ class Trainer:
             traffic.bytes_sent,
             traffic.bytes_received,
             checkpoints=self.agent.checkpoints.every,
+            lost=self.epochs.lost,
         )
 
     def end(self, is_last: bool) -> None:

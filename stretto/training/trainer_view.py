@@ -35,13 +35,13 @@ class EpochsView(Protocol):
         """Push the remaining update to a server, and wait until it is applied."""
 
     lost: list[tuple[int, str]]
-    """Losses of streams that this worker has written: the epoch, and a text."""
+    """Losses of streams that this worker knows: the epoch, and a text."""
 
-    def write_lost(self, text: str) -> None:
-        """Write that batches of a stream were lost in this epoch."""
+    def note_lost(self, text: str, writes: bool) -> None:
+        """Note that batches of a stream were lost in this epoch; one worker `writes`."""
 
     def restore_lost(self, lost: Sequence[tuple[int, str]]) -> None:
-        """Write the losses of before a resume."""
+        """Take the losses of a state."""
 
     def push_stepped(self) -> None:
         """Push the remaining update, unless gradients are accumulated."""

@@ -359,6 +359,10 @@ def test_own_shards_continue_with_the_same_number_of_workers_and_are_refused_wit
     run_with_checkpoints(3, work, recipe, tmp_path / "skipped", resume=part, resume_stream="skip")
 
 
+def losses(run: Path) -> list[Any]:
+    return [event["text"] for event in read_events(run / "events.jsonl") if event["event"] == "batches_lost"]
+
+
 def test_a_loss_before_the_checkpoint_is_named_by_the_resumed_run_too(tmp_path: Path) -> None:
     def work(worker: int) -> None:
         net, shard = nn.Linear(1, 1), list(Stream(range(worker, BATCHES, 2)))
@@ -371,16 +375,44 @@ def test_a_loss_before_the_checkpoint_is_named_by_the_resumed_run_too(tmp_path: 
             net(x).mean().backward()
             optimizer.step()
 
-    def lost(run: Path) -> list[Any]:
-        return [event["text"] for event in read_events(run / "events.jsonl") if event["event"] == "batches_lost"]
-
     run, options = tmp_path / "run", {"checkpoint": every("2 rounds"), "keep": 99}
     run_elastic_workers(2, work, "allreduce", run, **options)
     newest = max((run / "checkpoints").iterdir())
     shutil.copytree(newest, tmp_path / "part" / "checkpoints" / newest.name)
     run_elastic_workers(1, work, "allreduce", tmp_path / "resumed", resume=tmp_path / "part", **options)
-    assert len(lost(run)) == 1
-    assert lost(tmp_path / "resumed") == lost(run)
+    assert len(losses(run)) == 1
+    assert losses(tmp_path / "resumed") == losses(run)
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_loss_is_named_by_a_resumed_run_although_the_worker_that_named_it_has_failed(
+    again: int, tmp_path: Path
+) -> None:
+    """Worker 1 fails with work that no exchange has carried; worker 0, which names it, fails later."""
+    incarnations = dict.fromkeys(range(3), -1)
+
+    def work(worker: int) -> int:
+        net, batches = nn.Linear(1, 1), list(torch.ones(4 * 42, 1).split(4))
+        incarnations[worker] += 1
+        optimizer, step = torch.optim.SGD(net.parameters(), lr=1e-9), 0
+        loader = stretto.distribute(net, optimizer, batches)
+        for _ in range(3):
+            for x in loader:
+                if not incarnations[worker] and (worker, step) in [(1, 15), (0, 20)]:
+                    raise WorkerKilled
+                step += 1
+                optimizer.zero_grad()
+                net(x).mean().backward()
+                optimizer.step()
+        return step
+
+    run, options = tmp_path / "run", {"checkpoint": every("2 rounds"), "keep": 99}
+    run_elastic_workers(3, work, "local_sgd(every=4)", run, again, **options)
+    newest = max((run / "checkpoints").iterdir())
+    shutil.copytree(newest, tmp_path / "part" / "checkpoints" / newest.name)
+    run_elastic_workers(1, work, "local_sgd(every=4)", tmp_path / "resumed", resume=tmp_path / "part", **options)
+    assert len(losses(run)) == 1
+    assert losses(tmp_path / "resumed") == losses(run)
 
 
 def test_batches_that_all_workers_split_continue(tmp_path: Path) -> None:
