@@ -209,7 +209,9 @@ def _measure_points(grid: SweepConfig, step_time: str, say: Callable[[str], None
             simulated = simulation(structs.replace(grid.config, args=point.args), point.options)
             cost_model = _measure(simulated, step_time)
             first = steps.setdefault(simulated.contending_processes, cost_model)
-            step_times[point.cost_group] = str(replace(cost_model, step_s=first.step_s, epoch_s=first.epoch_s))
+            step_times[point.cost_group] = str(
+                replace(cost_model, step_s=first.step_s, sample_s=first.sample_s, epoch_s=first.epoch_s)
+            )
             say(f'measured for {point.cost_group}: --step-time "{step_times[point.cost_group]}"')
     return step_times
 

@@ -55,8 +55,8 @@ class Pace(Protocol):
         """Note the start of an epoch."""
         ...
 
-    def begin(self) -> None:
-        """Note the start of a global step in which this worker has a batch."""
+    def begin(self, samples: int) -> None:
+        """Note the start of a global step in which this worker has a batch of this number of samples."""
         ...
 
     def go_on(self, progress: float = 1.0) -> None:
@@ -74,7 +74,7 @@ class Stretch:
     def begin_epoch(self) -> None:
         """Do nothing: real time passes."""
 
-    def begin(self) -> None:
+    def begin(self, samples: int) -> None:
         """Do nothing: real time passes."""
 
     def go_on(self, progress: float = 1.0) -> None:

@@ -241,7 +241,7 @@ class Epochs:
                 return None
             steps.begin(global_step)
             if not global_step.idle:
-                steps.pace.begin()
+                steps.pace.begin(global_step.own)
                 self._timer.switch("computing")
                 return global_step.batch
             steps.follow(global_step)

@@ -65,7 +65,7 @@ def test_clock_advances_while_a_step_is_measured(clock: str, tmp_path: Path) -> 
     script = tmp_path / "train.py"
     script.write_text(dedent(SCRIPT))
     order = RunConfig(script=script, workers=2, recipe="allreduce", args=(clock,))
-    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).cost_model.step_s > 0
+    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).cost_model.step_of(1) > 0
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "stale_synchronous(bound=4)"])
@@ -76,4 +76,4 @@ def test_every_worker_has_batches_in_each_epoch_that_is_measured(recipe: str, tm
     step = "optimizer.zero_grad(); torch.nn.functional.mse_loss(net(x), y).backward(); optimizer.step()"
     script.write_text(dedent(SCRIPT).partition("before, began")[0] + loop.replace("pass", step))
     order = RunConfig(script=script, workers=3, recipe=recipe, args=("time",))
-    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).cost_model.step_s > 0
+    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).cost_model.step_of(1) > 0

@@ -110,13 +110,15 @@ class SimPace:
         self._step_s: float | None = 0.0
         """Seconds of the step under way; None before it is known: the first step may split the model."""
         self._progress = 0.0
+        self._samples = 0
 
     def begin_epoch(self) -> None:
         """Spend the time of an epoch besides its steps: starting the loader and closing the previous epoch."""
         self._worker.compute(self._worker.cost_model.epoch_s)
 
-    def begin(self) -> None:
+    def begin(self, samples: int) -> None:
         """Start a step."""
+        self._samples = samples
         self._begun = self._worker.steps, self._worker.now()
         self._step_s, self._progress = None, 0.0
         self._worker.steps += 1
@@ -124,7 +126,7 @@ class SimPace:
     def go_on(self, progress: float = 1.0) -> None:
         """Spend time until this fraction of the step's computing is done."""
         if self._step_s is None:
-            self._step_s = self._replica.step_s(self._scaled)
+            self._step_s = self._replica.step_s(self._scaled, self._samples)
         progress = progress if self._replica.overlaps else 1.0
         seconds, self._progress = (progress - self._progress) * self._step_s, max(progress, self._progress)
         if seconds > 0:

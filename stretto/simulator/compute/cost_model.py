@@ -10,8 +10,10 @@ from stretto.call_syntax import Words
 from stretto.units import TIMES
 
 AUTO = "auto"
+SAMPLE = "sample_s"
 NAMES = {
     "": "step_s",
+    "per sample": SAMPLE,
     "per micro-batch": "turns_s",
     "per epoch": "epoch_s",
     "encoding": "codec_s",
@@ -33,7 +35,8 @@ MEGABYTE = 1e6
 class CostModel:
     """Processor time in seconds of the operations of a worker or a server.
 
-    `step_s` is a step without communication, `epoch_s` an epoch besides its steps; of a worker in pipeline stages
+    A step without communication takes `step_s`, and `sample_s` for each of its samples; `epoch_s` is an epoch besides
+    its steps; of a worker in pipeline stages
     `turns_s` are the forward and backward passes of a micro-batch in each stage, and `step_s` is a step besides them;
     `codec_s` encoding one tensor or update, and also decoding its result; `update_s` applying one update at a server.
     The others are the costs of transports at each end. Collectives: `exchange_s` per operation, `message_s` per
@@ -54,6 +57,11 @@ class CostModel:
     epoch_s: float = 0.0
     conversion_s: float = 0.0
     turns_s: tuple[float, ...] = ()
+    sample_s: float = 0.0
+
+    def step_of(self, samples: int) -> float:
+        """Return the time of a step with this number of samples."""
+        return self.step_s + self.sample_s * samples
 
     def collective_s(self, messages: float, nbytes: float, conversions: int = 0) -> float:
         """Return the processor time of one worker for a collective in which it sends and receives this much."""
@@ -69,9 +77,9 @@ class CostModel:
         return 2 * self.link_megabyte_s * nbytes / MEGABYTE
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads, rounded to 0.1 microseconds."""
-        times = ((getattr(self, field), name) for name, field in NAMES.items())
-        return ", ".join(f"{_times(time)} {name}".rstrip() for time, name in times if time or not name)
+        """Return the text that `parse` reads, rounded to 0.1 microseconds, or 0.1 nanoseconds a sample."""
+        times = ((getattr(self, field), name, 7 if field == SAMPLE else 4) for name, field in NAMES.items())
+        return ", ".join(f"{_times(time, digits)} {name}".rstrip() for time, name, digits in times if time or not name)
 
 
 def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostModel:
@@ -112,5 +120,5 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
     return CostModel(**values)
 
 
-def _times(value: float | tuple[float, ...]) -> str:
-    return " ".join(f"{1e3 * time:.4f}ms" for time in (value if isinstance(value, tuple) else (value,)))
+def _times(value: float | tuple[float, ...], digits: int) -> str:
+    return " ".join(f"{1e3 * time:.{digits}f}ms" for time in (value if isinstance(value, tuple) else (value,)))

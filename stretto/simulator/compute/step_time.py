@@ -57,6 +57,8 @@ def measure(
 ) -> Measured:
     """Return the median times of a step of the script, and of encoding and applying under its recipe.
 
+    The script is measured with its own batches, and with twice as large ones: the difference is the time of the
+    samples. It counts as none where the script has no steps with larger batches, and where stages are measured.
     The measured workers, `most` of them at most, have one process each, whatever their layout. All workers are measured
     if the model cannot be trained by as few: L-BFGS needs a batch for each worker in each step.
     """
@@ -84,13 +86,35 @@ def measure(
         simulator.shared_arrays.close()
     first_pace = simulator.paces[0]
     updates = simulator.engine.update_seconds
+    sample_s = 0.0 if simulation.config.ranks > 1 else _sample_s(measured, first_pace, wall_clock, tick)
     whole = CostModel(
-        step_s=first_pace.step_s(),
+        step_s=first_pace.step_s() - sample_s * first_pace.samples(),
+        sample_s=sample_s,
         epoch_s=first_pace.epoch_s(),
         codec_s=first_pace.encoding_s() / max(simulator.engine.workers[0].codec_calls, 1),
         update_s=statistics.median(updates) if updates else 0.0,
     )
     return Measured(measurement.cost_model(whole), str(measurement.layout) if config.layout is not None else None)
+
+
+def _sample_s(
+    simulation: Simulation, own: _StepRecorder, wall_clock: Callable[[], float], tick: Callable[[], None]
+) -> float:
+    """Return the seconds of a sample, from the steps of the script's own batches and of twice as large ones."""
+    config = structs.replace(simulation.config, global_batch_of=2 * simulation.config.global_batch_of)
+    larger = replace(simulation, config=config)
+    simulator = _MeasuringSimulator(larger, wall_clock, larger.replica(lambda _: None).measurement())
+    try:
+        simulator.run(DiscardedOutput(), tick)
+    except Exception:
+        return 0.0  # a view of a fixed size, or too few samples
+    finally:
+        simulator.shared_arrays.close()
+    twice = simulator.paces[0]
+    samples = twice.samples() - own.samples()
+    if samples <= 0 or not own.steps or not twice.steps:
+        return 0.0
+    return min(max((twice.step_s() - own.step_s()) / samples, 0.0), own.step_s() / own.samples())
 
 
 class _StepRecorder:
@@ -105,6 +129,7 @@ class _StepRecorder:
         self.steps: list[float] = []
         self.epoch_crossing_steps: list[float] = []
         """Steps that include the change from one epoch to the next."""
+        self._samples: list[int] = []
 
     def begin_epoch(self) -> None:
         """Mark the current step as including a change of epochs."""
@@ -123,8 +148,13 @@ class _StepRecorder:
             return 0.0
         return max(statistics.median(self.epoch_crossing_steps) - statistics.median(self.steps), 0.0)
 
-    def begin(self) -> None:
+    def samples(self) -> float:
+        """Return the median number of samples of a step; 0 without steps."""
+        return statistics.median(self._samples) if self._samples else 0
+
+    def begin(self, samples: int) -> None:
         """Record the previous step, and start another one."""
+        self._samples.append(samples)
         now = self._busy()
         if self._started is not None:
             (self.epoch_crossing_steps if self._crosses_epochs else self.steps).append(now - self._started)

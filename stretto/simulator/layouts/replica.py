@@ -80,9 +80,9 @@ class Replica:
         """Return the bytes of each rank's part of a tensor of all parameters."""
         return [nbytes]
 
-    def step_s(self, scaled: Scaled) -> float:
-        """Return the seconds of a step without exchanges among workers."""
-        return scaled(self.cost_model.step_s)
+    def step_s(self, scaled: Scaled, samples: int = 0) -> float:
+        """Return the seconds of a step with this number of samples, without exchanges among workers."""
+        return scaled(self.cost_model.step_of(samples))
 
     @property
     def largest_share(self) -> float:

@@ -65,9 +65,9 @@ class ShardedReplica(RankedReplica):
 
         model.register_forward_hook(count)
 
-    def step_s(self, scaled: Scaled) -> float:
+    def step_s(self, scaled: Scaled, samples: int = 0) -> float:
         """Return the seconds of a step: a part of that of the whole batch, and the exchanges of parameters."""
-        return sharded_seconds(scaled(self.cost_model.step_s), self.ranks, self._group_bytes, self.ring)
+        return sharded_seconds(scaled(self.cost_model.step_of(samples)), self.ranks, self._group_bytes, self.ring)
 
     def _part(self, parameter: Tensor, rank: int) -> int:
         """Return the bytes of a rank's part, along the first dimension."""

@@ -78,9 +78,10 @@ class StagedReplica(RankedReplica):
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, with_kwargs=True)
 
-    def step_s(self, scaled: Scaled) -> float:
+    def step_s(self, scaled: Scaled, samples: int = 0) -> float:
         """Return the seconds of a step: those besides the stages, and those of the stages' schedule."""
         besides_s = self.cost_model.step_s if self.cost_model.turns_s else 0.0
+        besides_s += self.cost_model.sample_s * samples
         base_s = besides_s + self._layout.micro_batches * sum(self._turns_s)
         slower = scaled(base_s) / base_s if base_s else 1.0
         return besides_s * slower + self._schedule(slower).seconds
