@@ -223,6 +223,8 @@ class BatchAssignment:
         """Paces that apply after a global step, in order."""
         self._joined_after: dict[int, int] = {}
         """By member: the global step after which it joined, unless it is a member from the start."""
+        self.is_extended = False
+        """True if all loops ask for more global steps than `steps`."""
 
     def next(self, me: int) -> RankBatch | None:
         """Assign the next global step and return the part of worker `me`; None if nothing is left to assign.
@@ -396,6 +398,7 @@ class BatchAssignment:
             "sizes": _packed(self._bounds),
             "paces": _listed(self._paces),
             "moves": [(step, _listed(paces)) for step, paces in self._moves],
+            "is_extended": self.is_extended,
         }
 
     @classmethod
@@ -408,6 +411,7 @@ class BatchAssignment:
         assignment.global_step = assignment._committed = state["global_step"]
         assignment._next_batch, assignment._extra_samples = state["batch"], state["extra_samples"]
         assignment._returned = list(zip(state["returned"][::2], state["returned"][1::2], strict=True))
+        assignment.is_extended = state.get("is_extended", False)
         assignment._restored = (assignment._next_batch, assignment._extra_samples, tuple(assignment._returned))
         return assignment
 
@@ -445,6 +449,22 @@ class BatchAssignment:
     def assigned_samples(self) -> int:
         """Number of samples that were assigned and not returned, including extra samples."""
         return self._bounds[self._next_batch] + self._extra_samples - _samples(self.returned_ranges())
+
+    @property
+    def has_more(self) -> bool:
+        """True if positions are still to be assigned, or were returned."""
+        return self._next_batch < len(self._bounds) - 1 or bool(self.returned_ranges())
+
+    @property
+    def steps(self) -> int:
+        """Number of global steps of an epoch in which no worker fails."""
+        batches = len(self._bounds) - 1
+        return batches if self._rule == "shares" else -(-batches // max(self._base, 1))
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if no step follows, or only such as a failure has added, for which no loop has asked."""
+        return not self.has_more or (self.global_step >= self.steps and not self.is_extended)
 
     @property
     def committed(self) -> int:

@@ -143,14 +143,9 @@ class AssignedEpoch:
         """True if a global step has the same samples with any number of workers."""
         return self.batch_assignment.rule == "shares"
 
-    @property
-    def has_more(self) -> bool:
-        """True if some samples are not assigned yet."""
-        return self.batch_assignment.assigned_samples < self.batch_assignment.samples
-
     def is_last(self) -> bool:
-        """Return True if all samples are assigned."""
-        return not self.has_more
+        """Return True if no global step follows, unless one is added for samples that were returned."""
+        return self.batch_assignment.is_at_end
 
     def at_rest(self) -> BatchAssignment:
         """Return the assignment at a rest point, with all of it committed; workers of the last step may have left."""
@@ -198,17 +193,18 @@ class AssignedEpoch:
         return UncommittedWork(self.order, self.batch_assignment.copied())
 
     def is_unfinished(self) -> bool:
-        """Return True if batches were returned too late to be assigned again in this epoch."""
-        return bool(self.unassigned())
+        """Return True if samples are left that need steps which `len(loader)` does not count."""
+        return self.batch_assignment.is_at_end and self.batch_assignment.has_more
 
     def reopen(self) -> None:
-        """Continue the epoch: samples were returned after all had been assigned."""
-        self.is_over = False
+        """Continue the epoch: all loops ask for the samples that are left."""
+        self.is_over, self.batch_assignment.is_extended = False, True
         self._restart_loader()
 
     def unassigned(self) -> list[list[Any]]:
-        """Return the batches that were returned too late to be assigned again in this epoch."""
-        return self.order.among(self.batch_assignment.returned_ranges())
+        """Return what the loops have left of the work of failed workers."""
+        assignment = self.batch_assignment
+        return self.order.among(assignment.remaining() if assignment.is_at_end else assignment.returned_ranges())
 
     def append(self, batches: list[list[Any]]) -> None:
         """Append these batches to the epoch."""
@@ -242,7 +238,7 @@ class AssignedEpoch:
 
     def next(self) -> GlobalStep | None:
         """Assign the next global step, and load this worker's batch of it."""
-        rank_batch = self.batch_assignment.next(self._worker)
+        rank_batch = self.batch_assignment.next(self._worker) if not self.batch_assignment.is_at_end else None
         if rank_batch is None:
             self.is_over = True
             self.batch_assignment.apply_pending()

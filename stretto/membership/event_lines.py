@@ -48,6 +48,7 @@ Kind = Literal[
     "end",
     "samples_reassigned",
     "batches_lost",
+    "samples_left",
     "generation_changed",
     "written",
     "checkpoint",

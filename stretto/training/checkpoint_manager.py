@@ -286,6 +286,7 @@ class CheckpointManager:
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,
             "stream": self._place_in_stream([facts["stream"] for facts, _ in own.values() if "stream" in facts]),
+            "returned": trainer.agent.returned(),
             "lost": sorted(
                 {*trainer.epochs.lost, *((one, text) for kept, _ in own.values() for one, text in kept["lost"])}
             ),

@@ -7,6 +7,7 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
-from stretto.loader.epoch_order import EpochOrder, unpack
+from stretto.loader.epoch_order import EpochOrder, pack, unpack
 from stretto.loader.stream_reader import StreamPlace
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.epoch_numbers import epoch_of
@@ -128,6 +129,10 @@ class ElasticAgent:
         each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.progress.restore(facts)
+        if facts.get("returned") is not None:
+            lost, self._counted = facts["returned"]
+            order = unpack(lost)
+            self._lost = order.among(tuple(pairwise(order.bounds)))
         trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
         trainer.evaluator.restore(facts["evaluator"])
         trainer.epochs.restore_lost(facts.get("lost", []))
@@ -222,6 +227,10 @@ class ElasticAgent:
             self._continue_from(self._taken)
         self._script.end_passing()
 
+    def returned(self) -> tuple[bytes, int] | None:
+        """Return the samples that the next epoch trains for an earlier one, serialised, and how many of them count."""
+        return (pack(EpochOrder.of(self._lost)), self._counted) if self._lost else None
+
     def undo_epoch(self) -> None:
         """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
         (lost, counted), self._reassigned = self._reassigned, ([], 0)
@@ -248,6 +257,13 @@ class ElasticAgent:
             self._refuse_to_end_before(self._taken)
             self._restore_random_states(self._own_of(self._taken))
         self._script.end_passing()
+        if self._lost and self._trainer.transport.number == min(self._trainer.transport.members):
+            samples, epoch = sum(map(len, self._lost)), self._trainer.evaluator.epoch
+            self._trainer.events.write("samples_left", epoch=epoch, samples=samples)
+            self._trainer.events.own_notice(
+                f"{samples:,} samples that a failed worker had were not trained again: the loop ends by its own count, "
+                "and no epoch follows that would have them"
+            )
 
     def _refuse_to_end_before(self, taken: State) -> None:
         """Raise ScriptError if the script has looped, and never reached the epoch in which the state was saved."""
@@ -453,28 +469,37 @@ class ElasticAgent:
     # --- uncommitted work of an epoch --------------------------------------------------------------------------
 
     def keep_uncommitted(self, epoch_batches: EpochBatches | None) -> None:
-        """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
+        """Keep what failed workers had of an ending epoch, for the next, and its work that no exchange has carried.
+
+        The latter is lost if its worker fails before the next exchange.
+        """
         if not self._trainer.transport.repeats_attempts:
+            return
+        if isinstance(epoch_batches, AssignedEpoch):
+            self._lost += epoch_batches.unassigned()
+        if self._trainer.strategy.is_carried:
             return
         if isinstance(epoch_batches, StreamedEpoch):
             self._streamed.append(epoch_batches)
-        if not isinstance(epoch_batches, AssignedEpoch):
-            return
-        self._uncommitted.append(epoch_batches.uncommitted())
-        self._lost += epoch_batches.unassigned()
+        if isinstance(epoch_batches, AssignedEpoch):
+            self._uncommitted.append(epoch_batches.uncommitted())
 
-    def reopens(self, epoch_batches: EpochBatches) -> bool:
-        """Return True, at all workers alike, if batches were returned after all had been assigned."""
-        transport = self._trainer.transport
-        in_rounds = self._trainer.strategy.in_rounds
-        if not isinstance(epoch_batches, AssignedEpoch | StreamedEpoch):
+    def reopens(self, epoch_batches: EpochBatches, left: bool) -> bool:
+        """Return True, at all workers alike, if samples are left that failed workers had, and all loops ask for them.
+
+        `left` is True at a worker whose loop has ended by its own count.
+        """
+        transport, strategy = self._trainer.transport, self._trainer.strategy
+        if not isinstance(epoch_batches, AssignedEpoch | StreamedEpoch) or not transport.repeats_attempts:
             return False
-        if not transport.repeats_attempts or not in_rounds:
+        if not strategy.in_rounds and strategy.is_carried and not epoch_batches.is_unfinished():
             return False
         self._is_agreeing = True
-        replies = transport.all_gather_bytes(lambda: b"more" if epoch_batches.is_unfinished() else b"")
+        replies = transport.all_gather_bytes(
+            lambda: b"left" if left else b"more" if epoch_batches.is_unfinished() else b""
+        )
         self._is_agreeing = False
-        if b"more" not in replies:
+        if b"more" not in replies or b"left" in replies:
             return False
         epoch_batches.reopen()
         self._trainer.progress.reopen()

@@ -407,16 +407,16 @@ class Epochs:
         self._meet_within_stream(has_ended=True)
         progress.enter(CLOSED)
         status.note(progress.place())
-        has_more = isinstance(self.current, AssignedEpoch) and self.current.has_more
-        trainer.rank_parts.end_epoch(left and has_more, progress.epochs)
+        is_early = left and isinstance(self.current, AssignedEpoch) and not self.current.is_last()
+        trainer.rank_parts.end_epoch(is_early, progress.epochs)
         check_rates(trainer.rank_parts.gathered(trainer.schedules.rates().packed()), "process of a worker")
-        if left and has_more:
+        if is_early:
             # a worker that has not left waits in an all-gather: gloo fails on a different operation
             self._transport.broadcast_bytes(b"left")
         if progress.unstepped and not strategy.asynchronous:
             strategy.average_buffers(progress.unstepped_here)
         strategy.sync_for_evaluation()
-        if agent.reopens(self.current) and not left:
+        if agent.reopens(self.current, left):
             progress.enter(LOOP)
             strategy.resume()
             return False
@@ -431,8 +431,7 @@ class Epochs:
             self._note_absent()
         if isinstance(self.current, LeasedEpoch):
             progress.count_global_batch(self.source.length())
-        if not strategy.is_carried:
-            agent.keep_uncommitted(self.current)
+        agent.keep_uncommitted(self.current)
         if strategy.is_carried or not isinstance(self.current, StreamedEpoch):
             steps.settle_leases()
         steps.drop_unstepped()

@@ -1,0 +1,95 @@
+"""Loops that count their steps: what a failed worker had at an epoch's end is trained, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from example_counts import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator.failures import NET, SAMPLES, seen
+from simulator.harness import simulated
+from thread_workers import flat, regression, small_net
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+
+EPOCHS, BATCH = 3, 4
+WAITING = ["allreduce", "local_sgd(every=3)", "local_sgd(every=16)", "gossip"]
+
+
+def looping(counts: bool, steps: list[list[int]]) -> Callable[[int], Any]:
+    """Return a training function whose loop `counts` to `len(loader)`, or asks for all batches; it notes its steps."""
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = DataLoader(regression(SAMPLES), batch_size=BATCH, shuffle=True)
+        loader = stretto.distribute(net, optimizer, loader)
+        steps.append([])
+        for _ in range(EPOCHS):
+            done = 0
+            for x, y in islice(loader, len(loader)) if counts else loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                done += 1
+            steps[-1].append(done)
+        stretto.finish()
+        return flat(net)
+
+    return work
+
+
+def check_moment(recipe: str, workers: int, counts: bool, moment: float, fault: str) -> None:
+    """Kill a worker at a moment, from 0 for the begin of the run to 1 for its end."""
+    at = moment * simulated(workers, looping(counts, []), recipe, net=NET).seconds
+    steps = list[list[int]]()
+    ended = simulated(workers, looping(counts, steps), recipe, net=NET, fault=fault.format(at))
+    left = sum(one["samples"] for one in ended.of("samples_left"))
+    assert ended.of("epoch")[-1]["samples"] == EPOCHS * SAMPLES - left
+    assert [one["twice"] for one in seen(ended)] == [0] * EPOCHS
+    assert any("were not trained again" in one["text"] for one in ended.of("warning")) == (left > 0)
+    found = [one for one in ended.found if one is not None]
+    assert all(torch.equal(one, found[0]) for one in found)
+    length = -(-SAMPLES // (workers * BATCH))
+    if counts:
+        assert max(done for of_worker in steps for done in of_worker) == length
+    else:
+        assert left == 0
+        assert [one["never"] for one in seen(ended)] == [0] * EPOCHS
+        assert max(of_worker[-1] for of_worker in steps if of_worker) >= length
+
+
+@settings(max_examples=examples(20))
+@given(
+    st.sampled_from(WAITING),
+    st.integers(2, 4),
+    st.booleans(),
+    st.floats(0, 0.99),
+    st.sampled_from(["kill worker 0 at {:.6f}s", "kill worker 1 at {:.6f}s, back after 15ms"]),
+)
+def test_each_sample_is_trained_or_named_whenever_a_worker_is_killed(
+    recipe: str, workers: int, counts: bool, moment: float, fault: str
+) -> None:
+    check_moment(recipe, workers, counts, moment, fault)
+
+
+@pytest.mark.parametrize("recipe", WAITING[:2])
+def test_samples_of_the_last_step_are_trained_in_the_next_epoch(recipe: str) -> None:
+    """Worker 1 of 2 fails in the last step of the first epoch: the loop has made as many steps as it counts."""
+    at = simulated(2, looping(True, []), recipe, net=NET).seconds * (6 / 23)
+    ended = simulated(2, looping(True, []), recipe, net=NET, fault=f"kill worker 1 at {at:.6f}s")
+    first, second, third = (one["sample_counts"] for one in ended.of("epoch"))
+    assert first["never"] > 0
+    assert second["recovered_samples"] == first["never"]
+    assert third == {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
+
+
+def test_samples_of_the_last_step_of_the_last_epoch_are_named() -> None:
+    check_moment("allreduce", 2, True, 21 / 23, "kill worker 0 at {:.6f}s")
