@@ -60,6 +60,13 @@ class GlobalStepsView(Protocol):
         """Raise NotFiniteError if a gradient of the last step was not finite."""
 
 
+class AgentView(Protocol):
+    """The part of a worker's place in a changing membership that checkpoints use."""
+
+    def returned(self) -> tuple[bytes, int] | None:
+        """Return the samples that the next epoch trains for an earlier one, serialised, and how many of them count."""
+
+
 class TrainerView(Protocol):
     """The attributes of a trainer that elasticity and checkpoints use."""
 
@@ -77,6 +84,10 @@ class TrainerView(Protocol):
     progress: LoopProgress
     is_over: bool
     rank_parts: RankParts
+
+    @property
+    def agent(self) -> AgentView:
+        """The worker's part in a changing membership."""
 
     @property
     def epochs(self) -> EpochsView:
