@@ -176,8 +176,10 @@ class Stream(IterableDataset[Any]):
 
 
 batches = [data[first : first + BATCH] for first in range(0, arguments.samples, BATCH)]
-sources: dict[str, Any] = {
-    "loader": DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=arguments.loaders),
+sources: dict[str, Any] = {  # a divided model weighs a sample by BATCH: its batches are whole
+    "loader": DataLoader(
+        data, batch_size=BATCH, shuffle=True, num_workers=arguments.loaders, drop_last=arguments.divided
+    ),
     "stream": DataLoader(Stream(), batch_size=BATCH),
     "list": batches,
     "numbers": range(len(batches)),

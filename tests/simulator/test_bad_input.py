@@ -246,9 +246,9 @@ def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> Non
 
 def test_sweep_passes_on_the_options_of_failures() -> None:
     order = RunConfig(
-        Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, on_resize="global-batch"
+        Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, on_resize="per-worker-batch"
     )
-    said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "global-batch", "--max-workers", "8"]
+    said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "per-worker-batch", "--max-workers", "8"]
     assert SweepConfig(order, ()).common_options == said
     assert SweepConfig(RunConfig(Path("train.py")), ()).common_options == []
 
