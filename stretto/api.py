@@ -128,7 +128,7 @@ def distribute(
     arguments = Arguments(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal, workers)
     trainer = sections.begin(arguments)
     if trainer is None:
-        return OverLoader(loader, context.workers * context.global_batch_of)
+        return OverLoader(loader, sections.first_workers * context.global_batch_of)
     _current.set(trainer)
     schedules.intercept(_schedules)
     if context.runtime.own_process and trainer.agent.can_leave:

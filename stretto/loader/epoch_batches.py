@@ -392,6 +392,11 @@ class BatchSource:
         steps = step_bounds(samples, batches * self._loader.batch_sampler.batch_size)
         return steps if len(steps) > 1 and steps[-1] - steps[-2] >= SMALLEST_SHARE * workers else None
 
+    @property
+    def has_shares(self) -> bool:
+        """True if the workers share global steps, which are those of the number of workers that the run began with."""
+        return isinstance(self._sampler, ShardedBatchSampler) and not self.splits and self._is_divisible()
+
     def _is_divisible(self) -> bool:
         """Return True if the samples of an epoch may be divided into other batches than those of the script."""
         sampler = self._loader.batch_sampler

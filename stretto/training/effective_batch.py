@@ -82,11 +82,12 @@ def describe(
     factor: float,
     added: float = 1.0,
     batches: int | None = None,
+    first: int | None = None,
 ) -> str:
     """Return one line on the samples of a global batch and the learning rate; `added` is the recipe's `step_of_all`.
 
     The line says nothing of a step: a step may have several batches, or those of one worker. Of fewer `batches` in an
-    epoch than workers each goes to one worker.
+    epoch than workers each goes to one worker. A global batch is that of the `first` number of workers, if it is given.
 
     >>> describe(4, 32, split=False, waits=True, factor=1.0)
     '4 workers x 32 = 128 samples a global batch; learning rate as in the script'
@@ -94,6 +95,8 @@ def describe(
     '1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it); learning rate as in the script'
     >>> describe(4, 32, split=True, waits=True, factor=2.0)
     "4 workers share each batch of 32 samples; learning rate 2 x the script's"
+    >>> describe(2, 32, split=False, waits=True, factor=3.0, first=3)
+    "2 workers share 3 x 32 = 96 samples a global batch, as the run began; learning rate 3 x the script's"
     """
     rate = "learning rate as in the script" if factor == 1 else f"learning rate {factor:.4g} x the script's"
     samples = f" of {batch} samples" if batch is not None else ""
@@ -109,6 +112,9 @@ def describe(
     size = f"{training} batch{'es' * (training != 1)} of the script's"
     if batch is not None:
         size = f"{training * batch} samples"
+    if first is not None and first != workers and batch is not None:
+        began = f"{first} x {batch} = {first * batch} samples a global batch, as the run began"
+        return f"{workers} worker{'s share' if workers > 1 else ' has'} {began}; {rate}"
     if training < workers:
         has = "has a batch" if training == 1 else "have a batch"
         return f"{training} of {workers} workers {has}: {size} a global batch (--batch split shares it); {rate}"

@@ -157,10 +157,11 @@ class GlobalSteps:
             )
             for index, optimizer in enumerate(optimizers)
         ]
-        # after the hooks above, which send updates of the scaled rate
-        self._rates = (
-            [ScaledRate(optimizer, context.lr_factor) for optimizer in optimizers] if context.lr_factor != 1 else []
-        )
+        self._rates = list[ScaledRate]()
+
+    def scale_rates(self, factor: float) -> None:
+        """Scale the learning rates in each step, after the hooks of this object, which send updates of scaled rates."""
+        self._rates = [ScaledRate(optimizer, factor) for optimizer in self._optimizers] if factor != 1 else []
 
     def close(self) -> None:
         """Remove all hooks when the section has ended."""

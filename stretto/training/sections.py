@@ -105,6 +105,14 @@ class Sections:
             trainer.agent.ask_to_leave()
         return trainer
 
+    @property
+    def first_workers(self) -> int:
+        """Number of workers that the run first began with, as far as a state says."""
+        state = self._entered.state
+        return (
+            int(state.facts.get("first_workers", self._context.workers)) if state is not None else self._context.workers
+        )
+
     def end(self) -> None:
         """End the section that has begun last, if it has not ended. The transport stays open for the next one.
 

@@ -9,8 +9,11 @@ from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 
 
-def write_start(trainer: TrainerView, context: WorkerContext) -> None:
-    """Write the start event, and the notices that describe the effective batch and the assignment of a stream."""
+def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> None:
+    """Write the start event, and the notices that describe the effective batch and the assignment of a stream.
+
+    `factor` is that on the learning rate.
+    """
     recipe, workers, source = trainer.strategy.recipe, trainer.transport.workers, trainer.batch_source
     trainer.events.write(
         "start",
@@ -25,12 +28,13 @@ def write_start(trainer: TrainerView, context: WorkerContext) -> None:
         samples=trainer.progress.samples,
         at=round(context.runtime.clock(), 6),
     )
-    if recipe is not None and workers > 1:
+    first = source.first_workers if source.has_shares else None
+    if recipe is not None and (workers > 1 or (first or 1) > 1):
         batch, waits = batch_of(trainer.loader), not recipe.asynchronous
         added = recipe.step_of_all(workers)
         batches = None if source.assignment == "own" else batches_of(trainer.loader)
         line = describe(
-            workers, batch, split=source.splits, waits=waits, factor=context.lr_factor, added=added, batches=batches
+            workers, batch, split=source.splits, waits=waits, factor=factor, added=added, batches=batches, first=first
         )
         trainer.events.say(line)
     if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):

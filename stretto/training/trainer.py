@@ -86,7 +86,10 @@ class Trainer:
         self._store_facts()
         for text in section.notices:
             self.events.notice(text)
-        write_start(self, context)
+        source = self.batch_source
+        factor = context.lr_factor_of(source.first_workers) if source.has_shares else context.lr_factor
+        self.global_steps.scale_rates(factor)
+        write_start(self, context, factor)
         self.evaluator.announce()
         for text in advice(recipe, optimizers) if recipe is not None and transport.workers > 1 else ():
             self.events.notice(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -30,7 +31,7 @@ from stretto.parameter_server.rpc_channel import connect_channels, connect_clien
 from stretto.parameter_server.rpc_server import name_of
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
-from stretto.run_config import ResumeStream, RunConfig
+from stretto.run_config import LrScale, ResumeStream, RunConfig
 from stretto.run_dir import section_folder
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
@@ -89,6 +90,8 @@ class WorkerContext:
     """Division of each global step among the workers, as typed."""
     lr_factor: float = 1.0
     """Factor on the script's learning rate."""
+    lr_scale: LrScale = "none"
+    """Growth of this factor with the global batch."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     ranks_timeout_s: float = DEFAULT_TIMEOUT_S
@@ -127,6 +130,11 @@ class WorkerContext:
         if self.store is not None:
             return EventLog(self.store(self.section), worker, rank=self.runtime.rank)
         return self.runtime.log(self.run, worker) if self.run is not None else None
+
+    def lr_factor_of(self, workers: int) -> float:
+        """Return the factor on the learning rate for the global batch of this number of workers."""
+        growth = workers / self.workers
+        return self.lr_factor * {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[self.lr_scale]
 
     @property
     def files(self) -> RunFiles | None:
@@ -191,6 +199,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
         "split": options.global_batch == "split",
         "shares": options.shares,
         "lr_factor": options.lr_factor,
+        "lr_scale": options.lr_scale,
         "keep_states": options.keep_states,
         "timeout_s": options.timeout_s,
         "on_nan": options.on_nan,

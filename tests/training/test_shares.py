@@ -95,12 +95,20 @@ def test_uneven_epochs_in_shares_equal_one_process_with_the_same_global_steps() 
 
 @pytest.mark.usefixtures("every_checkpoint")
 @pytest.mark.parametrize("now", [1, 2, 5])
-def test_a_run_that_is_resumed_by_other_workers_has_the_same_steps(now: int, tmp_path: Path) -> None:
-    """Three workers have made 5 steps of 9; the rest of the epoch and the next one have as many as with three."""
+def test_a_run_that_is_resumed_by_other_workers_has_the_same_steps(
+    now: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Three workers have made 5 steps of 9; the rest of the epoch and the next one have as many as with three.
+
+    The learning rate is scaled for their global batch, too.
+    """
     begun = run_workers(3, counting(100, 4), "allreduce", run=tmp_path, checkpoint=every("1 rounds"), keep=99)
     checkpoint = sorted((tmp_path / "checkpoints").iterdir())[4]
     shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
-    found = run_workers(now, counting(100, 4), "allreduce", resume=tmp_path / "first")
+    capfd.readouterr()
+    scaled: dict[str, Any] = {"lr_scale": "linear", "lr_factor": float(now)}
+    found = run_workers(now, counting(100, 4), "allreduce", resume=tmp_path / "first", **scaled)
+    assert "3 x 4 = 12 samples a global batch, as the run began; learning rate 3 x" in capfd.readouterr().err
     assert {length for length, _, _ in found} == {9}
     assert [[len(epoch) for epoch in sizes] for _, sizes, _ in found] == [[4, 9]] * now
     before = [one for _, sizes, seen in begun for one in seen[: sum(sizes[0][:5])]]
