@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from stretto.checkpoint.model_file import in_section, note_cause
 from stretto.errors import LoaderError, ModelError, ScriptError, StrettoError, explain
-from stretto.loader.epoch_batches import Assignment
+from stretto.loader.epoch_batches import AssignedEpoch, Assignment
 from stretto.notices import say
 from stretto.parallel.meta_start import build, build_states, place_meta
 from stretto.process_config import VARIABLE
@@ -340,6 +340,19 @@ def abandon(cause: str | None = None) -> float:
     with suppress(StrettoError):
         return sections.abandon(cause)
     return 0.0
+
+
+def uneven_share() -> tuple[int, int, bool] | None:
+    """Return the samples of this worker's share of the global step under way and of the script's batches.
+
+    And if batches are split. None outside a step, for a share of this size and where whole batches are assigned.
+    """
+    trainer = _current.get()
+    if not isinstance(trainer, Trainer) or (step := trainer.global_step) is None:
+        return None
+    batch, current = getattr(trainer.loader, "batch_size", None), trainer.epoch_batches
+    is_share = isinstance(current, AssignedEpoch) and current.has_shares and batch is not None and step.own != batch
+    return (step.own, int(batch or 0), trainer.batch_source.splits) if is_share else None
 
 
 class _DistributedLoader:

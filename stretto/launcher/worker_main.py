@@ -13,6 +13,7 @@ import functools
 import importlib
 import io
 import os
+import re
 import resource
 import runpy
 import shutil
@@ -277,7 +278,7 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    advice = (_as_module, _of_missing_file, _of_shared_files, _of_parts, _of_limits)
+    advice = (_as_module, _of_missing_file, _of_shared_files, _of_parts, _of_limits, _of_shares)
     return hidden(f"{error}{''.join(one(error) for one in advice)}")
 
 
@@ -287,6 +288,22 @@ def _as_module(error: BaseException) -> str:
         return ""
     name = module_name(Path(sys.argv[0]))
     return f"; start it as a module: stretto run -m {name}" if name is not None else ""
+
+
+def _of_shares(error: BaseException) -> str:
+    """Return how a script gets batches of a fixed size, where a smaller one seems to be the cause of the error."""
+    find = getattr(sys.modules.get("stretto.api"), "uneven_share", None)
+    text = str(error)
+    is_of_shapes = isinstance(error, RuntimeError | ValueError) and re.search("shape|size", text) is not None
+    if find is None or not is_of_shapes or "memory" in text or (found := find()) is None:
+        return ""
+    samples, batch, is_split = found
+    whole = "without --batch split" if is_split else "with DataLoader(..., drop_last=True)"
+    return (
+        f"; a worker's share of this global step has {samples} sample{'s' * (samples != 1)}, where the script's batches "
+        f"have {batch}: {whole} each worker has whole batches of {batch}, and x.size(0) in place of a fixed number fits "
+        "any share"
+    )
 
 
 def _of_missing_file(error: BaseException) -> str:
