@@ -300,9 +300,8 @@ def _of_shares(error: BaseException) -> str:
     samples, batch, is_split = found
     whole = "without --batch split" if is_split else "with DataLoader(..., drop_last=True)"
     return (
-        f"; a worker's share of this global step has {samples} sample{'s' * (samples != 1)}, where the script's batches "
-        f"have {batch}: {whole} each worker has whole batches of {batch}, and x.size(0) in place of a fixed number fits "
-        "any share"
+        f"; a worker's share of this step has {samples} sample{'s' * (samples != 1)}, where the script's batches "
+        f"have {batch}: {whole} each worker has whole batches of {batch}; x.size(0) in place of a fixed number fits any"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import stretto
 from stretto.errors import LoaderError, RecipeError
 from stretto.interval import every
+from stretto.launcher.worker_main import failure
 
 RATIOS = "1:1:1:0.2"
 """Ratios of the speeds of four workers, of which one is five times slower."""
@@ -114,6 +116,30 @@ def test_a_run_that_is_resumed_by_other_workers_has_the_same_steps(
     before = [one for _, sizes, seen in begun for one in seen[: sum(sizes[0][:5])]]
     after = sorted(one for _, _, seen in found for one in seen)
     assert sorted([*before, *after]) == [one for one in range(100) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("samples", "split"), [(99, False), (100, False), (100, True)])
+def test_the_error_of_a_script_with_views_of_a_fixed_size_names_the_share(samples: int, split: bool) -> None:
+    """Of 100 samples in batches of 10 three workers have shares of 8 and 9 samples, of 99 also of 9 and 8."""
+
+    def work(worker: int, **options: Any) -> str:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(samples), batch_size=10, **options))
+        try:
+            for x, y in loader:
+                nn.functional.mse_loss(net(x.view(10, x.size(1))), y).backward()
+                optimizer.step()
+        except RuntimeError as error:
+            return failure(error)
+        return ""
+
+    way = "without --batch split each" if split else "with DataLoader(..., drop_last=True) each"
+    for text in run_workers(3, work, "allreduce", split=split):
+        assert "where the script's batches have 10" in text
+        assert way in text
+    if not split:
+        assert run_workers(3, functools.partial(work, drop_last=True), "allreduce") == [""] * 3
 
 
 def test_whole_batches_stay_whole_when_a_worker_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
