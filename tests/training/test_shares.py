@@ -120,7 +120,7 @@ def test_a_run_that_is_resumed_by_other_workers_has_the_same_steps(
 
 @pytest.mark.parametrize(("samples", "split"), [(99, False), (100, False), (100, True)])
 def test_the_error_of_a_script_with_views_of_a_fixed_size_names_the_share(samples: int, split: bool) -> None:
-    """Of 100 samples in batches of 10 three workers have shares of 8 and 9 samples, of 99 also of 9 and 8."""
+    """Three workers have shares of 8 and 9 samples, where batches of the script have 10."""
 
     def work(worker: int, **options: Any) -> str:
         net = small_net()
