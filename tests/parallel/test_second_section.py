@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
-
-generator = threading.Lock()
-"""Lock of torch's random generator, which threads share."""
 
 
 def trained_twice(net: nn.Module, keeps_optimizer: bool) -> list[str]:
@@ -80,20 +76,24 @@ def replace_parameter(net: nn.Module) -> nn.Module:
 
 
 def initialise(net: Any) -> nn.Module:
-    """Change values in place: first values again, rows, noise, a limit."""
-    with generator:
-        torch.manual_seed(5)
-        net.embed.padding_idx = 3
-        for one in (net.embed, net.blocks[0].mix, net.head):
-            one.reset_parameters()
-        nn.init.trunc_normal_(net.blocks[1].mix.weight, std=0.1, a=-0.1, b=0.1)
-        nn.init.orthogonal_(net.blocks[3].mix.weight)
-        with torch.no_grad():
-            net.place.data.clamp_(-0.5, 0.5)
-            net.blocks[1].mlp[0].weight[2] = 0.1
-            net.blocks[2].mix.weight.add_(0.1 * torch.randn_like(net.blocks[2].mix.weight))
-            net.blocks[2].mix.weight[3:5].mul_(2.0)
-            net.norm.bias += float(torch.rand(()))
+    """Change values in place: first values again, rows, noise, a limit.
+
+    Threads share torch's random generator, so the values come from another one.
+    """
+    source = torch.Generator().manual_seed(5)
+    net.embed.padding_idx = 3
+    for one in (net.embed, net.blocks[0].mix, net.head):
+        one.reset_parameters()
+        for parameter in one.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=source)
+    nn.init.trunc_normal_(net.blocks[1].mix.weight, std=0.1, a=-0.1, b=0.1, generator=source)
+    nn.init.orthogonal_(net.blocks[3].mix.weight, generator=source)
+    with torch.no_grad():
+        net.place.data.clamp_(-0.5, 0.5)
+        net.blocks[1].mlp[0].weight[2] = 0.1
+        net.blocks[2].mix.weight.add_(0.1 * torch.randn(8, 8, dtype=torch.float64, generator=source))
+        net.blocks[2].mix.weight[3:5].mul_(2.0)
+        net.norm.bias += float(torch.rand((), generator=source))
     return net  # type: ignore[no-any-return]
 
 
