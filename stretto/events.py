@@ -30,7 +30,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | | rank of that process, of a worker with several ranks |
 | samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
 | batches_lost | epoch, text: batches of a stream that no worker has trained, or whose training was undone |
-| samples_left | epoch, samples: samples of an epoch for which no loop asked, and no later epoch had |
+| samples_left | epoch, samples, batches: samples of an epoch for which no loop asked, and no later epoch had; of |
+| | a loop that waits for the other workers only those that a failed worker had, without `batches` |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
 | written | host, paths: files outside the run directory that this worker has opened for writing |
 | checkpoint | step, round, samples: a checkpoint is being written |

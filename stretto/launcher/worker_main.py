@@ -278,7 +278,7 @@ def _append(log: LineStore, event: Event) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    advice = (_as_module, _of_missing_file, _of_shared_files, _of_parts, _of_limits, _of_shares)
+    advice = (_as_module, _of_missing_file, _of_shared_files, _of_parts, _of_limits, _of_shares, _of_iterators)
     return hidden(f"{error}{''.join(one(error) for one in advice)}")
 
 
@@ -303,6 +303,17 @@ def _of_shares(error: BaseException) -> str:
         f"; a worker's share of this step has {samples} sample{'s' * (samples != 1)}, where the script's batches "
         f"have {batch}: {whole} each worker has whole batches of {batch}; x.size(0) in place of a fixed number fits any"
     )
+
+
+def _of_iterators(error: BaseException) -> str:
+    """Return how a script asks for batches, where an iterator of its loader may have ended before its count."""
+    if not isinstance(error, StopIteration) or "stretto.api" not in sys.modules:
+        return ""
+    return (
+        "; an iterator has ended before the loop's count: workers that do not wait for each other get as many batches "
+        "of an epoch as they are fast, and len(loader) is their mean; `for batch in loader:` ends with the iterator, "
+        "and so does next(iterator, None)"
+    ).removeprefix("" if str(error) else "; ")
 
 
 def _of_missing_file(error: BaseException) -> str:

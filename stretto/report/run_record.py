@@ -51,6 +51,7 @@ def record(run_folder: Path) -> Record:
         **_asynchronous(history),
         "stages": stages.summary(history),
         "sample_counts": [event.get("sample_counts") for event in history.epochs],
+        "samples_left": [{name: one.get(name) for name in LEFT} for one in history.of("samples_left")],
         **BEYOND_ONE_RUN,
         "failures": incidents.failures(history),
         "folder": str(run_folder),
@@ -68,6 +69,8 @@ BEYOND_ONE_RUN: Record = {
 """Fields of a record that a comparison fills."""
 
 
+LEFT = ("epoch", "samples", "batches")
+"""Fields of `samples_left`: samples of an epoch for which no loop asked; `batches` under recipes that do not wait."""
 LISTS = (
     "processes",
     "evaluations",
@@ -76,6 +79,7 @@ LISTS = (
     "time_breakdown",
     "samples_by_worker",
     "sample_counts",
+    "samples_left",
     "failures",
 )
 

@@ -89,6 +89,10 @@ class Epochs:
         """The epoch that is being closed; None at other times."""
         self._has_peeked = self._all_peeked = False
         """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
+        self._has_left = self._all_left = False
+        """True if the loop of this worker has left the epoch; and if all had at their last exchange of counts."""
+        self._has_named_left = False
+        """True once a line has named samples of an epoch for which no loop has asked."""
         self._schedules_before: dict[str, Any] = {}
         """The schedules' state at the beginning of this epoch."""
         self._batches_to_meeting = 0
@@ -399,7 +403,7 @@ class Epochs:
         strategy, agent, steps = trainer.strategy, trainer.agent, trainer.global_steps
         trainer.rank_parts.take_part()
         steps.end(left=True)
-        self._has_peeked = left and self.is_peek()
+        self._has_left, self._has_peeked = left and not self.is_stopped, left and self.is_peek()
         strategy.lay_back()
         self.push_all()
         if left and isinstance(self.current, LeasedEpoch):
@@ -445,12 +449,33 @@ class Epochs:
         trainer.last_model.keep(trainer.evaluator.epoch + 1)
         self.closing, self.current = self.current, None
         trainer.evaluator.close_epoch(self.closing)
+        if isinstance(self.closing, LeasedEpoch) and self._all_left:
+            self._note_left(self.closing)
         if agent.checkpoints.is_save_requested():
             agent.checkpoints.save()
         self.closing = None
         if strategy.exchanges_gradients:
             strategy.note_shown()  # a layer that a worker draws again before the next epoch is found when that begins
         return True
+
+    def _note_left(self, epoch_batches: LeasedEpoch) -> None:
+        """Write how much of an epoch is trained by no worker, since each loop ends by its own count."""
+        trainer = self._trainer
+        if self._transport.number != min(self._transport.members):
+            return
+        counted = epoch_batches.audited()[0]
+        samples, bounds = int((counted == 0).sum()), epoch_batches.order.bounds
+        if not samples:
+            return
+        batches, epoch = sum(not counted[start] for start in bounds[:-1]), trainer.evaluator.epoch
+        trainer.events.write("samples_left", epoch=epoch, samples=samples, batches=batches)
+        if not self._has_named_left:
+            self._has_named_left = True
+            how_many = f"{batches:,} batch{'es' * (batches != 1)} of {samples:,} sample{'s' * (samples != 1)}"
+            trainer.events.own_notice(
+                f"no loop has asked for {how_many} of epoch {epoch}: each worker's loop ends by its own count; the "
+                "record lists them by epoch (samples_left), and a loop over the loader asks for all"
+            )
 
     def _end_asynchronous(self, epoch_batches: EpochBatches) -> bool:
         """Agree on the samples of workers that do not wait for each other. Return True if all have only peeked."""
@@ -488,9 +513,10 @@ class Epochs:
         is_counted = self.source.is_counted
         own = self._progress.samples if is_counted else self._progress.own_samples
         counts = [
-            struct.unpack("<q?", count)
-            for count in self._transport.all_gather_bytes(struct.pack("<q?", own, self._has_peeked))
+            struct.unpack("<q??", count)
+            for count in self._transport.all_gather_bytes(struct.pack("<q??", own, self._has_peeked, self._has_left))
         ]
-        samples = [count for count, _ in counts]
+        samples = [count for count, *_ in counts]
         self._progress.count_all(max(samples) if is_counted else self._progress.samples_resumed + sum(samples))
-        self._all_peeked = all(peeked for _, peeked in counts)
+        self._all_peeked = all(peeked for _, peeked, _ in counts)
+        self._all_left = all(left for *_, left in counts)

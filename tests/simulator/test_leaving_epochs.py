@@ -8,8 +8,12 @@ import pytest
 from combinations import pairwise
 from simulator.failures import ALL, FREE, NET, SAMPLES, seen, training
 from simulator.harness import simulated
-from thread_workers import flat
+from thread_workers import flat, regression, sgd, small_net
 from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.errors import LaunchError
 
 EVERY = [*FREE, "stale_synchronous(bound=0)"]
 
@@ -28,6 +32,9 @@ def test_batches_that_all_workers_leave_are_not_done(recipe: str, after: int) ->
     """An epoch that all workers leave after one batch without a step is a peek, not an epoch."""
     ended = simulated(3, training(leaves=lambda _, steps: steps == after), recipe, net=NET)
     assert seen(ended) == [ALL | {"once": 12 * after, "never": SAMPLES - 12 * after}] * (2 if after else 0)
+    left = [(one["epoch"], one["samples"], one["batches"]) for one in ended.of("samples_left")]
+    assert left == [(epoch, SAMPLES - 12 * after, 11 - 3 * after) for epoch in (1, 2) if after]
+    assert len([one for one in ended.of("warning") if "no loop has asked for" in one["text"]]) == bool(after)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -60,3 +67,18 @@ def test_no_worker_starts_the_next_epoch_after_one_has_stopped(recipe: str, work
     assert before == [ALL] * len(before)
     assert last["twice"] == 0
     assert "time_s" in until or len(before) == (until["samples"] - 1) // SAMPLES
+
+
+def test_an_iterator_that_ends_before_the_count_of_its_loop_is_explained() -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=4))
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            x, y = next(batches)
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    with pytest.raises(LaunchError, match="StopIteration: an iterator has ended before the loop's count"):
+        simulated(3, work, "async_sgd", net=NET)
