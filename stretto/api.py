@@ -195,12 +195,12 @@ def log(**values: float | torch.Tensor) -> None:
     """Record numbers of this step, such as the loss, into the run; without a run it does nothing.
 
     A NaN or an infinity ends the run with an error that names it, the step and the worker. While finished epochs are
-    passed (`is_resuming`), nothing is recorded.
+    passed (`is_resuming`), nothing is recorded, and in a global step that has no batch for this worker, either.
 
     >>> log(loss=0.5)
     """
     trainer = _current.get()
-    if isinstance(trainer, Trainer) and not script_state().is_passing:
+    if isinstance(trainer, Trainer) and not script_state().is_passing and not trainer.global_steps.is_weightless:
         trainer.events.record(trainer.progress.global_steps, trainer.progress.samples, values)
 
 

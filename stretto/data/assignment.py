@@ -39,15 +39,15 @@ SMALLEST_SHARE = 2
 class RankBatch:
     """One worker's part of a global step, with the sample count of the whole step.
 
-    `ranges` holds the worker's positions and is empty for an idle worker; `samples` is their number. `total` is the
-    number of samples of all workers whose work in this step counts. `incomplete` is True if some of these workers got
-    no samples.
+    `ranges` holds the worker's positions; `samples` is their number. `total` is the number of samples of all workers
+    whose work in this step counts. `loaded` are the positions that the worker loads: its own, or, if it has none, those
+    of the first member, over which it makes a pass of weight 0. A worker that joined after the step loads nothing.
     """
 
     ranges: Ranges
     samples: int
     total: int
-    incomplete: bool
+    loaded: Ranges
 
 
 class _StepLayout(Protocol):
@@ -58,13 +58,8 @@ class _StepLayout(Protocol):
         """Number of samples in all parts."""
         ...
 
-    @property
-    def parts(self) -> int:
-        """Number of parts; the first members of the global step get one each."""
-        ...
-
     def part(self, rank: int) -> Ranges:
-        """Return the positions of the member with index `rank` in the list of members."""
+        """Return the positions of the member with index `rank` in the list of members; the first ones have some."""
         ...
 
 
@@ -80,10 +75,6 @@ class _WholeBatches:
     def samples(self) -> int:
         return self.bounds[self.stop] - self.bounds[self.first]
 
-    @property
-    def parts(self) -> int:
-        return self.stop - self.first
-
     def part(self, rank: int) -> Ranges:
         batch = self.first + rank
         return ((self.bounds[batch], self.bounds[batch + 1]),) if batch < self.stop else ()
@@ -98,10 +89,6 @@ class _ReturnedRanges:
     @property
     def samples(self) -> int:
         return _samples(self.ranges)
-
-    @property
-    def parts(self) -> int:
-        return len(self.ranges)
 
     def part(self, rank: int) -> Ranges:
         return self.ranges[rank : rank + 1]
@@ -357,14 +344,9 @@ class BatchAssignment:
         return counts
 
     def upcoming(self, me: int) -> Iterator[Ranges]:
-        """Yield a worker's parts of the coming global steps if no further change happens. Assigns nothing."""
+        """Yield what a worker loads in the coming global steps if no further change happens. Assigns nothing."""
         copied = self.copied()
-        return (rank_batch.ranges for rank_batch in iter(lambda: copied.next(me), None))
-
-    def is_incomplete(self) -> bool:
-        """Return True if a coming global step has no part for some member. Cost: all coming global steps."""
-        copied = self.copied()
-        return any(rank_batch.incomplete for rank_batch in iter(lambda: copied.next(-1), None))
+        return (rank_batch.loaded for rank_batch in iter(lambda: copied.next(me), None))
 
     def copied(self) -> BatchAssignment:
         """Return an independent copy in the same state."""
@@ -581,14 +563,13 @@ class BatchAssignment:
 
     def _rank_batch(self, me: int) -> RankBatch:
         """Return the part of worker `me` in the last global step."""
-        segment, removed = self._segments[-1], self._lost.get(self.global_step)
+        segment, removed = self._segments[-1], self._lost.get(self.global_step, ())
         layout = self._layout(segment, self.global_step)
         is_mine = self._joined_after.get(me, 0) <= segment.after  # else the part was an earlier incarnation's
         own_ranges = self._part(segment, self.global_step, me) if is_mine else ()
-        if not removed:
-            return RankBatch(own_ranges, _samples(own_ranges), layout.samples, layout.parts < len(segment.members))
-        counting = [layout.part(rank) for rank, worker in enumerate(segment.members) if worker not in removed]
-        return RankBatch(own_ranges, _samples(own_ranges), sum(map(_samples, counting)), () in counting)
+        lost = sum(_samples(layout.part(rank)) for rank, worker in enumerate(segment.members) if worker in removed)
+        loaded = own_ranges or (layout.part(0) if is_mine and me in segment.members else ())
+        return RankBatch(own_ranges, _samples(own_ranges), layout.samples - lost, loaded)
 
     def _return_parts(self, change: _PendingChange, number: int) -> None:
         """Add the parts that removed members had in a global step to the positions that a change returns."""

@@ -131,7 +131,7 @@ class AssignedEpoch:
         self.is_over = False
         """True if all global steps are assigned."""
         if begun is None:
-            refuse_too_few(self.samples, transport.workers)
+            refuse_too_few(self.samples, 1)
 
     @property
     def assigned_samples(self) -> int:
@@ -245,19 +245,9 @@ class AssignedEpoch:
             next(self._batches, None)
             return None
         parts = self.batch_assignment.last_step_samples() if self._parts else None
-        if not rank_batch.ranges:
-            return GlobalStep(
-                None, None, 0, self.assigned_samples, rank_batch.total, rank_batch.incomplete, parts=parts
-            )
-        batch = next(self._batches) if self._sampler.enter(rank_batch.ranges) else None
+        batch = next(self._batches) if rank_batch.loaded and self._sampler.enter(rank_batch.loaded) else None
         return GlobalStep(
-            batch,
-            rank_batch.ranges,
-            rank_batch.samples,
-            self.assigned_samples,
-            rank_batch.total,
-            rank_batch.incomplete,
-            parts=parts,
+            batch, rank_batch.ranges or None, rank_batch.samples, self.assigned_samples, rank_batch.total, parts=parts
         )
 
 
@@ -402,6 +392,11 @@ class BatchSource:
         sampler = self._loader.batch_sampler
         is_plain = type(sampler) is BatchSampler and not sampler.drop_last and sampler.batch_size >= SMALLEST_SHARE
         return is_plain and not self._rearranges() and self._division.rule != "per-worker-batch"
+
+    @property
+    def has_shares(self) -> bool:
+        """True if an epoch is divided in shares, as far as the length of the script's sampler tells."""
+        return is_leasable(self._loader) and self._equal_steps(len(self._loader.sampler)) is not None
 
     def _rearranges(self) -> bool:
         is_cut = self.splits and self._asynchronous

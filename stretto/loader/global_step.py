@@ -20,6 +20,8 @@ Parts = Callable[[int], int]
 class GlobalStep:
     """A global step: one batch for each worker. `batch` is None if this worker has none.
 
+    A batch of which no sample is this worker's own is another worker's: the pass over it has weight 0.
+
     `own` is the number of this worker's samples, `total` that of all workers in this step (0 for a worker that does not
     wait), and `assigned_samples` the number assigned to all workers in the epoch so far, this step included.
     """
@@ -42,6 +44,11 @@ class GlobalStep:
     def idle(self) -> bool:
         """True if this worker has no batch: the script's loop does not see the step."""
         return self.batch is None
+
+    @property
+    def is_weightless(self) -> bool:
+        """True if this worker makes a pass of weight 0: nothing of it counts."""
+        return self.batch is not None and not self.own
 
 
 def refuse_too_few(samples: int, workers: int) -> None:

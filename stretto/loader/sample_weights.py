@@ -96,6 +96,16 @@ class Weights:
         """True if exchanges have carried all samples."""
         return self._spent or not self._total
 
+    @property
+    def has_own(self) -> bool:
+        """True if this worker has samples since the last exchange."""
+        return self._own > 0
+
+    @property
+    def has_any(self) -> bool:
+        """True if any worker has samples since the last exchange; failed workers have none."""
+        return self._total > 0
+
     def share(self) -> float:
         """Return this worker's fraction of the samples since the last exchange; 1/workers if there were none.
 

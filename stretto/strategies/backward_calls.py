@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 Act = Callable[[Sequence[Tensor], bool], None]
-watching: ContextVar[tuple[Act, ...]] = ContextVar("watching", default=())
-"""Callbacks before every backward pass of this worker; several workers may share a process."""
+End = Callable[[], None]
+watching: ContextVar[tuple[tuple[Act, End | None], ...]] = ContextVar("watching", default=())
+"""Callbacks before and after every backward pass of this worker; several workers may share a process."""
 
 SUM = 2
 """Number by which torch's losses save that they add the losses of the samples; 0 for a loss of each sample."""
@@ -24,16 +25,19 @@ _KEEP_A_SUM = ("AddBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0
 _OF_EACH_SAMPLE = ("AbsBackward0", "PowBackward0")
 
 
-def watch(act: Act) -> None:
-    """Call `act` before each backward pass, with the losses and True if it records a graph of the gradients."""
+def watch(act: Act, then: End | None = None) -> None:
+    """Call `act` before each backward pass, with the losses and True if it records a graph of the gradients.
+
+    Call `then` after it, also if it fails.
+    """
     if not hasattr(torch.autograd.backward, "_stretto_wraps"):
         torch.autograd.backward = _wrapped(torch.autograd.backward)
-    watching.set((*watching.get(), act))
+    watching.set((*watching.get(), (act, then)))
 
 
 def unwatch(act: Act) -> None:
     """Call `act` no more: the section has ended."""
-    watching.set(tuple(one for one in watching.get() if one != act))
+    watching.set(tuple(pair for pair in watching.get() if pair[0] != act))
 
 
 def _wrapped(original: Any) -> Any:
@@ -41,11 +45,16 @@ def _wrapped(original: Any) -> Any:
     def backward(
         tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **rest: Any
     ) -> Any:
-        if acts := watching.get():
+        acts = watching.get()
+        if acts:
             losses = [tensors] if isinstance(tensors, Tensor) else [one for one in tensors if isinstance(one, Tensor)]
-            for act in acts:
+            for act, _ in acts:
                 act(losses, create_graph)
-        return original(tensors, grad_tensors, retain_graph, create_graph, **rest)
+        try:
+            return original(tensors, grad_tensors, retain_graph, create_graph, **rest)
+        finally:
+            for then in (then for _, then in acts if then is not None):
+                then()
 
     backward._stretto_wraps = original  # type: ignore[attr-defined]
     return backward

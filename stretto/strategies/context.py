@@ -20,6 +20,13 @@ Push = Callable[[int, list[Lease]], bool]
 class ExchangeObserver(Protocol):
     """The training loop, as a strategy notifies it."""
 
+    @property
+    def is_weightless(self) -> bool:
+        """True while this worker makes a pass of weight 0."""
+
+    def take_back_pass(self) -> None:
+        """Take back the gradients of a backward pass of weight 0, before an exchange at its end."""
+
     def exchange_begins(self) -> None:
         """Note that an exchange of gradients begins."""
 

@@ -241,20 +241,12 @@ class GradientAllReduce:
                 raise ModelError(_not_exchanged(gradient_slot))
 
     def take_part(self) -> None:
-        """Take part in an exchange without a batch of this worker: with zeros of weight 0.
-
-        Gradients that the worker has accumulated before, and not sent, have their weight.
-        """
+        """Take part in an exchange without a batch of this worker."""
         self._observer.exchange_begins()
-        if self._weights.share() > 0:
-            self.exchange(idle=False)
-            return
-        self._begin(idle=True)
-        self._write_all()
-        self._complete()
+        self.exchange(idle=not self._weights.has_own)
 
     def exchange(self, idle: bool) -> None:
-        """Exchange the gradients that are present, where all workers do so after another exchange."""
+        """Exchange the gradients that are present; at an `idle` worker, zeros."""
         self._begin(idle)
         self._after_backward()
 
@@ -262,7 +254,7 @@ class GradientAllReduce:
         """Begin the exchange of the backward pass under way, or have it begin at its end, unless it has begun."""
         if self.paused or self._running:
             return
-        if self._copies or self._is_mean:
+        if self._copies or self._is_mean or self._observer.is_weightless:
             self._running = self._is_late = True
             self._runtime.after_backward(self._exchange_late)
             return
@@ -296,10 +288,15 @@ class GradientAllReduce:
         return self._transport.workers == 1 and (self._what, self._codec) == (gradients(), exact())
 
     def _exchange_late(self) -> None:
-        """Exchange the gradients of the backward pass that ends."""
+        """Exchange the gradients of the backward pass that ends.
+
+        After a pass of weight 0 they are those that the worker has accumulated before and not sent, or zeros.
+        """
         self._is_late = False
         self._observer.exchange_begins()
-        self._keep_own() if self._is_mean else self.exchange(idle=False)
+        self._observer.take_back_pass()
+        is_idle = self._observer.is_weightless and not self._weights.has_own
+        self._keep_own() if self._is_mean else self.exchange(is_idle)
 
     def _keep_own(self) -> None:
         """End a backward pass of the only worker: its gradients are the mean, without copies in the buckets."""
@@ -334,7 +331,7 @@ class GradientAllReduce:
     def _write(self, gradient_slot: GradientSlot) -> bool:
         """Write the weighted gradient into its bucket, where it becomes that view. Return False without one."""
         source = gradient_slot.slot.source
-        grad = source.gradient
+        grad = source.gradient if not self._idle else None
         if grad is None:
             gradient_slot.view.zero_()
             return False
@@ -443,7 +440,7 @@ class GradientAllReduce:
     def _complete(self) -> None:
         """Wait for all buckets, and set the gradients that this worker has none for to the mean of the other workers.
 
-        Such a gradient is None if no worker has one.
+        Such a gradient is None if no worker has one, or zero if all workers with samples have failed.
         """
         self._timer.switch("exchanging")
         self._began = self._timer.spent["exchanging"]
@@ -464,7 +461,7 @@ class GradientAllReduce:
                 gradient_slot.place()
         workers_with = dict(zip(map(id, gradient_slots), numbers, strict=False))
         for gradient_slot in without_gradient:
-            if workers_with[id(gradient_slot)] > 0:
+            if workers_with[id(gradient_slot)] > 0 or (self._idle and not self._weights.has_any):
                 gradient_slot.place()
             else:
                 gradient_slot.slot.parameter.grad = None

@@ -91,8 +91,9 @@ class GradientStrategy(RecipeStrategy):
         is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
         if self._gradients is None or not (is_number or loss is None):
             return loss
-        own_loss = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
         weights = self.sets[0].weights
+        own_loss = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
+        own_loss = 0.0 if self._observer.is_weightless else own_loss
         device = next((part.theta.device for part in self.sets[0].parts), torch.device("cpu"))
         kind = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 

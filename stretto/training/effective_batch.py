@@ -83,16 +83,22 @@ def describe(
     added: float = 1.0,
     batches: int | None = None,
     first: int | None = None,
+    shares: bool = False,
 ) -> str:
     """Return one line on the samples of a global batch and the learning rate; `added` is the recipe's `step_of_all`.
 
-    The line says nothing of a step: a step may have several batches, or those of one worker. Of fewer `batches` in an
-    epoch than workers each goes to one worker. A global batch is that of the `first` number of workers, if it is given.
+    The line says nothing of a step: a step may have several batches, or those of one worker. Fewer `batches` in an
+    epoch than workers are divided among them in `shares`, or each goes to one worker. A global batch is that of the
+    `first` number of workers, if it is given.
 
     >>> describe(4, 32, split=False, waits=True, factor=1.0)
     '4 workers x 32 = 128 samples a global batch; learning rate as in the script'
     >>> describe(3, 37, split=False, waits=True, factor=1.0, batches=1)
     '1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it); learning rate as in the script'
+    >>> describe(3, 1, split=False, waits=True, factor=1.0, batches=1)
+    '1 of 3 workers has a batch, the others train nothing: -n 1 is as fast; learning rate as in the script'
+    >>> describe(3, 37, split=False, waits=True, factor=1.0, batches=1, shares=True)
+    '3 workers share the batch of an epoch; learning rate as in the script'
     >>> describe(4, 32, split=True, waits=True, factor=2.0)
     "4 workers share each batch of 32 samples; learning rate 2 x the script's"
     >>> describe(2, 32, split=False, waits=True, factor=3.0, first=3)
@@ -112,10 +118,14 @@ def describe(
     size = f"{training} batch{'es' * (training != 1)} of the script's"
     if batch is not None:
         size = f"{training * batch} samples"
+    if training < workers and shares:
+        return f"{workers} workers share the {'batch' if training == 1 else f'{training} batches'} of an epoch; {rate}"
     if first is not None and first != workers and batch is not None:
         began = f"{first} x {batch} = {first * batch} samples a global batch, as the run began"
         return f"{workers} worker{'s share' if workers > 1 else ' has'} {began}; {rate}"
     if training < workers:
         has = "has a batch" if training == 1 else "have a batch"
+        if batch == 1:
+            return f"{training} of {workers} workers {has}, the others train nothing: -n {training} is as fast; {rate}"
         return f"{training} of {workers} workers {has}: {size} a global batch (--batch split shares it); {rate}"
     return f"{workers} workers x {'1' if batch is None else batch} = {size} a global batch; {rate}"

@@ -186,7 +186,6 @@ class Epochs:
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
             self.current = self.source.begin_epoch(number, begun, place, progress.samples_of_epoch)
-        steps.refuse_idle(self.current, self.source.splits)
         if isinstance(self.current, LeasedEpoch):
             progress.begin_leased(self.current.samples)
         agent.epoch_begun()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.data.leases import Lease
 from stretto.errors import ModelError, NotFiniteError, ReplicasDifferError, explain
-from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
+from stretto.loader.epoch_batches import BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
@@ -28,7 +28,7 @@ from stretto.strategies.consistency_check import check_rates
 from stretto.strategies.context import Push, StrategyContext
 from stretto.strategies.create import create_strategy
 from stretto.strategies.marks import mark_of
-from stretto.strategies.optimizers import Optimizers, needs_closure, parameters_of, refuse_idle
+from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.parameter_view import local
 from stretto.strategies.step_hooks import StepHooks, closure_of
@@ -45,6 +45,7 @@ from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
 from stretto.training.step_record import StepRecord, in_different_batches
+from stretto.training.weightless_pass import WeightlessPass
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
@@ -142,6 +143,9 @@ class GlobalSteps:
         )
         watch(self._outside.before_step)
         self._first_losses = FirstLosses()
+        self._weightless = WeightlessPass(trainer.model, optimizers, self.strategy.in_rounds)
+        self._own_samples_at_step = [0] * len(optimizers)
+        """Number of this worker's samples at each optimizer's last step."""
         self._left_out: LeftOutSteps | None = None
         """The steps that this worker leaves out, where the rounds of the others count them."""
         if self.strategy.in_rounds:
@@ -167,6 +171,7 @@ class GlobalSteps:
         """Remove all hooks when the section has ended."""
         unwatch()
         self._first_losses.unwatch()
+        self._weightless.close()
         if self._left_out is not None:
             self._left_out.unwatch()
         for hook in self._hooks:
@@ -181,14 +186,6 @@ class GlobalSteps:
         """Look at the trainable parameters again in the epoch that begins."""
         self._is_held = False
         self._has_values = self._progress.steps > 0 or self._transport.workers == 1
-
-    def refuse_idle(self, epoch_batches: EpochBatches, is_split: bool) -> None:
-        """Raise ModelError if an optimizer can't step at a worker that has no batch in some step of this epoch."""
-        if not self.strategy.exchanges_gradients or not any(map(needs_closure, self._optimizers)):
-            return
-        if isinstance(epoch_batches, AssignedEpoch) and epoch_batches.batch_assignment.is_incomplete():
-            batches = f"{len(epoch_batches.order.sizes)} batches"
-            refuse_idle(self._optimizers, batches, self._transport.workers, is_split)
 
     def take_batch(self) -> None:
         """End the last global step, and note the thread that takes the next batch."""
@@ -207,7 +204,9 @@ class GlobalSteps:
         self._progress.begin_global_step(global_step.own, global_step.assigned_samples)
         self._progress.count_global_batch(self._global_batches())
         self._stepped_here.clear()
-        self._first_losses.begin(global_step.batch)
+        self._first_losses.begin(global_step.batch if global_step.own else None)
+        if global_step.is_weightless:
+            self._weightless.begin()
         if self._left_out is not None:
             self._left_out.begin_global_step()
         self._rounds_before = self._progress.rounds
@@ -251,6 +250,7 @@ class GlobalSteps:
             return
         self._timer.switch("other")
         self.pace.go_on()
+        self._weightless.end(bool(self._stepped_here))
         if not self.current.idle:
             self.strategy.look_for_redraws()
         if self._left_out is not None and not left and not self.current.idle:
@@ -265,7 +265,7 @@ class GlobalSteps:
         ):  # other ranks of this worker load the samples of this batch, and step
             self._worked = len(self._leases)
         if self._unstepped is not None and (not global_step.idle or self.strategy.exchanges_gradients):
-            self._unstepped = 0 if has_stepped else self._unstepped + (not global_step.idle)
+            self._unstepped = 0 if has_stepped else self._unstepped + (global_step.own > 0)
         if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
         if not global_step.idle:
@@ -298,6 +298,7 @@ class GlobalSteps:
         """Drop the global step under way: the script has only peeked at it."""
         self._timer.switch("other")
         self.pace.go_on()
+        self._weightless.end(has_stepped=False)
         self.current = None
 
     def accumulate(self, on: bool) -> None:
@@ -365,6 +366,14 @@ class GlobalSteps:
         before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
         is_carried = self._idle_workers.is_following or progress.rounds > before
         self.strategy.before_step(index, is_carried or closure_of(args, kwargs) is not None)
+        if self._weightless.is_on and self._is_without_samples(index):
+            self._weightless.before_step(index)
+
+    def _is_without_samples(self, index: int) -> bool:
+        """Return True if the step of this optimizer has no sample: of this worker, or of any where all step alike."""
+        if self.strategy.exchanges_gradients:
+            return not self.strategy.sets[0].weights.has_any
+        return self._progress.own_samples == self._own_samples_at_step[index]
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
@@ -375,9 +384,11 @@ class GlobalSteps:
         if self._left_out is not None:
             self._left_out.after_step(index)
         self.strategy.lay_back()
+        self._weightless.after_step()
         is_around = optimizer is not self._optimizers.each[index] and closure_of(args, kwargs) is None
         self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients, is_around)
         self._count_step(index)
+        self._weightless.keep_buffers()
         self.strategy.note_values(has_stepped=True)
         self._timer.switch(before)
 
@@ -393,6 +404,7 @@ class GlobalSteps:
 
     def _count_step(self, index: int) -> None:
         self._progress.count_step(index)
+        self._own_samples_at_step[index] = self._progress.own_samples
         self._stepped_here.add(index)
         if self.strategy.exchanges_gradients or not self._idle_workers.is_following:
             self._worked = len(self._leases)  # else this worker has no step of its own, and its gradients stay
@@ -439,6 +451,15 @@ class GlobalSteps:
     def announce_first_call(self) -> None:
         """Notify idle workers that the model is called for the first time, so that all divide it."""
         self._idle_workers.announce(self.current, idle_worker.DIVIDE)
+
+    @property
+    def is_weightless(self) -> bool:
+        """True while this worker makes a pass of weight 0."""
+        return self._weightless.is_on
+
+    def take_back_pass(self) -> None:
+        """Take back the gradients of a backward pass of weight 0, before an exchange at its end."""
+        self._weightless.take_back_gradients()
 
     def exchange_begins(self) -> None:
         """Notify idle workers that an exchange of gradients begins."""

@@ -34,7 +34,15 @@ def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> 
         added = recipe.step_of_all(workers)
         batches = None if source.assignment == "own" else batches_of(trainer.loader)
         line = describe(
-            workers, batch, split=source.splits, waits=waits, factor=factor, added=added, batches=batches, first=first
+            workers,
+            batch,
+            split=source.splits,
+            waits=waits,
+            factor=factor,
+            added=added,
+            batches=batches,
+            first=first,
+            shares=batches is not None and waits and source.has_shares,
         )
         trainer.events.say(line)
     if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):

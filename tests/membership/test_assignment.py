@@ -117,6 +117,7 @@ class Crew(RuleBasedStateMachine):
             for one in members
         }
         self.table: dict[int, dict[Life, Ranges]] = {}
+        self.firsts: dict[int, Ranges] = {}
         self.changes: list[Change | Move] = []
         self.moves = [Move(paces, 0)]
         self.given_back = False
@@ -153,11 +154,14 @@ class Crew(RuleBasedStateMachine):
         if seat.known < self.committed:
             seat.deal.commit()
             seat.known = seat.deal.global_step
-        seen: dict[int, Ranges] = {one: next(seat.deal.upcoming(one), ()) for one in self.seats}
+        hands = {one: seat.deal.copied().next(one) for one in self.seats}
+        seen: dict[int, Ranges] = {one: hand.ranges if hand is not None else () for one, hand in hands.items()}
+        ahead = next(seat.deal.upcoming(seat.life.worker), None)
         portion = seat.deal.next(seat.life.worker)
+        assert ahead == (portion.loaded if portion else None)
         assert (portion.ranges if portion else ()) == seen[seat.life.worker]
         if seat.expected is not None:
-            assert (portion.ranges if portion else None) == next(iter(seat.expected), None)
+            assert (portion.loaded if portion else None) == next(iter(seat.expected), None)
             seat.expected = seat.expected[1:]
         if portion is None:
             assert seat.deal.global_step == self.front
@@ -168,7 +172,7 @@ class Crew(RuleBasedStateMachine):
             pieces = [seen[one] for one in sorted(self.seats)]
             self.check_shares(number, pieces) if self.how == "shares" else self.check_new(pieces)
             self.table[number] = {self.seats[one].life: seen[one] for one in self.seats}
-        self.check_known(number, seen, portion)
+        self.check_known(number, seat.life, seen, portion)
         return True
 
     def dealt(self) -> list[int]:
@@ -220,14 +224,20 @@ class Crew(RuleBasedStateMachine):
         assert sizes[0] - sizes[parts - 1] <= 1
         assert sizes[parts - 1] > 0 == sum(sizes[parts:])
 
-    def check_known(self, number: int, seen: dict[int, Ranges], portion: RankBatch) -> None:
-        """Check that a repeated global step equals the recorded one; workers that joined later are idle in it."""
+    def check_known(self, number: int, life: Life, seen: dict[int, Ranges], portion: RankBatch) -> None:
+        """Check that a repeated global step equals the recorded one; workers that joined later load nothing in it.
+
+        All members without a part of their own load the same part.
+        """
         hand = self.table[number]
         for one, seat in self.seats.items():
             assert seen[one] == hand.get(seat.life, ())
         assert portion.samples == len(positions(portion.ranges))
         assert portion.total == sum(len(positions(piece)) for piece in hand.values())
-        assert portion.incomplete == (() in hand.values())
+        if portion.ranges or life not in hand:
+            assert portion.loaded == portion.ranges
+        else:
+            assert portion.loaded == self.firsts.setdefault(number, portion.loaded) != ()
 
     @precondition(lambda self: self.is_level() and self.front > self.committed)
     @rule(data=st.data())
@@ -264,6 +274,7 @@ class Crew(RuleBasedStateMachine):
     def take_back(self, after: int, committed: int) -> None:
         living = {seat.life for seat in self.seats.values()}
         self.table = {number: hand for number, hand in self.table.items() if number <= after}
+        self.firsts = {number: first for number, first in self.firsts.items() if number <= after}
         for number in range(committed + 1, after + 1):
             kept = {life: piece for life, piece in self.table[number].items() if life in living}
             self.given_back |= any(positions(piece) for life, piece in self.table[number].items() if life not in kept)
@@ -301,7 +312,7 @@ class Crew(RuleBasedStateMachine):
         """Fail all workers; others resume from the saved state, without the batches assigned since."""
         if data.draw(st.integers(0, 3)):
             return
-        self.table = copy.deepcopy(self.saved.table)
+        self.table, self.firsts = copy.deepcopy(self.saved.table), {}
         hand, members = self.saved.state["global_step"], list(range(workers))
         self.seats = {
             one: Seat(Life(one, hand), BatchAssignment.restored(self.saved.state, members), hand, hand)
@@ -385,7 +396,8 @@ def test_without_changes_each_of_n_workers_gets_every_nth_batch(how: Rule, sizes
             dealt = sizes[hand * workers : (hand + 1) * workers]
             at = hand * workers + me
             assert portion.ranges == (((bounds[at], bounds[at + 1]),) if at < len(sizes) else ())
-            assert (portion.total, portion.incomplete) == (sum(dealt), len(dealt) < workers)
+            assert portion.total == sum(dealt)
+            assert portion.loaded == (portion.ranges or ((bounds[hand * workers], bounds[hand * workers + 1]),))
         assert deal.global_step == -(-len(sizes) // workers)
 
 
@@ -447,11 +459,11 @@ def test_returned_samples_are_spread_over_the_remaining_steps() -> None:
     deal = BatchAssignment((), range(3), "shares", bounds=step_bounds(46, 12))
     deal.next(0)
     deal.commit()
-    assert deal.next(2) == RankBatch(((20, 24),), 4, 12, False)
+    assert deal.next(2) == RankBatch(((20, 24),), 4, 12, ((20, 24),))
     deal.change([0, 1], after=2, committed=1)
     assert deal.remaining() == ((20, 24), (24, 28), (28, 32), (32, 35), (35, 39), (39, 43), (43, 46))
-    assert deal.next(0) == RankBatch(((20, 22), (24, 29)), 7, 13, False)
-    assert deal.next(1) == RankBatch(((40, 46),), 6, 13, False)
+    assert deal.next(0) == RankBatch(((20, 22), (24, 29)), 7, 13, ((20, 22), (24, 29)))
+    assert deal.next(1) == RankBatch(((40, 46),), 6, 13, ((40, 46),))
     assert deal.next(0) is None
 
 
@@ -461,7 +473,7 @@ def test_shares_returned_in_the_last_step_make_one_more() -> None:
         deal.commit()
         deal.next(0)
     deal.change([0, 1], after=4, committed=3)
-    assert deal.next(0) == RankBatch(((43, 46),), 3, 3, True)
+    assert deal.next(0) == RankBatch(((43, 46),), 3, 3, ((43, 46),))
     assert deal.next(0) is None
 
 
@@ -474,10 +486,10 @@ def test_a_global_batch_is_split_evenly_among_the_remaining_workers() -> None:
     for deal, dealt in ((early, 3), (late, 2)):
         assert [portion.total for portion in islice(hands(deal, 0), dealt)] == [40] * dealt
         deal.change([0, 2, 3], after=3, committed=1)
-    assert late.next(3) == RankBatch(((110, 120),), 10, 30, False)
+    assert late.next(3) == RankBatch(((110, 120),), 10, 30, ((110, 120),))
     for deal in (early, late):
-        assert deal.next(0) == RankBatch(((50, 60), (90, 94)), 14, 40, False)
-        assert deal.next(2) == RankBatch(((154, 167),), 13, 40, False)
+        assert deal.next(0) == RankBatch(((50, 60), (90, 94)), 14, 40, ((50, 60), (90, 94)))
+        assert deal.next(2) == RankBatch(((154, 167),), 13, 40, ((154, 167),))
         assert deal.counts_of_departed().nonzero()[0].tolist() == list(range(10, 20))
         assert deal.uncommitted_samples(1) == 0
         assert deal.uncommitted_samples(3) == 10 + 10 + 13 + 13

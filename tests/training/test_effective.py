@@ -62,8 +62,8 @@ def reading(data: Callable[[], Any], **options: Any) -> Callable[[int], list[lis
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "map-style": lambda: DataLoader(numbers(26), batch_size=6),
-    "stream": lambda: list(torch.arange(26.0).view(-1, 1).split(6)),
+    "map-style": lambda: DataLoader(numbers(24), batch_size=8),
+    "stream": lambda: list(torch.arange(24.0).view(-1, 1).split(8)),
 }
 WHOLE = [torch.arange(26.0).view(-1, 1)]
 
@@ -72,7 +72,7 @@ WHOLE = [torch.arange(26.0).view(-1, 1)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_worker_gets_a_part_of_each_batch(kind: str, recipe: str) -> None:
     found = run_workers(4, reading(KINDS[kind]), recipe, split=True)
-    assert sorted(x for one in found for batch in one for x in batch) == list(range(26))
+    assert sorted(x for one in found for batch in one for x in batch) == list(range(24))
     assert max(len(batch) for one in found for batch in one) == 2
 
 
@@ -159,12 +159,12 @@ def test_a_run_prints_its_effective_batch_once(recipe: str, line: str, capfd: py
 
 @pytest.mark.parametrize("batch", [37, 64])
 @pytest.mark.parametrize(("recipe", "split", "line"), [
-    ("allreduce", False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
+    ("allreduce", False, "3 workers share the batch of an epoch"),
     ("allreduce", True, "3 workers share each batch of 37 samples"),
-    ("gossip()", False, "1 of 3 workers has a batch: 37 samples a global batch (--batch split shares it)"),
+    ("gossip()", False, "3 workers share the batch of an epoch"),
     ("async_sgd", False, "3 workers that do not wait for each other, 1 of them at a time with a batch of 37 samples;"),
 ])  # fmt: skip
-def test_a_batch_of_all_data_is_that_of_one_worker(
+def test_a_batch_of_all_data_is_shared_or_that_of_one_worker(
     batch: int, recipe: str, split: bool, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_workers(3, training(regression(37), batch), recipe, split=split)
