@@ -89,13 +89,15 @@ def changing(
     samples: int = 100,
     epochs: int = 2,
     forward: Callable[[nn.Module], Callable[[Tensor], Tensor]] = call_model,
+    drop_last: bool = False,
 ) -> Callable[[int], Tensor]:
     """Return a training that calls `change` at the start of epoch 2, or before step number `at`."""
 
     def work(worker: int) -> Tensor:
         net, optimizer = start(DOUBLE, change)
         run = forward(net)
-        loader = stretto.distribute(net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=4))
+        data = DataLoader(regression(samples, DOUBLE), batch_size=4, drop_last=drop_last)
+        loader = stretto.distribute(net, optimizer, data)
         steps = 0
         for epoch in range(epochs):
             if epoch == 1 and at is None:
@@ -121,7 +123,6 @@ def changing(
         [unfreeze, freeze, swap, add_group],
         [None, 5, 8, 11],
         SYNCHRONOUS,
-        exists=lambda change, at, _: change is not add_group or at in (None, 5),
     ),
 )
 def test_replicas_are_equal_after_any_change_at_any_step(change: Change, at: int | None, recipe: str) -> None:
@@ -129,11 +130,15 @@ def test_replicas_are_equal_after_any_change_at_any_step(change: Change, at: int
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize("at", [None, 5])
+@pytest.mark.parametrize(("at", "drop_last"), [(None, False), (5, False), (8, True)])
 @pytest.mark.parametrize("change", [unfreeze, freeze, swap, add_group])
-def test_exchanging_every_step_equals_one_process_under_any_change(change: Change, at: int | None) -> None:
-    wanted = run_single_process(changing(change, at), join=3)
-    assert relative_distance(run_workers(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
+def test_exchanging_every_step_equals_one_process_under_any_change(
+    change: Change, at: int | None, drop_last: bool
+) -> None:
+    """Of 25 whole batches one worker of three has that of the ninth step, in which all change the model."""
+    work = changing(change, at, drop_last=drop_last)
+    wanted = run_single_process(work, join=3)
+    assert relative_distance(run_workers(3, work, "allreduce")[0], wanted) < 1e-12
 
 
 @pytest.mark.parametrize("forward", [call_layers, compile_model])
@@ -189,12 +194,6 @@ def plain_sgd(change: Change, at: int | None) -> Callable[[int], Tensor]:
         return flat(net)
 
     return work
-
-
-@pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
-def test_a_group_added_where_a_worker_has_no_batch_is_refused(recipe: str) -> None:
-    with pytest.raises(stretto.errors.ModelError, match="add parameter groups between two epochs"):
-        run_workers(3, changing(add_group, 8), recipe)
 
 
 @pytest.mark.parametrize("at", [None, 5])
@@ -294,10 +293,11 @@ def test_frozen_parameters_that_one_worker_changed_are_named() -> None:
             run_workers(3, work, recipe)
 
 
-def test_a_gradient_that_the_script_drops_moves_no_parameter_of_an_idle_worker() -> None:
+def test_a_gradient_that_the_script_drops_moves_no_parameter_of_a_worker_without_a_batch() -> None:
     def work(worker: int) -> Any:
         net, optimizer = start(DOUBLE, None)
-        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(20, DOUBLE), batch_size=4)):
+        data = DataLoader(regression(20, DOUBLE), batch_size=4, drop_last=True)
+        for x, y in stretto.distribute(net, optimizer, data):
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
             net[2].bias.grad = None
