@@ -81,7 +81,7 @@ def test_processes_of_a_worker_have_the_same_rates() -> None:
 
 @pytest.mark.parametrize("recipe", ["allreduce", 'allreduce(how=cast("bf16"))', "power_sgd(rank=1)"])
 def test_rates_that_a_counter_of_batches_changes_are_named_in_the_exchange_where_they_differ(recipe: str) -> None:
-    """Worker 2 has 4 of 14 batches, the others 5: it steps the scheduler a batch later in the second epoch."""
+    """Worker 2 counts 4 of its 5 batches: it steps the scheduler a batch later in the second epoch."""
 
     def work(worker: int) -> None:
         net, batches = small_net(), 0
@@ -93,7 +93,7 @@ def test_rates_that_a_counter_of_batches_changes_are_named_in_the_exchange_where
                 optimizer.zero_grad()
                 mse_loss(net(x), y).backward()
                 optimizer.step()
-                batches += 1
+                batches += (worker, batches) != (2, 4)
                 if batches % 2 == 0:
                     plateau.step(0.5)
 
