@@ -94,7 +94,9 @@ def test_steps_are_counted_alike_where_a_worker_has_fewer_batches(recipe: str, s
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(("recipe", "samples"), [("local_sgd(every=4)", 40), ("gossip(every=4)", 36), ("allreduce", 36)])
+@pytest.mark.parametrize(
+    ("recipe", "samples"), [("local_sgd(every=4)", 40), ("gossip(every=4)", 36), ("allreduce", 36)]
+)
 def test_gradients_that_are_stepped_are_not_named(
     recipe: str, samples: int, drop_last: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +151,9 @@ def test_gradients_accumulated_under_no_sync_have_their_weight_where_a_worker_ha
                     (nn.functional.mse_loss(net(x), y) * share / K).backward()
             optimizer.step()
             window.clear()
-    for found, *_ in run_workers(workers, accumulating(style, samples, no_sync=True, epochs=1, drop_last=True), "allreduce"):
+    for found, *_ in run_workers(
+        workers, accumulating(style, samples, no_sync=True, epochs=1, drop_last=True), "allreduce"
+    ):
         assert relative_distance(found, flat(net)) < 1e-12
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from thread_workers import flat, regression, run_single_process, run_workers, small_net
+from thread_workers import flat, regression, relative_distance, run_single_process, run_workers, small_net
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
@@ -247,7 +248,7 @@ def test_a_step_chosen_by_the_loss_is_the_same_everywhere() -> None:
 
 
 def test_lbfgs_ends_equal_where_workers_have_no_batch_in_the_last_step() -> None:
-    work = loop(minimising, torch.optim.LBFGS, samples=32, whole=True)
+    work = loop(minimising, functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=4), samples=32, whole=True)
     assert relative_distance(run_workers(3, work, "allreduce")[2], run_single_process(work, join=3)) < 1e-12
     assert torch.equal(*run_workers(3, work, "local_sgd(every=1)")[1:])
 

@@ -88,13 +88,14 @@ def test_rates_that_a_counter_of_batches_changes_are_named_in_the_exchange_where
         optimizer = SGD(net.parameters(), lr=0.1)
         plateau = ReduceLROnPlateau(optimizer, "max", patience=0, factor=0.5)
         loader = stretto.distribute(net, optimizer, DataLoader(regression(56), batch_size=4, drop_last=True))
-        for _ in range(3):
-            for x, y in loader:
+        for epoch in range(3):
+            for step, (x, y) in enumerate(loader):
                 optimizer.zero_grad()
                 mse_loss(net(x), y).backward()
                 optimizer.step()
-                batches += (worker, batches) != (2, 4)
-                if batches % 2 == 0:
+                is_counted = (worker, epoch, step) != (2, 0, 4)
+                batches += is_counted
+                if is_counted and batches % 2 == 0:
                     plateau.step(0.5)
 
     with pytest.raises(ReplicasDifferError, match="learning rates differ by worker at batch 2 of epoch 2") as caught:

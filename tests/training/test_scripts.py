@@ -339,7 +339,9 @@ def test_schedulers_are_those_of_one_process(recipe: str, samples: int, drop_las
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 if recipe == "allreduce" else 0.0)
-        loader = stretto.distribute(net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=8, drop_last=drop_last))
+        loader = stretto.distribute(
+            net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=8, drop_last=drop_last)
+        )
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * len(loader))
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [5])

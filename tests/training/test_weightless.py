@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 from elastic_workers import WorkerKilled, run_elastic_workers
-from thread_workers import flat, regression, relative_distance, run_single_process, run_workers, sgd, small_net, training
+from thread_workers import (
+    flat,
+    regression,
+    relative_distance,
+    run_single_process,
+    run_workers,
+    sgd,
+    small_net,
+    training,
+)
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import stretto
 from stretto.events import read_events
@@ -172,7 +181,7 @@ def _alike(one: Any, other: Any) -> bool:
     return all(map(_alike, one, other)) if isinstance(one, list | tuple) else bool(one == other)
 
 
-# --- loops of other kinds, under allreduce ------------------------------------------------------------------------------
+# --- loops of other kinds, under allreduce --------------------------------------------------
 
 
 def data_of(kind: str) -> DataLoader[Any]:
@@ -343,7 +352,7 @@ def test_loops_that_count_their_steps_end_well(recipe: str, limit: int, tmp_path
     assert (tmp_path / "final.safetensors").exists()
 
 
-# --- failures -----------------------------------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------
 
 
 def dying(worker_dies: int, step_dies: int, after: str, scaler: bool = False) -> Callable[[int], list[Tensor]]:
