@@ -135,7 +135,7 @@ def test_replicas_are_equal_after_any_change_at_any_step(change: Change, at: int
 def test_exchanging_every_step_equals_one_process_under_any_change(
     change: Change, at: int | None, drop_last: bool
 ) -> None:
-    """Of 25 whole batches one worker of three has that of the ninth step, in which all change the model."""
+    """The last of 25 whole batches is that of the ninth step, in which all three workers change the model."""
     work = changing(change, at, drop_last=drop_last)
     wanted = run_single_process(work, join=3)
     assert relative_distance(run_workers(3, work, "allreduce")[0], wanted) < 1e-12
