@@ -394,9 +394,9 @@ class BatchSource:
         return is_plain and not self._rearranges() and self._division.rule != "per-worker-batch"
 
     @property
-    def has_shares(self) -> bool:
-        """True if an epoch is divided in shares, as far as the length of the script's sampler tells."""
-        return is_leasable(self._loader) and self._equal_steps(len(self._loader.sampler)) is not None
+    def has_share_for_each(self) -> bool:
+        """True if there are shares, and as many samples that each worker has one of two samples or more."""
+        return self.has_shares and self._equal_steps(len(self._loader.sampler)) is not None
 
     def _rearranges(self) -> bool:
         is_cut = self.splits and self._asynchronous

@@ -42,7 +42,7 @@ def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> 
             added=added,
             batches=batches,
             first=first,
-            shares=batches is not None and waits and source.has_shares,
+            shares=batches is not None and source.has_share_for_each,
         )
         trainer.events.say(line)
     if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):
