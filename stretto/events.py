@@ -33,6 +33,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | samples_left | epoch, samples, batches: samples of an epoch for which no loop asked, and no later epoch had; of |
 | | a loop that waits for the other workers only those that a failed worker had, without `batches` |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
+| shares | epoch, after, paces, members, shares, speeds, measured_s, predicted_s, even_s: shares by speed, which move |
+| | after this global step of the epoch; null where they stay (written by the first worker) |
 | written | host, paths: files outside the run directory that this worker has opened for writing |
 | checkpoint | step, round, samples: a checkpoint is being written |
 | section | section, folder, at: a further `distribute` of the script has started, with its own log in this folder |
@@ -64,6 +66,10 @@ of the worker that writes the event. `round` is the worker's own count of pushes
 includes the update; `staleness` is the number of versions between the parameters it was computed on and that version.
 `servers` is the number of shards.
 
+`speeds` of shares lists [worker, seconds a step, seconds a sample] as measured, and `paces` those by which `shares`,
+the samples of the members in a usual global step, were computed. `measured_s` is the time of the last steps, at the
+slowest worker, `predicted_s` that of steps with these shares, and `even_s` that with even ones.
+
 `process` of membership and fault_injected is the process concerned, the coordinator where a generation is formed.
 Processes that do not train write these events, with a zero of time of their own: `at` is the machine's clock. A `start`
 event that has `at` too makes the zeros comparable.
@@ -85,7 +91,7 @@ from stretto.notices import say
 PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
 """Phases of a worker's time. `waiting` is for a slower worker, `exchanging` is the transfer itself."""
 
-OF_RANK_0 = ("log", "evaluation", "epoch", "check", "samples_reassigned", "generation_changed")
+OF_RANK_0 = ("log", "evaluation", "epoch", "check", "samples_reassigned", "generation_changed", "shares")
 """Kinds of events that a worker's rank 0 writes for the worker; readers skip those of its other ranks."""
 
 COORDINATOR = -1000

@@ -97,9 +97,10 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shares: Annotated[
         str,
         Option(
-            "Division of each global step among the workers, under recipes that wait: evenly, or in ratios (1:1:0.2).",
+            "Division of each global step among the workers, under recipes that wait: evenly, by their speeds as they "
+            "are measured, in ratios (1:1:0.2), or as in a run before.",
             WORKERS,
-            "even|N:N:...",
+            "even|speed|N:N:...|RUN",
         ),
     ] = "even"
     lr_scale: Annotated[

@@ -11,7 +11,9 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from stretto.compare.trials import Question, Trial, trials
+from stretto.data.shares import SPEED
 from stretto.errors import LogError, StrettoError
+from stretto.events import read_events
 from stretto.launcher.local import run as run_order
 from stretto.launcher.private_files import Kept, PrivateFiles
 from stretto.launcher.progress_display import ProgressDisplay
@@ -74,6 +76,8 @@ class Comparison:
         files = PrivateFiles(self.folder / ".files", os.getcwd())
         files.make()
         config = replace(trial.config(self.question, self.folder), private_files=(self.folder / ".files").resolve())
+        if (earlier := self._with_shares_of(trial)) is not None:
+            config = replace(config, shares=str(self.folder / earlier))
         try:
             self._run_trial(config, display)
         except StrettoError as error:
@@ -86,6 +90,17 @@ class Comparison:
         self._reporter.end(trial, self.records[trial.name])
         if failed:
             self._reporter.say(failed)
+
+    def _with_shares_of(self, trial: Trial) -> str | None:
+        """Return the first finished trial with as many workers, whose shares by speed this one repeats, if any."""
+        if trial.recipe is None or self.question.config.shares != SPEED:
+            return None
+        for other in self.trials[: self.trials.index(trial)]:
+            is_alike = (other.workers, other.layout) == (trial.workers, trial.layout) and other.recipe is not None
+            log = self.folder / other.name / "events.jsonl"
+            if is_alike and self._is_finished(other.name) and any(one["event"] == "shares" for one in read_events(log)):
+                return other.name
+        return None
 
     def _record(self, trial: Trial, failed: str | None) -> Record:
         try:

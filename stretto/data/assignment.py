@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.data.shares import Pace, Paces, cuts, of_members
+from stretto.data.shares import Pace, Paces, cuts, listed, of_members, unlisted
 
 Range: TypeAlias = tuple[int, int]
 """Half-open range of positions in the epoch's order: first, stop."""
@@ -345,8 +345,11 @@ class BatchAssignment:
 
     def upcoming(self, me: int) -> Iterator[Ranges]:
         """Yield what a worker loads in the coming global steps if no further change happens. Assigns nothing."""
-        copied = self.copied()
-        return (rank_batch.loaded for rank_batch in iter(lambda: copied.next(me), None))
+        return self.copied().rest(me)
+
+    def rest(self, me: int) -> Iterator[Ranges]:
+        """Yield what a worker loads in the coming global steps, and assign each step as it is requested."""
+        return (rank_batch.loaded for rank_batch in iter(lambda: self.next(me), None))
 
     def copied(self) -> BatchAssignment:
         """Return an independent copy in the same state."""
@@ -378,8 +381,8 @@ class BatchAssignment:
             "rule": self._rule,
             "base": self._base,
             "sizes": _packed(self._bounds),
-            "paces": _listed(self._paces),
-            "moves": [(step, _listed(paces)) for step, paces in self._moves],
+            "paces": listed(self._paces),
+            "moves": [(step, listed(paces)) for step, paces in self._moves],
             "is_extended": self.is_extended,
         }
 
@@ -387,9 +390,9 @@ class BatchAssignment:
     def restored(cls, state: dict[str, Any], members: Sequence[int]) -> BatchAssignment:
         """Return an assignment that continues from a state with these members. All work in the state is that of ended
         incarnations."""
-        paces = _paces(state.get("paces", []))
+        paces = unlisted(state.get("paces", []))
         assignment = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]), paces)
-        assignment._moves = [(step, _paces(listed)) for step, listed in state.get("moves", [])]
+        assignment._moves = [(step, unlisted(rows)) for step, rows in state.get("moves", [])]
         assignment.global_step = assignment._committed = state["global_step"]
         assignment._next_batch, assignment._extra_samples = state["batch"], state["extra_samples"]
         assignment._returned = list(zip(state["returned"][::2], state["returned"][1::2], strict=True))
@@ -447,6 +450,11 @@ class BatchAssignment:
     def is_at_end(self) -> bool:
         """True if no step follows, or only such as a failure has added, for which no loop has asked."""
         return not self.has_more or (self.global_step >= self.steps and not self.is_extended)
+
+    @property
+    def has_moves(self) -> bool:
+        """True if a move has not taken effect."""
+        return bool(self._moves)
 
     @property
     def committed(self) -> int:
@@ -643,14 +651,6 @@ def _slice(ranges: Sequence[Range], start: int, stop: int) -> Ranges:
             slices.append((first, last))
         start, stop = start - (high - low), stop - (high - low)
     return tuple(slices)
-
-
-def _listed(paces: Paces) -> list[tuple[int, float, float]]:
-    return [(worker, *pace) for worker, pace in paces.items()]
-
-
-def _paces(listed: Iterable[tuple[int, float, float]]) -> Paces:
-    return {worker: (fixed, each) for worker, fixed, each in listed}
 
 
 def _packed(bounds: Sequence[int]) -> bytes:

@@ -1,16 +1,28 @@
-"""Division of a global step's samples among its members, by the time that each takes for a step and for a sample."""
+"""Division of a global step's samples among its members, by the time that each takes for a step and for a sample.
+
+`parse` reads `--shares`: even, in ratios, or by speed; or the moves of a run, which are repeated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 from stretto.errors import LaunchError, explain
 
-EVEN = "even"
+EVEN, SPEED = "even", "speed"
+MOVES = "moves "
+"""Begin of the text of moves that are repeated."""
+LARGEST_MOVE = 3.0
+"""Factor by which a move changes a share at most: the time of a step with a much other share is a guess."""
+LEAST_GAIN = 1.05
+"""Factor by which a move has to make a step faster; twice as much to leave even shares."""
 
 Pace: TypeAlias = tuple[float, float]
 """Seconds of a worker for a step, whatever its size, and for each sample of it."""
@@ -19,24 +31,67 @@ Paces: TypeAlias = Mapping[int, Pace]
 """Pace of each worker, by its number."""
 
 
-def parse(text: str) -> Paces:
-    """Return the paces that give each worker its share of a global step; none for even shares. Raises LaunchError.
+class Move(NamedTuple):
+    """Paces that apply in an epoch after one of its global steps, and in the epochs after it."""
 
-    >>> parse("1:1:0.5"), parse("even")
+    epoch: int
+    after: int
+    paces: Paces
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Division of global steps among the workers: evenly, by these paces, by speed, or as a run did."""
+
+    paces: Paces
+    is_by_speed: bool = False
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if the paces of all epochs are the same."""
+        return not self.is_by_speed and not self.moves
+
+    def of_epoch(self, epoch: int) -> tuple[Paces, list[Move]]:
+        """Return the paces with which an epoch begins where moves are repeated, and its own moves."""
+        earlier = [move.paces for move in self.moves if move.epoch < epoch]
+        return (earlier or [{}])[-1], [move for move in self.moves if move.epoch == epoch]
+
+
+def parse(text: str) -> Shares:
+    """Return the division that `--shares` asks for. Raises LaunchError.
+
+    >>> parse("1:1:0.5").paces, parse("even").paces
     ({0: (0.0, 1.0), 1: (0.0, 1.0), 2: (0.0, 2.0)}, {})
     """
-    if text == EVEN:
-        return {}
+    if text in (EVEN, SPEED):
+        return Shares({}, text == SPEED)
+    if text.startswith(MOVES):
+        moves = [Move(epoch, after, unlisted(paces)) for epoch, after, paces in json.loads(text.removeprefix(MOVES))]
+        return Shares({}, moves=tuple(moves))
     try:
         ratios = [float(word) for word in text.split(":")]
     except ValueError:
         ratios = []
     if len(ratios) < 2 or not all(1e-6 <= ratio <= 1e6 for ratio in ratios):
-        expected = "even, or a number above 0 for each worker"
-        raise LaunchError(
-            explain(f"--shares cannot be {text}", got=text, expected=expected, to_type="--shares 1:1:0.2")
-        )
-    return {worker: (0.0, 1 / ratio) for worker, ratio in enumerate(ratios)}
+        problem, expected = f"--shares cannot be {text}", "even, speed, a number above 0 for each worker, or a run"
+        raise LaunchError(explain(problem, got=text, expected=expected, to_type="--shares 1:1:0.2"))
+    return Shares({worker: (0.0, 1 / ratio) for worker, ratio in enumerate(ratios)})
+
+
+def spelled(moves: Sequence[Move]) -> str:
+    """Return the text of moves, which `parse` reads."""
+    return MOVES + json.dumps([(move.epoch, move.after, listed(move.paces)) for move in moves])
+
+
+def listed(paces: Paces) -> list[tuple[int, float, float]]:
+    """Return paces as numbers alone: worker, seconds a step, seconds a sample."""
+    return [(worker, *pace) for worker, pace in paces.items()]
+
+
+def unlisted(rows: Iterable[tuple[int, float, float]]) -> Paces:
+    """Return the paces of such numbers."""
+    return {worker: (fixed, each) for worker, fixed, each in rows}
 
 
 def of_members(paces: Paces, members: Sequence[int]) -> tuple[Pace, ...]:
@@ -82,3 +137,81 @@ def cuts(samples: int, paces: tuple[Pace, ...], least: int) -> tuple[int, ...]:
         shares[rank] += 1
         heapreplace(ends, (end + paces[rank][1], rank))
     return tuple(accumulate(shares, initial=0))
+
+
+class Timed(NamedTuple):
+    """A worker's last steps: their samples and seconds, NaN if unknown.
+
+    `fixed` is the number of samples that take as long as what a step needs besides its samples; NaN if unknown.
+    """
+
+    samples: float
+    seconds: float
+    fixed: float
+
+
+def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
+    """Return the paces of workers by their last steps; those before of a worker without any.
+
+    What is not known of one worker is as at the others: where none has had different shares, all time is that of
+    samples.
+    """
+    fixed = [one.fixed for one in timed.values() if not math.isnan(one.fixed)]
+    mean = sum(fixed) / len(fixed) if fixed else 0.0
+    found = dict(before)
+    for worker, (samples, seconds, own) in timed.items():
+        if not math.isnan(seconds):
+            besides = mean if math.isnan(own) else own
+            each = max(seconds, 1e-9) / (besides + samples)
+            found[worker] = besides * each, each
+    return {worker: found[worker] for worker in timed if worker in found}
+
+
+def shares_of(samples: int, paces: tuple[Pace, ...], members: int, least: int) -> list[int]:
+    """Return the shares of members; even ones without paces, or where there are too few samples."""
+    ends = cuts(
+        samples, paces if paces and samples >= least * members else ((0.0, 1.0),) * members, least * bool(paces)
+    )
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+class Proposal(NamedTuple):
+    """A move of shares; `paces` is None if the shares stay. Seconds of a step are predicted from measured speeds."""
+
+    paces: Paces | None
+    shares: list[int]
+    predicted_s: float
+    even_s: float
+
+
+def proposed(now: Paces, measured: Paces, members: Sequence[int], samples: int, least: int) -> Proposal:
+    """Return the move from the shares of now to those that fit the measured paces better.
+
+    No share changes by more than a factor of `LARGEST_MOVE`. The shares stay if the move gains little: measured times
+    vary, and shares that follow each variation would never be at rest.
+    """
+    count, paces = len(members), of_members(measured, members)
+    present = shares_of(samples, of_members(now, members), count, least)
+    even = shares_of(samples, (), count, least)
+    if not paces or samples < least * count:
+        return Proposal(None, present, math.nan, math.nan)
+    present_s, even_s = step_s(present, paces), step_s(even, paces)
+    target = shares_of(samples, paces, count, least)
+    moved: Paces = dict(zip(members, paces, strict=True))
+    if even_s <= LEAST_GAIN * step_s(target, paces):
+        target, moved = even, {}
+    part = 1.0
+    for before, after in zip(present, target, strict=True):
+        if after > before * LARGEST_MOVE:
+            part = min(part, before * (LARGEST_MOVE - 1) / (after - before))
+        elif after * LARGEST_MOVE < before:
+            part = min(part, before * (1 - 1 / LARGEST_MOVE) / (before - after))
+    if part < 1.0:
+        between = [before + part * (after - before) for before, after in zip(present, target, strict=True)]
+        moved = {worker: (0.0, 1 / share) for worker, share in zip(members, between, strict=True)}
+        target = shares_of(samples, of_members(moved, members), count, least)
+    target_s = step_s(target, paces)
+    needed = LEAST_GAIN if now else LEAST_GAIN**2
+    if target == present or present_s < needed * target_s:
+        return Proposal(None, present, present_s, even_s)
+    return Proposal(moved, target, target_s, even_s)

@@ -11,9 +11,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from stretto.checkpoint.folder import CheckpointFolder
-from stretto.data.shares import EVEN
+from stretto.data.shares import EVEN, Move, unlisted
 from stretto.data.shares import parse as parse_shares
+from stretto.data.shares import spelled as spelled_moves
 from stretto.errors import LaunchError, explain
+from stretto.events import read_events
 from stretto.faults.plan import Fault, FaultEvent, Kill, Pause, check_live, parse, schedule
 from stretto.faults.plan import check as check_faults
 from stretto.faults.stragglers import factors
@@ -93,6 +95,7 @@ def settled(config: RunConfig) -> RunConfig:
     config = _with_port(_in_workers(config))
     if checkpoint_notice(config) is not None:
         config = replace(config, checkpoint_every=NEVER)
+    config = replace(config, shares=_with_moves(config.shares))
     if config.recipe is None:
         return replace(config, servers=None)
     from stretto.recipe.parser import parse, with_shards
@@ -101,6 +104,19 @@ def settled(config: RunConfig) -> RunConfig:
     recipe = with_shards(config.recipe, config.servers) if config.servers else config.recipe
     shards = parse(recipe).shards
     return replace(config, recipe=recipe, servers=None if config.single_process else shards or None)
+
+
+def _with_moves(shares: str) -> str:
+    """Return the moves of a run in place of its folder. Raises LaunchError for a folder without any."""
+    if not Path(shares).is_dir():
+        return shares
+    log = Path(shares) / "events.jsonl"
+    events = [one for one in read_events(log) if one["event"] == "shares"] if log.exists() else []
+    if not events:
+        problem, expected = "there are no shares to repeat", "the folder of a run with --shares speed"
+        raise LaunchError(explain(problem, got=f"--shares {shares}", expected=expected, to_type="--shares speed"))
+    moved = [one for one in events if one["after"] is not None]
+    return spelled_moves([Move(one["epoch"], one["after"], unlisted(one["paces"])) for one in moved]) if moved else EVEN
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -339,10 +355,10 @@ def _check_batch(config: RunConfig) -> None:
         from stretto.recipe.parser import parse
         from stretto.recipe.recipe import refuse_shares
 
-        paces, recipe = parse_shares(config.shares), settled(config).recipe
+        shares, recipe = parse_shares(settled(config).shares), settled(config).recipe
         if recipe is not None:
             refuse_shares(parse(recipe), config.shares)
-        if len(paces) != config.initial_workers:
+        if shares.paces and len(shares.paces) != config.initial_workers:
             problem, expected = "--shares has a number for each worker", f"{config.initial_workers} numbers"
             to_type = "--shares " + ":".join("1" * config.initial_workers) if config.initial_workers > 1 else "-n 2"
             raise LaunchError(explain(problem, got=f"--shares {config.shares}", expected=expected, to_type=to_type))

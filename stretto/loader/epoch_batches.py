@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Range, step_bounds
 from stretto.data.leases import PlanName
-from stretto.data.shares import EVEN, parse
+from stretto.data.shares import EVEN, Paces, parse
 from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
@@ -142,6 +142,26 @@ class AssignedEpoch:
     def has_shares(self) -> bool:
         """True if a global step has the same samples with any number of workers."""
         return self.batch_assignment.rule == "shares"
+
+    @property
+    def step_samples(self) -> int:
+        """Number of samples of the largest global step."""
+        return self.batch_assignment.largest_batch()
+
+    @property
+    def has_moves(self) -> bool:
+        """True if the shares change in a coming global step."""
+        return self.batch_assignment.has_moves
+
+    def loaded_ahead(self) -> int:
+        """Return the global step up to which the loader has requested this worker's batches."""
+        return max(self.batch_assignment.global_step, self._sampler.ahead.global_step if self._sampler.ahead else 0)
+
+    def move(self, paces: Paces, after: int) -> None:
+        """Divide the global steps after one that no loader has loaded ahead by these paces."""
+        self.batch_assignment.move(paces, after)
+        if self._sampler.ahead is not None:
+            self._sampler.ahead.move(paces, after)
 
     def is_last(self) -> bool:
         """Return True if no global step follows, unless one is added for samples that were returned."""
@@ -311,8 +331,9 @@ class BatchSource:
         self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
         self.first_workers = division.initial_workers
         """Number of workers that the run first began with, by which an epoch is divided into global steps."""
-        self.paces = parse(division.shares) if transport.workers > 1 else {}
-        """Paces by which each epoch that begins is divided; none for even shares."""
+        self.shares = parse(division.shares if transport.workers > 1 else EVEN)
+        self.paces, self._epoch = self.shares.paces, 1
+        """Paces on which the workers have agreed last; none for even shares."""
         self._clock = runtime.clock
         self.streamed: StreamedEpoch | None = None
         """The last epoch over a stream that has begun."""
@@ -344,7 +365,8 @@ class BatchSource:
         elif assignment is None and transport.workers > 1:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
-        if self.paces and not (self._sampler is not None and (self.splits or self._is_divisible())):
+        is_divided = transport.workers > 1 and division.shares != EVEN
+        if is_divided and not (self._sampler is not None and (self.splits or self._is_divisible())):
             raise _whole_batches(division.shares, loader, self._sampler is not None)
 
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
@@ -354,11 +376,14 @@ class BatchSource:
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
             members, base = self._loop.members(), self.first_workers
-            if self.splits:
-                return BatchAssignment((), members, "shares", base, drawn.bounds, self.paces)
-            if (steps := self._equal_steps(drawn.bounds[-1])) is not None:
-                return BatchAssignment((), members, "shares", base, steps, self.paces)
-            return BatchAssignment((), members, "per-worker-batch", base, drawn.bounds)
+            steps = drawn.bounds if self.splits else self._equal_steps(drawn.bounds[-1])
+            if steps is None:
+                return BatchAssignment((), members, "per-worker-batch", base, drawn.bounds)
+            paces, moves = self.shares.of_epoch(self._epoch) if self.shares.moves else (self.paces, [])
+            assignment = BatchAssignment((), members, "shares", base, steps, paces)
+            for move in moves:
+                assignment.move(move.paces, move.after)
+            return assignment
 
         if not isinstance(when, on_arrival):
             return ShardedBatchSampler(order, assign, self._transport.number, self._arrangement)
@@ -449,6 +474,7 @@ class BatchSource:
 
         `samples` is the number of samples that were trained of one over a stream.
         """
+        self._epoch = epoch_of(number)
         if self._sampler is not None:
             if isinstance(self._sampler, LeasedBatchSampler):
                 return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)

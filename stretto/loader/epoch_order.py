@@ -391,6 +391,8 @@ class ShardedBatchSampler(BatchSampler):
         self._draw, self._deals, self._worker, self._arrangement = draw, assign, worker, arrangement
         self._assigned: tuple[EpochOrder, BatchAssignment] | None = None
         self._upcoming: Iterator[Ranges] | None = None
+        self.ahead: BatchAssignment | None = None
+        """Copy of the assignment that assigns the batches which the loader loads ahead."""
 
     def begin(self, order: EpochOrder | None = None, batch_assignment: BatchAssignment | None = None) -> None:
         """Begin an epoch. Its order is drawn on first use, unless it is known, with the assignment so far."""
@@ -401,7 +403,8 @@ class ShardedBatchSampler(BatchSampler):
 
     def look_ahead(self) -> None:
         """Recompute this worker's upcoming batches; iterators that start after this call yield them."""
-        self._upcoming = self.batch_assignment.upcoming(self._worker)
+        self.ahead = self.batch_assignment.copied()
+        self._upcoming = self.ahead.rest(self._worker)
 
     @property
     def order(self) -> EpochOrder:

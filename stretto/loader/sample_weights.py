@@ -137,15 +137,21 @@ class Arrivals:
         """Note an exchange that ended at `now` and blocked this worker for `blocked_s` seconds."""
         self._notes.append((now - blocked_s, blocked_s))
 
-    def settle(self, timer: Stopwatch) -> None:
-        """Share the times with the other workers, and count the time until the last worker was ready as waiting."""
-        notes, self._notes = self._notes, []
-        received = self._transport.all_gather_bytes(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
+    def settle(self, timer: Stopwatch, message: bytes) -> list[bytes]:
+        """Share the times with the other workers, and count the time until the last worker was ready as waiting.
+
+        A message of each worker, of equal lengths, is sent with the times; return all of them.
+        """
+        notes, self._notes, length = self._notes, [], len(message)
+        own = message + struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes))
+        received = self._transport.all_gather_bytes(own)
+        messages, received = [one[:length] for one in received], [one[length:] for one in received]
         if self._transport.workers == 1 or len({len(one) for one in received}) > 1:
-            return
+            return messages
         last = np.frombuffer(b"".join(received)).reshape(len(received), len(notes)).max(0).tolist()
         waited = sum(min(blocked, max(late - ready, 0.0)) for (ready, blocked), late in zip(notes, last, strict=True))
         timer.move("exchanging", "waiting", waited)
+        return messages
 
 
 def _not_weighed() -> str:

@@ -50,6 +50,7 @@ Kind = Literal[
     "batches_lost",
     "samples_left",
     "generation_changed",
+    "shares",
     "written",
     "checkpoint",
     "section",

@@ -109,9 +109,14 @@ class Recipe(Answer):
         return tuple(dict.fromkeys(papers))
 
 
+def has_shares(recipe: Recipe) -> bool:
+    """Return True if each worker waits for all others, so that it may have an unequal share of a global step."""
+    return not recipe.asynchronous and isinstance(recipe.whom, everyone | server)
+
+
 def refuse_shares(recipe: Recipe, shares: str) -> None:
     """Raise RecipeError for shares under a recipe whose workers do not wait for all others."""
-    if not recipe.asynchronous and isinstance(recipe.whom, everyone | server):
+    if has_shares(recipe):
         return
     why = (
         "its workers do not wait: each takes the next batch as soon as it is ready, so a fast one takes more"

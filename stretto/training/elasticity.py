@@ -17,6 +17,7 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
+from stretto.data.shares import unlisted
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
@@ -134,6 +135,7 @@ class ElasticAgent:
             order = unpack(lost)
             self._lost = order.among(tuple(pairwise(order.bounds)))
         trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
+        trainer.shares.resume(unlisted(facts.get("paces", [])))
         trainer.evaluator.restore(facts["evaluator"])
         trainer.epochs.restore_lost(facts.get("lost", []))
         self.checkpoints.restore(facts["saved"])
@@ -186,7 +188,7 @@ class ElasticAgent:
             return None
         facts, transport = self._taken.facts, self._trainer.transport
         assignment = BatchAssignment.restored(facts["assignment"], transport.members)
-        if not transport.arrives:  # a resumed run has the shares of its own options
+        if self._trainer.batch_source.shares.is_fixed:  # a resumed run has the shares of its own options
             assignment.move(self._trainer.batch_source.paces, assignment.global_step)
         return unpack(facts["order"]), assignment
 

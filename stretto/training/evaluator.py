@@ -32,6 +32,7 @@ from stretto.training.evaluation import Evaluate, run
 from stretto.training.figures import Figures
 from stretto.training.last_model import LastModel
 from stretto.training.progress import LoopProgress
+from stretto.training.speed_shares import SpeedShares
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
@@ -53,6 +54,7 @@ class EvaluatedTrainer(Protocol):
     timer: Stopwatch
     events: EventWriter
     arrivals: Arrivals
+    shares: SpeedShares
     strategy: Strategy
     batch_source: BatchSource
     progress: LoopProgress
@@ -193,7 +195,8 @@ class Evaluator:
         with trainer.timer.on("waiting"):
             trainer.transport.all_gather_bytes(b"")
         if not trainer.strategy.asynchronous:
-            trainer.arrivals.settle(trainer.timer)
+            found = trainer.arrivals.settle(trainer.timer, trainer.shares.of_epoch())
+            trainer.shares.note_gain(found, epoch_batches)
         training_s = trainer.figures.training_s()
         if self._every is None:
             self.evaluate()

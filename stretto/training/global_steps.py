@@ -44,6 +44,7 @@ from stretto.training.not_finite import GradientCheck
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
+from stretto.training.speed_shares import SpeedShares
 from stretto.training.step_record import StepRecord, in_different_batches
 from stretto.training.weightless_pass import WeightlessPass
 from stretto.training.worker_context import WorkerContext
@@ -86,6 +87,7 @@ class SteppedTrainer(Protocol):
     start_sums: Mapping[str, int]
     loader: Any
     batch_source: BatchSource
+    shares: SpeedShares
 
     @property
     def agent(self) -> ExchangeListener:
@@ -185,6 +187,7 @@ class GlobalSteps:
     def begin_epoch(self) -> None:
         """Look at the trainable parameters again in the epoch that begins."""
         self._is_held = False
+        self._trainer.shares.begin_epoch()
         self._has_values = self._progress.steps > 0 or self._transport.workers == 1
 
     def take_batch(self) -> None:
@@ -250,6 +253,7 @@ class GlobalSteps:
             return
         self._timer.switch("other")
         self.pace.go_on()
+        self._trainer.shares.end_step(self.current.own)
         self._weightless.end(bool(self._stepped_here))
         if not self.current.idle:
             self.strategy.look_for_redraws()
@@ -280,6 +284,7 @@ class GlobalSteps:
             self.strategy.end_global_step(has_stepped)
         if self.strategy.exchanges_gradients:
             self._check_if_due()
+        self._trainer.shares.agree_if_due(progress.rounds > self._rounds_before)
         if self._transport.workers == 1 and progress.global_steps % CHECK_EVERY_ROUNDS == 0:
             self._trainer.last_model.keep(self._trainer.evaluator.epoch, if_due=True)
         self._trainer.evaluator.evaluate_if_due()

@@ -33,6 +33,7 @@ from stretto.training.progress import LoopProgress
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
+from stretto.training.speed_shares import SpeedShares
 from stretto.training.start_event import write_start
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
@@ -71,6 +72,7 @@ class Trainer:
         self.progress = LoopProgress(len(optimizers), section.step_requests)
         self.epochs = Epochs(self, context, arguments)
         self.batch_source = self.epochs.source
+        self.shares = SpeedShares(self)
         self.arrivals = Arrivals(transport)
         self.last_model = LastModel(self, context)
         self.evaluator = Evaluator(self, context, arguments.evaluate, arguments.evaluate_every)

@@ -17,6 +17,7 @@ from stretto.training.evaluator import Evaluator
 from stretto.training.idle_worker import Settings
 from stretto.training.progress import LoopProgress
 from stretto.training.section import Section
+from stretto.training.speed_shares import SpeedShares
 from stretto.transport import Transport
 
 
@@ -82,6 +83,7 @@ class TrainerView(Protocol):
     evaluator: Evaluator
     settings: Settings
     progress: LoopProgress
+    shares: SpeedShares
     is_over: bool
     rank_parts: RankParts
 

@@ -72,6 +72,24 @@ def test_distances_refer_to_the_global_batch_and_states_are_deleted_afterwards(t
     assert len(list((tmp_path / "c").glob("*/final.safetensors"))) == 4
 
 
+def test_all_trials_repeat_the_shares_by_speed_of_the_first(tmp_path: Path) -> None:
+    pretend = Pretend()
+
+    def run(order: RunConfig, watch: ProgressDisplay) -> Path:
+        out = pretend(order, watch)
+        if order.shares == "speed":
+            with (out / "events.jsonl").open("a") as log:
+                log.write('{"event":"shares","t":1.0,"process":"worker 0","worker":0,"epoch":1,"after":5,"paces":[]}\n')
+        return out
+
+    folder = tmp_path / "c"
+    question = Question(RunConfig(Path("train.py"), shares="speed"), (2,), ("allreduce()", "diloco()"), 2)
+    folder.mkdir()
+    Comparison(question, folder, Hush(), run).run()
+    first = str(folder / "allreduce-n2-seed0")
+    assert [order.shares for order in pretend.orders] == ["even", "even", "speed", first, "even", "even", first, first]
+
+
 def test_states_are_kept_only_while_a_later_run_needs_them(tmp_path: Path) -> None:
     folder, seen = tmp_path / "c", []
     pretend = Pretend()
