@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto import codecs as how
-    from stretto.api import distribute, epoch_step, finish, is_last_batch, is_resuming, log, no_sync, steps, weight
+    from stretto.api import (
+        agreed,
+        distribute,
+        epoch_step,
+        finish,
+        is_last_batch,
+        is_resuming,
+        log,
+        no_sync,
+        steps,
+        weight,
+    )
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
     from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
@@ -30,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM = {
+    "agreed": "api",
     "distribute": "api",
     "finish": "api",
     "log": "api",
@@ -70,6 +82,7 @@ _MODULES = {
 __all__ = [
     "Recipe",
     "StrettoError",
+    "agreed",
     "barrier",
     "check_codec",
     "check_topology",

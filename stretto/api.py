@@ -307,6 +307,21 @@ def weight(number: float | Tensor | None = None, *, sum: bool = False) -> None:
         trainer.global_steps.weigh(value, sum)
 
 
+def agreed() -> AbstractContextManager[None]:
+    """Put the agreed model in place within a loop, to evaluate or save it by hand between two steps.
+
+    That is the mean of the workers' parameters, weighted by their samples since the last exchange; where gradients are
+    exchanged, the parameters as they are; where workers do not wait, the server's newest ones. After the block each
+    worker continues with its own. All workers that wait for each other enter it, and pay for one exchange of the
+    parameters. Between two epochs, without a run and for one worker it changes nothing.
+
+    >>> with agreed():
+    ...     pass
+    """
+    trainer = _current.get()
+    return trainer.global_steps.agreed() if isinstance(trainer, Trainer) else nullcontext()
+
+
 def finish() -> None:
     """End the run of the last `distribute`: write the last evaluation, the sample counts and the final state.
 

@@ -317,6 +317,21 @@ class GlobalSteps:
             raise ModelError(_weighed_outside(number))
         self.strategy.weigh(number, is_sum)
 
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Put the agreed model in place in a `with` block; between two epochs it is."""
+        if self.current is None:
+            yield
+        elif self.strategy.asynchronous:
+            with self.strategy.newest():
+                yield
+        else:
+            self.strategy.sync_for_evaluation()
+            try:
+                yield
+            finally:
+                self.strategy.resume()
+
     def may_be_peek(self) -> bool:
         """Return True unless other workers are idle in this global step, or gradients are accumulated."""
         return not self._accumulated and (self.current is None or not self.current.incomplete)
