@@ -240,18 +240,17 @@ def _wrong_best(plan: Plan, folder: Path) -> list[str]:
 
 def findings(plan: Plan, done: Counted) -> list[str]:
     """Return the findings in a run that has ended."""
+    record = done.record
     if done.code == 1 and plan.may_lose and LOST in done.text:
-        return []
+        return _other_samples(plan, done)
     if done.code:
         cause = next((line for line in done.text.splitlines() if "rror" in line), "")
         return [f"exit code {done.code}: {cause[:200]}"]
-    found, record = list[str](), done.record
+    found = list[str]()
     if len(set(done.digests.values())) > 1:
         found.append(f"models differ at the end of the last epoch: {done.digests}")
     total = record["samples_before"] + sum(record["samples_by_worker"])
-    # A full disk has no last counts of the workers, and no worker knows what a killed one has trained of a stream.
-    is_exact = not (plan.disk or (plan.is_stream and plan.strikes))
-    if record["samples"] != total and is_exact:
+    if record["samples"] != total and not plan.disk:  # a full disk has no last counts of the workers
         found.append(f"the record has {record['samples']} samples, of which workers trained {total}")
     drops = "--drop" in plan.script
     if plan.recipe in RECORDED:
@@ -268,14 +267,16 @@ def findings(plan: Plan, done: Counted) -> list[str]:
         and done.recorded != done.epochs[len(done.epochs) - len(done.recorded) :]
     ):
         found.append(f"the record says {done.recorded}, the model {done.epochs}")
-    size = BATCH if "numbers" in plan.script else 1
-    if is_exact and unit_of(plan.recipe) and (trained := _total(done.epochs)) != record["samples"] * size:
-        found.append(f"the record has {record['samples']} samples of {size}, the model {trained}")
-    return found
+    return found + _other_samples(plan, done)
 
 
-def _total(epochs: Sequence[Mapping[int, int]]) -> int:
-    return sum(times * samples for epoch in epochs for times, samples in epoch.items())
+def _other_samples(plan: Plan, done: Counted) -> list[str]:
+    """Return the finding of a record that has other samples than the model."""
+    size, samples = BATCH if "numbers" in plan.script else 1, done.record["samples"]
+    trained = sum(times * count for epoch in done.epochs for times, count in epoch.items())
+    if not unit_of(plan.recipe) or plan.disk or trained == samples * size:
+        return []
+    return [f"the record has {samples} samples of {size}, the model {trained}"]
 
 
 def _processes(folder: Path) -> list[psutil.Process]:

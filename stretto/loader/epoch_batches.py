@@ -515,7 +515,17 @@ class BatchSource:
         order = StreamOrder(1 if is_own or split is not None else workers, trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
-            reader, order, self._transport, self._asynchronous, self._arrangement, split, is_own, samples, load, parts
+            reader,
+            order,
+            self._transport,
+            self._asynchronous,
+            self._arrangement,
+            split,
+            is_own,
+            samples,
+            load,
+            parts,
+            place if joins else None,
         )
         return self.streamed
 

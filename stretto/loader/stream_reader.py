@@ -87,6 +87,10 @@ class StreamPlace(msgspec.Struct, frozen=True):
     """True if all workers had a part of each batch."""
     parts: list[Piece] = []
     """Sorted parts of trained positions that were not trained."""
+    samples: dict[int, int] = {}
+    """Samples of the epoch that each worker was given, for workers that join."""
+    departed: dict[int, int] = {}
+    """Samples of the epoch that workers which have failed or left had trained, for workers that join."""
     read: tuple[int, bytes] | None = None
     """Number of batches that a worker has read, and the random states with which it reads on, for workers that join."""
 

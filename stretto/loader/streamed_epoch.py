@@ -7,8 +7,9 @@ workers change, the rest of the stream is dealt again from the trained positions
 from __future__ import annotations
 
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ class StreamedEpoch:
         samples: int = 0,
         load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
         parts: Sequence[Piece] = (),
+        joined: StreamPlace | None = None,
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
@@ -91,6 +93,10 @@ class StreamedEpoch:
         self._has_ended = self._is_unfinished = False
         """True if no worker has found a batch; and if a failed worker's were returned after that."""
         self._samples_so_far = samples
+        self._samples = Counter(joined.samples if joined is not None else {})
+        """Samples that each worker was given in this epoch, as far as this worker knows it."""
+        self.departed = Counter(joined.departed if joined is not None else {})
+        """Samples of this epoch that workers which have failed or left had trained, by worker."""
         self._keeps = transport.repeats_attempts and not is_own and not asynchronous
         self._begin_reading()
 
@@ -150,6 +156,8 @@ class StreamedEpoch:
         Return False, at all workers alike, if a worker has failed that the others did not wait for: its share is over.
         """
         self._has_ended, self._samples_so_far = False, 0
+        self._samples.clear()
+        self.departed.clear()
         return not self._asynchronous or len(self._transport.all_gather_bytes(b"")) == len(self._dealers)
 
     def uncommitted_samples(self) -> dict[int, int]:
@@ -157,7 +165,14 @@ class StreamedEpoch:
         return {worker: sum(samples for _, samples in given) for worker, given in self._uncommitted.items()}
 
     def uncount(self) -> None:
-        """Do nothing: samples of a stream are not counted."""
+        """Count no sample of this epoch, since no step was done with any."""
+        self._samples.clear()
+        self.departed.clear()
+
+    def depart(self, gone: Sequence[int], lost: Mapping[int, int] = MappingProxyType({})) -> None:
+        """Count what workers have trained that failed or left, without their `lost` samples."""
+        for worker in gone:
+            self.departed[worker] += self._samples.pop(worker, 0) - lost.get(worker, 0)
 
     def counted(self) -> NDArray[np.uint8] | None:
         """Return None: samples of a stream are not counted."""
@@ -186,6 +201,7 @@ class StreamedEpoch:
         self._has_ended = all(count == NONE for count in counts)
         self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and count == NONE}
         counts, samples = [max(one, 0) for one in counts], {worker: max(one, 0) for worker, one in samples.items()}
+        self._samples.update(samples)
         total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._samples_so_far += total
         for change in self._late:
@@ -196,7 +212,7 @@ class StreamedEpoch:
             return None
         return GlobalStep(
             batch,
-            None,
+            ((0, own),) if own else None,
             own,
             self._samples_so_far,
             sum(samples.values()),
@@ -301,6 +317,7 @@ class StreamedEpoch:
                 for worker, of_worker in uncommitted.items()
                 if worker not in self._shards_ended or (of_worker and not is_committed)
             }
+            self.depart(gone, self._lost_shards)
         pieces = [piece for of_worker in lost.values() for piece, _ in of_worker]
         samples = {worker: sum(samples for _, samples in of_worker) for worker, of_worker in lost.items()}
         trained, self._returned = self._place(self._given)
@@ -311,6 +328,7 @@ class StreamedEpoch:
         self._dealers = tuple(worker for worker in self._dealers if worker in members and worker not in gone)
         self._deal(trained)
         self._samples_so_far -= sum(samples.values())
+        self.depart(gone, samples)
         self._is_unfinished |= self._has_ended and bool(pieces)
         return samples
 
@@ -424,6 +442,8 @@ class StreamedEpoch:
             splits=self._split is not None,
             parts=parts,
             read=read,
+            samples=dict(self._samples),
+            departed=dict(self.departed),
         )
         if state is not None and state.position > place.goal:
             place = replace(place, state=None)

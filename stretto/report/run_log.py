@@ -161,6 +161,9 @@ class History:
         if self.trained is None:
             first_start = min(self.of("start"), key=lambda event: event["t"], default={})
             return int(first_start.get("samples") or 0)
+        if not self.epochs[0].get("sample_counts"):
+            here = sum(map(int, self.epochs[0]["trained"].values()))
+            return max(int(self.epochs[0].get("samples") or 0) - here, 0)
         counts = [event.get("sample_counts") or {} for event in self.epochs]
         first, size = self.epochs[0], sum(int(counts[0].get(name) or 0) for name in ("once", "twice", "never"))
         before = int(first.get("samples") or 0) - size if (first.get("epoch") or 0) > 1 else 0

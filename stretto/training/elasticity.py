@@ -7,6 +7,7 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,8 @@ class ElasticAgent:
         """Work of past epochs that no exchange has carried."""
         self._streamed: list[StreamedEpoch] = []
         """Past epochs over streams with such work, whose batches are kept no longer."""
+        self._lost_at_end = Counter[int]()
+        """Samples by worker that were lost after the end of an epoch over a stream, until an epoch subtracts them."""
         self._is_agreeing = False
         """True while the workers agree on whether the epoch continues."""
         self._lost: list[list[Any]] = []
@@ -225,6 +228,7 @@ class ElasticAgent:
             if ahead > 0:
                 epoch_batches.change_members(late, ahead, 0)
         self._reassign_lost(())
+        self._uncount_lost(epoch_batches)
         if self._taken is not None and progress.epochs >= self._taken.facts["epochs"]:
             self._continue_from(self._taken)
         self._script.end_passing()
@@ -423,8 +427,14 @@ class ElasticAgent:
             closing.change_members_at_end(change)
         if current is None and change.global_step > progress.step_requests:
             self._late = (change, before)
+        if isinstance(closing, StreamedEpoch):
+            closing.depart(change.gone)
         trainer.strategy.on_generation(change, behind)
         lost = self._lost_of_streams(change.gone) if not behind else {}
+        if lost:
+            progress.uncount_lost(sum(lost.values()))
+            self._lost_at_end.update(lost)
+            self._uncount_lost(closing or current)
         if not behind:
             for worker, samples in self._reassign_lost(change.gone).items():
                 back[worker] = back.get(worker, 0) + samples
@@ -517,6 +527,12 @@ class ElasticAgent:
         samples = [epoch.uncommitted_samples() for epoch in self._streamed]
         lost = {worker: sum(one.pop(worker, 0) for one in samples) for worker in gone}
         return {worker: count for worker, count in lost.items() if count}
+
+    def _uncount_lost(self, epoch_batches: EpochBatches | None) -> None:
+        """Subtract what was lost after the end of an epoch over a stream from the counts of this one."""
+        if isinstance(epoch_batches, StreamedEpoch):
+            epoch_batches.departed.subtract(self._lost_at_end)
+            self._lost_at_end.clear()
 
     def _mark_lost(self, pieces: list[list[Any]]) -> int:
         """Mark counted work to be done again; return its samples."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from stretto.errors import EvaluateError, LogError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
+from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.parallel.rank_parts import RankParts
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
@@ -78,6 +80,8 @@ class EpochSummary:
     epoch_batches: EpochBatches
     counts: list[bytes] | None
     figures: list[bytes]
+    trained: Mapping[int, int]
+    """Samples of an epoch over a stream by worker."""
 
 
 class Evaluator:
@@ -213,7 +217,19 @@ class Evaluator:
         transport = trainer.transport
         pack = functools.partial(_packed_counts, transport.number, epoch_batches)
         counts = transport.all_gather_bytes(pack) if is_countable else None
-        summary = EpochSummary(self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures)
+        trained, dropped = Counter[int](), 0
+        if isinstance(epoch_batches, StreamedEpoch):
+            of_worker = transport.number, progress.own_samples_of_epoch, progress.take_dropped()
+            for one in transport.all_gather_bytes(struct.pack("<qqq", *of_worker)):
+                worker, count, unstepped = struct.unpack("<qqq", one)
+                trained[worker] += count
+                dropped += unstepped
+            trained.update(epoch_batches.departed)
+        if not trainer.strategy.asynchronous:
+            progress.count_all(samples := samples - dropped)
+        summary = EpochSummary(
+            self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures, trained
+        )
         with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
             trainer.transport.broadcast_by_ranks(lambda: self._write_epoch(summary))
         trainer.events.flush()
@@ -253,7 +269,10 @@ class Evaluator:
         counts = summary.counts
         if isinstance(summary.epoch_batches, LeasedEpoch):
             counts = [_encoded_counts(*summary.epoch_batches.audited())]
-        counted = _sample_counts(counts, summary.epoch_batches) if counts is not None else {"sample_counts": None}
+        if counts is not None:
+            counted = _sample_counts(counts, summary.epoch_batches)
+        else:
+            counted = {"sample_counts": None, "trained": dict(sorted(summary.trained.items()))}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
         self._trainer.events.write(

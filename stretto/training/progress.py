@@ -50,6 +50,8 @@ class LoopProgress:
         """Number of exchanges."""
         self.samples = self.samples_before = self.own_samples = 0
         """Samples of all workers, those before this epoch, and those of this worker."""
+        self._dropped = 0
+        """Own samples of batches that the script has left without a step."""
         self.samples_resumed = 0
         """Samples of the checkpoint that the run continues from."""
         self.unstepped_here = 0
@@ -109,6 +111,11 @@ class LoopProgress:
     def samples_of_epoch(self) -> int:
         """Number of samples of all workers in this epoch."""
         return self.samples - self.samples_before
+
+    @property
+    def own_samples_of_epoch(self) -> int:
+        """Number of samples of this worker in this epoch."""
+        return self.own_samples - self._start.own_samples
 
     @property
     def global_steps_of_epoch(self) -> int:
@@ -188,6 +195,12 @@ class LoopProgress:
     def drop_samples(self, own: int) -> None:
         """Remove `own` samples of batches that the script has left without a step."""
         self.own_samples -= own
+        self._dropped += own
+
+    def take_dropped(self) -> int:
+        """Return the number of samples that were removed since the last call."""
+        dropped, self._dropped = self._dropped, 0
+        return dropped
 
     def count_step(self, index: int) -> None:
         """Count a step of an optimizer."""

@@ -272,3 +272,31 @@ def test_work_at_the_end_of_a_stream_that_no_exchange_has_carried_is_named_if_it
     lost = [event["text"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "batches_lost"]
     assert len(lost) == (step == 15)
     assert all("worker 1 failed before the first exchange after the end of an epoch: 12 samples" in one for one in lost)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "again", "split"),
+    [([(1, 6)], 0, False), ([(1, 6), (2, 9)], 0, True), ([(1, 6)], 1, False), ([(1, 15)], 0, False)],
+)
+def test_epochs_count_what_each_worker_has_trained_of_a_stream(
+    deaths: list[tuple[int, int]], again: int, split: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that fails at step 15 has four samples that no exchange has carried after the end of an epoch."""
+    batches = torch.arange(ROWS * SPLIT).split(2)[:84]
+    work, _ = rows_of(deaths, monkeypatch, lambda: list(batches), epochs=2)
+    killed_before = set[int]()
+
+    def once(worker: int) -> Any:
+        if worker in killed_before:
+            deaths.clear()
+        killed_before.add(worker)
+        return work(worker)
+
+    recipe = "local_sgd(every=4)"
+    run_elastic_workers(6 if (1, 15) in deaths else 3, once, recipe, tmp_path, again, split=split)
+    epochs = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "epoch"]
+    lost = 4 * ((1, 15) in deaths)
+    trained = [sum(event["trained"].values()) for event in epochs]
+    assert trained == [168, 168 - lost]
+    assert [event["samples"] for event in epochs] == [168, 336 - lost]
+    assert all(set(event["trained"]) <= set("012345") for event in epochs)
