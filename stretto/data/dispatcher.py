@@ -10,11 +10,12 @@ To settle a batch is to count it: its update is in the parameters. A section is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.data.leases import FirstCome, Lease, Ledger, PlanName, RoundRobin
+from stretto.data.leases import FirstCome, Lease, Ledger, PlanName, RoundRobin, StreamLedger
 from stretto.membership.epoch_numbers import section_of
 
 
@@ -53,6 +54,8 @@ class BatchDispatcher:
         self.members = set(range(workers))
         self.epoch_number = 0
         self._ledger = Ledger([], FirstCome())
+        self.stream: StreamLedger | None = None
+        """What counts of the current epoch, if it is over a stream, which has no leases."""
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
         self.barrier_every: int | None = None
@@ -99,6 +102,7 @@ class BatchDispatcher:
         self.epoch_number, self.barrier_every = epoch_number, barrier_every
         members = sorted(self.members)
         self._ledger = Ledger(sizes, RoundRobin(members) if plan == "in-turn" else FirstCome())
+        self.stream = StreamLedger() if plan == "stream" else None
         self._settled_before = list(settled)
         if settled:
             self._ledger.roll_back(settled)
@@ -127,10 +131,15 @@ class BatchDispatcher:
         if self.may_announce_barrier and self._with_batch({worker}):
             self.barriers_announced.append(True)
 
-    def settle(self, worker: int, epoch_number: int, batches: Sequence[int]) -> int:
-        """Count these batches, whose updates are in the parameters; return how many were counted."""
+    def settle(self, worker: int, epoch_number: int, batches: Sequence[int], samples: Sequence[int] = ()) -> int:
+        """Count these batches, whose updates are in the parameters; return how many were counted.
+
+        Of a stream only the workers know the `samples` of each.
+        """
         if epoch_number != self.epoch_number:
             return 0
+        if self.stream is not None:
+            return self.stream.settle(worker, batches, samples)
         leases = [lease for batch in batches if (lease := self._ledger.leased(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in leases)
 
@@ -190,11 +199,14 @@ class BatchDispatcher:
 
     # --- rollback -----------------------------------------------------------------------------------------------
 
-    def settled_batches(self) -> tuple[int, list[int], list[int]]:
-        """Return the epoch number, its settled batches, and the workers that trained them."""
-        return self.epoch_number, self._ledger.settled, self._ledger.trained_by
+    def settled_batches(self) -> tuple[int, list[int], list[int], Any]:
+        """Return the epoch number, its settled batches, the workers that trained them, and what counts of a stream."""
+        stream = self.stream.state() if self.stream is not None else None
+        return self.epoch_number, self._ledger.settled, self._ledger.trained_by, copy.deepcopy(stream)
 
-    def roll_back(self, epoch_number: int, settled: Sequence[int], trained_by: Sequence[int]) -> None:
+    def roll_back(
+        self, epoch_number: int, settled: Sequence[int], trained_by: Sequence[int], stream: Any = None
+    ) -> None:
         """Roll back to these settled batches: later settlements and all leases are void.
 
         Those of an earlier epoch stand for the end of that epoch, before the first batch of this one.
@@ -203,6 +215,9 @@ class BatchDispatcher:
             self._ledger.roll_back(settled, trained_by)
         else:
             self._ledger.roll_back(self._settled_before)
+        if self.stream is not None:
+            is_of_epoch = epoch_number == self.epoch_number and stream is not None
+            self.stream = StreamLedger.restored(stream) if is_of_epoch else StreamLedger()
         self._reset_leases()
 
     def _reset_leases(self) -> None:
@@ -225,12 +240,13 @@ class BatchDispatcher:
         """Return the state as plain values."""
         values = {name: getattr(self, name) for name in STORED}
         sets = [sorted(each) for each in (self.members, self._waiting, self._left_early)]
-        return values, sets, self._ledger.state()
+        return values, sets, self._ledger.state(), self.stream.state() if self.stream is not None else None
 
     def load_state(self, state: Any) -> None:
         """Load a state."""
-        values, sets, ledger = state
+        values, sets, ledger, stream = state
         for name, value in values.items():
             setattr(self, name, value)
         self.members, self._waiting, self._left_early = map(set, sets)
         self._ledger = Ledger.restored(ledger)
+        self.stream = StreamLedger.restored(stream) if stream is not None else None

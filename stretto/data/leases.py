@@ -18,6 +18,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.data.assignment import Range
+from stretto.data.stream_order import merged
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -84,8 +87,9 @@ class RoundRobin:
         return range(self.members.index(owner), batches, len(self.members))
 
 
-PlanName = Literal["first-come", "in-turn", "one-each"]
-"""Plans of an epoch: batches go to the first worker that asks, or in turn, or each worker has one of them for sure."""
+PlanName = Literal["first-come", "in-turn", "one-each", "stream"]
+"""Plans of an epoch: batches go to the first worker that asks, or in turn, or each worker has one of them for sure; or
+the workers deal a stream among themselves."""
 
 
 class Ledger:
@@ -209,6 +213,59 @@ class Ledger:
         for batch in self._settled:
             counts[self._bounds[batch] : self._bounds[batch + 1]] = 1
         return counts
+
+
+class StreamLedger:
+    """Ledger of an epoch over a stream, which the workers deal among themselves: the numbers that count, by worker.
+
+    Each worker numbers its own batches. Settling is idempotent, also by numbers of which the samples are not known: a
+    worker that failed had batches of the size of its last one.
+
+    >>> ledger = StreamLedger()
+    >>> ledger.settle(1, [0, 1, 3], [8, 8, 8])
+    3
+    >>> ledger.settle(1, [3, 4])
+    1
+    >>> ledger.numbers, ledger.samples_by_worker()
+    ({1: [(0, 2), (3, 5)]}, {1: 32})
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, list[Range]] = {}
+        """Sorted ranges of the settled numbers, by worker."""
+        self._samples: dict[int, int] = {}
+        self._last_size: dict[int, int] = {}
+
+    def settle(self, worker: int, numbers: Sequence[int], samples: Sequence[int] = ()) -> int:
+        """Count these numbers; return how many were not counted before."""
+        settled = self.numbers.setdefault(worker, [])
+        new = 0
+        for at, number in enumerate(numbers):
+            if any(start <= number < stop for start, stop in reversed(settled)):
+                continue
+            size = samples[at] if samples else self._last_size.get(worker, 0)
+            self._samples[worker] = self._samples.get(worker, 0) + size
+            self._last_size[worker] = size
+            settled[:] = merged([*settled, (number, number + 1)])
+            new += 1
+        return new
+
+    def samples_by_worker(self) -> dict[int, int]:
+        """Return each worker's number of samples that count, over all its incarnations."""
+        return dict(sorted(self._samples.items()))
+
+    def state(self) -> Any:
+        """Return the state as plain values."""
+        return self.numbers, self._samples, self._last_size
+
+    @classmethod
+    def restored(cls, state: Any) -> StreamLedger:
+        """Return the ledger that had this state."""
+        ledger = cls()
+        numbers, samples, last_size = state
+        ledger.numbers = {worker: [(start, stop) for start, stop in ranges] for worker, ranges in numbers.items()}
+        ledger._samples, ledger._last_size = dict(samples), dict(last_size)
+        return ledger
 
 
 def audit(counts: Iterable[NDArray[np.uint8]]) -> Audit:

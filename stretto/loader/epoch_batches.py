@@ -488,6 +488,7 @@ class BatchSource:
             place = replace(place, trained=[], proofs=[], state=None, parts=[]) if begins_as_before else None
         if self.is_iterator and self.streamed is not None:
             if self.streamed.continue_in_next_epoch():
+                self.streamed.begin_count(number)
                 return self.streamed
             reader = self.streamed.reader
             trained = [(0, reader.pass_read_ones(self._transport))]
@@ -526,6 +527,7 @@ class BatchSource:
             load,
             parts,
             place if joins else None,
+            number,
         )
         return self.streamed
 
@@ -554,6 +556,18 @@ class BatchSource:
             return StreamReader(loader, None, place, self._keeps_proofs)
         told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
         return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place, self._keeps_proofs)
+
+    def read_again(self, epoch: StreamedEpoch) -> StreamReader | None:
+        """Return a reader of the stream of this epoch from its beginning; None of an iterator, which is read once."""
+        if self.is_iterator:
+            return None
+        before = epoch.reader
+        proofs = [proof] if (proof := before.proof()) is not None else []
+        place = StreamPlace(0, False, [], {}, proofs, before.start, b"", None)
+        loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
+        if self.is_indexed:
+            loader = IndexBatches(self._loader, self._global_batch_of)
+        return StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
 
     def keep_proofs(self) -> bool:
         """Keep from now on what proves a place in a stream; return True if it was not kept before, of the one read."""

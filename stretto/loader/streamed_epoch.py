@@ -6,6 +6,7 @@ workers change, the rest of the stream is dealt again from the trained positions
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +19,20 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from stretto.data.assignment import Range
+from stretto.data.leases import Lease
 from stretto.data.stream_order import StreamOrder, without
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import samples_in
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader
+from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.transport import Transport
 from stretto.transport.interface import Change
 
 NONE = -1
 """Number that a worker without a further batch sends in place of its samples."""
+DEAL = 1 << 40
+"""Numbers of a worker's batches of one deal."""
 END = object()
 """Sign that nothing follows."""
 
@@ -37,8 +42,10 @@ class StreamedEpoch:
 
     All workers read one `order`, and each gets every N-th batch; or by `split` its part of each batch; or `is_own` and
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
-    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples. All share
-    the `parts` of earlier batches that were not trained before the rest of the stream.
+    All share the `parts` of earlier batches that were not trained before the rest of the stream. Workers that do not
+    wait for each other (`asynchronous`) share nothing, and know only their own samples. Each numbers its batches, and
+    the dispatcher has the numbers whose work the server has. Those that are left at the end of the stream, since a
+    worker has failed or left or the server was rolled back, are dealt again, and the stream is read again for them.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
@@ -67,10 +74,16 @@ class StreamedEpoch:
         load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
         parts: Sequence[Piece] = (),
         joined: StreamPlace | None = None,
+        number: int = 0,
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
         self._is_dealt = not is_own and split is None
+        self._server = transport.server if asynchronous and not is_own else None
+        self._number = self._first = self._length = 0
+        """Number of this epoch, this worker's first number in it, and the stream's length, once it has ended."""
+        self._deals = 0
+        """Number of times that the rest of the stream was dealt again to workers that do not wait."""
         self._dealers = self._members = transport.members
         """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
         self._read = self._stepped = 0
@@ -92,13 +105,23 @@ class StreamedEpoch:
         """Workers whose own shard has ended."""
         self._has_ended = self._is_unfinished = False
         """True if no worker has found a batch; and if a failed worker's were returned after that."""
-        self._samples_so_far = samples
+        self._samples_so_far = self.samples_resumed = samples
+        """Samples given so far, and those of before a resume."""
         self._samples = Counter(joined.samples if joined is not None else {})
         """Samples that each worker was given in this epoch, as far as this worker knows it."""
         self.departed = Counter(joined.departed if joined is not None else {})
         """Samples of this epoch that workers which have failed or left had trained, by worker."""
         self._keeps = transport.repeats_attempts and not is_own and not asynchronous
+        self.begin_count(number)
         self._begin_reading()
+
+    def begin_count(self, number: int) -> None:
+        """Let the dispatcher count what is trained in the epoch of this number."""
+        self._number, self._first = number, self._read
+        if self._server is not None:
+            self._transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
+            self._server.begin_epoch(number, (), None, "stream")
+            self._recovery_epoch = self._server.recovery_epoch
 
     def _begin_reading(self) -> None:
         """Read from this worker's next piece on."""
@@ -145,6 +168,10 @@ class StreamedEpoch:
         """Count the batches of the present workers: the agreed state includes all that was given to them so far."""
         if self._asynchronous:
             self._given[self._transport.number] = self._stepped
+        if self._server is not None:
+            valid = [one for one in is_counted if one.recovery_epoch == self._server.recovery_epoch]
+            if valid:
+                self._server.settle(self._number, [one.batch for one in valid], [one.samples for one in valid])
         for worker in self._transport.members:
             self._carried[worker] = self._given.get(worker, 0)
             self._uncommitted.pop(worker, None)
@@ -155,7 +182,7 @@ class StreamedEpoch:
 
         Return False, at all workers alike, if a worker has failed that the others did not wait for: its share is over.
         """
-        self._has_ended, self._samples_so_far = False, 0
+        self._has_ended, self._samples_so_far, self.samples_resumed = False, 0, 0
         self._samples.clear()
         self.departed.clear()
         return not self._asynchronous or len(self._transport.all_gather_bytes(b"")) == len(self._dealers)
@@ -184,7 +211,11 @@ class StreamedEpoch:
             batch, own = self._next_batch()
             self._samples_so_far += own
             streamed = 1 if self._split is not None else len(self._dealers)
-            return GlobalStep(batch, None, own, self._samples_so_far, streamed=streamed) if own else None
+            lease = None
+            if self._server is not None:
+                recovery_epoch = self._server.recovery_epoch
+                lease = Lease(self._numbered(self._read - 1), self._transport.number, 0, own, recovery_epoch)
+            return GlobalStep(batch, lease, own, self._samples_so_far, streamed=streamed) if own else None
         while True:
             counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
             assert self._offered is not None
@@ -240,6 +271,8 @@ class StreamedEpoch:
                 return self._cut(item), samples
             if not self._asynchronous:
                 return None, 0
+            if self._server is not None:  # a part without a sample
+                self._server.settle(self._number, [self._numbered(self._read - 1)], [0])
         return None, 0 if self._asynchronous else NONE
 
     def _next_item(self) -> Any:
@@ -353,6 +386,96 @@ class StreamedEpoch:
         self._dealers = self._transport.members
         self._deal(trained)
 
+    # --- what is left of a stream whose workers do not wait -------------------------------------------------------
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the dispatcher counts what is trained."""
+        return self._server is not None
+
+    def _numbered(self, number: int) -> int:
+        """Return the number of a batch of this worker over all deals."""
+        return self._deals * DEAL + number
+
+    def trained(self) -> dict[int, int]:
+        """Return the samples of this epoch by worker, over all its incarnations, as the dispatcher counts them."""
+        assert self._server is not None
+        while True:
+            try:
+                samples: dict[int, int] = self._server.settled_of_stream(self._number)[1]
+                return samples
+            except RollbackRequiredError:
+                self._server.roll_back()
+
+    def _settled(self) -> dict[int, list[Range]]:
+        """Return the numbers of this deal that count, as ranges by worker. Raises RollbackRequiredError."""
+        assert self._server is not None
+        first = self._numbered(0)
+        return {
+            worker: [(start - first, stop - first) for start, stop in ranges if first <= start < first + DEAL]
+            for worker, ranges in self._server.settled_of_stream(self._number)[0].items()
+        }
+
+    def _settled_now(self) -> dict[int, list[Range]]:
+        assert self._server is not None
+        while True:
+            try:
+                return self._settled()
+            except RollbackRequiredError:
+                self._server.roll_back()
+
+    def _piece_of(self, worker: int, number: int) -> Piece:
+        """Return the piece of a dealer with this number, and which part of it is the dealer's, if all split it."""
+        index = self._dealers.index(worker)
+        position, parts = self._piece(index if self._is_dealt else 0, number)
+        return position, parts if self._is_dealt else (*parts, (index, len(self._dealers)))
+
+    def undone(self, held: Sequence[Lease]) -> list[int]:
+        """Return this worker's numbers whose work a rollback has undone, all but those that it still has."""
+        if self._server is None:
+            return []
+        settled = self._settled_now().get(self._transport.number, [])
+        if self._server.recovery_epoch == self._recovery_epoch:
+            return []
+        kept = {one.batch - self._numbered(0) for one in held}
+        return [number for number in _gaps(settled, self._read) if number not in kept]
+
+    def left(self, undone: Sequence[int], is_left: bool) -> list[Piece]:
+        """Return with all workers what no worker has trained of the stream, which has ended.
+
+        `undone` are this worker's numbers that a rollback has undone. Nothing is left if a script `is_left` early.
+        """
+        if self._server is None:
+            return []
+        told = (self._transport.number, list(undone), self.reader.position, is_left)
+        replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(told))
+        found = [msgspec.msgpack.decode(one, type=tuple[int, list[int], int, bool]) for one in replies]
+        packed = self._transport.broadcast_bytes(lambda: msgspec.msgpack.encode(self._settled_now()))
+        settled: dict[int, list[Range]] = msgspec.msgpack.decode(packed, type=dict[int, list[Range]])
+        if any(is_left for *_, is_left in found):
+            return []
+        length = max(position for _, _, position, _ in found)
+        numbers = {worker: undone for worker, undone, *_ in found}
+        for worker in self._dealers:
+            if worker not in numbers:
+                own = settled.get(worker, [])
+                first = (own[0][0] if own else self._first) if self._first else 0
+                total = next(one for one in itertools.count(first) if self._piece_of(worker, one)[0] >= length)
+                numbers[worker] = _gaps(own, total, first)
+        self._length = length
+        return sorted(self._piece_of(worker, one) for worker, each in numbers.items() for one in each)
+
+    def deal_left(self, reader: StreamReader, pieces: Sequence[Piece]) -> None:
+        """Deal these pieces among all workers, each of which reads the stream again."""
+        everything: list[Range] = [(0, self._length)]
+        self.reader, self._dealers = reader, self._transport.members
+        self._deals += 1
+        if self._is_dealt:
+            self._deal(without(everything, {position for position, _ in pieces}))
+        else:
+            self._returned = list(pieces)
+            self._deal(everything)
+
     def take_lost_shards(self) -> dict[int, int]:
         """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
 
@@ -424,7 +547,19 @@ class StreamedEpoch:
         places = [msgspec.json.decode(text, type=StreamPlace) for text in (reports or [self.report()])]
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
+        holes: list[Piece] = []
+        if self._server is not None:
+            settled = self._settled()
+            self._carried = {
+                worker: max((stop for _, stop in settled.get(worker, [])), default=0) for worker in self._dealers
+            }
+            for worker, count in self._carried.items():
+                holes += [self._piece_of(worker, one) for one in _gaps(settled.get(worker, []), count, self._first)]
         trained, parts = self._place(self._carried)
+        if self._is_dealt:
+            trained = without(trained, {position for position, _ in holes})
+        else:
+            parts = sorted([*parts, *holes])
         state = self.reader.state() if not self._is_own else None
         start, read = self.reader.start if not self._is_own else b"", None
         if not reports and not self._is_own:
@@ -448,3 +583,9 @@ class StreamedEpoch:
         if state is not None and state.position > place.goal:
             place = replace(place, state=None)
         return msgspec.json.encode(place).decode()
+
+
+def _gaps(ranges: Sequence[Range], total: int, first: int = 0) -> list[int]:
+    """Return the numbers from `first` to below `total` that are in none of these sorted ranges."""
+    starts, stops = [first, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), total]
+    return [number for gap in zip(starts, stops, strict=True) for number in range(gap[0], min(gap[1], total))]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.collective_ops import Exchange as ExchangeOp
+from stretto.data.assignment import Range
 from stretto.data.leases import PlanName
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
@@ -486,9 +487,9 @@ class ParameterServerClient(Transport):
             self.barriers_announced += 1
         return body
 
-    def settle(self, number: int, batches: Sequence[int]) -> None:
-        """Report that the work on these batches is in the server's parameters."""
-        self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch))
+    def settle(self, number: int, batches: Sequence[int], samples: Sequence[int] = ()) -> None:
+        """Report that the work on these batches is in the server's parameters; of a stream, with their `samples`."""
+        self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch, list(samples)))
 
     def wait_epoch_end(self, number: int, left_early: bool = False) -> bool:
         """Wait, without holding others back, until no worker holds a batch of the epoch; return True then.
@@ -517,6 +518,18 @@ class ParameterServerClient(Transport):
         _, (chunks, pairs) = self._dispatcher.wait(self._dispatcher.send(m.CountSamples(number, self.recovery_epoch)))
         workers, samples = concatenated(pairs, "int64").reshape(-1, 2).T.tolist()
         return concatenated(chunks, "uint8"), dict(zip(workers, samples, strict=True))
+
+    def settled_of_stream(self, number: int) -> tuple[dict[int, list[Range]], dict[int, int]]:
+        """Return the numbers of an epoch over a stream that count, as ranges by worker, and the samples by worker.
+
+        Raises RollbackRequiredError if a service was lost.
+        """
+        _, results = self._dispatcher.wait(self._dispatcher.send(m.CountSamples(number, self.recovery_epoch)))
+        rows, pairs = (concatenated(one, "int64") for one in results)
+        numbers: dict[int, list[Range]] = {}
+        for worker, start, stop in rows.reshape(-1, 3).tolist():
+            numbers.setdefault(worker, []).append((start, stop))
+        return numbers, dict(pairs.reshape(-1, 2).tolist())
 
     # --- joining, and rollback ---------------------------------------------------------------------------------
 

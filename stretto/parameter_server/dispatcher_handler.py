@@ -53,6 +53,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     epoch_number: int
     settled: list[int]
     trained_by: list[int]
+    stream: Any = None
+    """What counts of an epoch over a stream."""
 
 
 class DispatcherHandler:
@@ -118,7 +120,7 @@ class DispatcherHandler:
             return [OutgoingMessage(worker, request_id, self._lease(worker, body)), *self._release()]
         if isinstance(body, m.Settle):
             if body.recovery_epoch == self._recovery_epoch:
-                self.dispatcher.settle(worker, body.epoch_number, body.batches)
+                self.dispatcher.settle(worker, body.epoch_number, body.batches, body.samples)
             return self._release()
         if isinstance(body, m.Gather | m.BroadcastOrder | m.Barrier):
             return self._collective(worker, header, tensors)
@@ -161,15 +163,14 @@ class DispatcherHandler:
             ledger = (
                 self.dispatcher.ledger if body.epoch_number == self.dispatcher.epoch_number else Ledger([], FirstCome())
             )
-            trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64, device="cpu").reshape(-1)
-            return [
-                OutgoingMessage(
-                    worker,
-                    request_id,
-                    m.Result(),
-                    [torch.tensor(ledger.counts(), dtype=torch.uint8, device="cpu"), trained],
-                )
-            ]
+            counts = torch.tensor(ledger.counts(), dtype=torch.uint8, device="cpu")
+            by_worker = ledger.samples_by_worker()
+            if (stream := self.dispatcher.stream) is not None and body.epoch_number == self.dispatcher.epoch_number:
+                rows = [(one, *each) for one, ranges in sorted(stream.numbers.items()) for each in ranges]
+                counts = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1)
+                by_worker = stream.samples_by_worker()
+            trained = torch.tensor([*by_worker.items()], dtype=torch.int64, device="cpu").reshape(-1)
+            return [OutgoingMessage(worker, request_id, m.Result(), [counts, trained])]
         if isinstance(body, m.Snapshot):
             self._take_snapshot(body.op, body.stored)
             return [OutgoingMessage(worker, request_id, m.EpochStatus(self._was_over))]
@@ -343,7 +344,7 @@ class DispatcherHandler:
             raise FramingError("a server was lost, and there is no snapshot that all servers have")
         chosen = self._snapshots[usable[-1]]
         self._keep_snapshots([number for number in self._snapshots if number <= usable[-1]])
-        self.dispatcher.roll_back(chosen.epoch_number, chosen.settled, chosen.trained_by)
+        self.dispatcher.roll_back(chosen.epoch_number, chosen.settled, chosen.trained_by, chosen.stream)
         self._was_over, self._last_snapshot = chosen.is_over, usable[-1]
         self._recovery_epoch = max(body.recovery_epoch, body.highest_epoch) + 1
         self._rolled_back, self._is_partial = m.RolledBack(self._recovery_epoch, usable[-1], body.boot_ids), False

@@ -287,18 +287,22 @@ class AwaitEpochEnd(_Message):
 
 
 class CountSamples(_Message):
-    """Request for how often each sample of the epoch was counted."""
+    """Request for how often each sample of the epoch was counted; of a stream, for the numbers that count.
+
+    These are rows of a worker and a range of its numbers.
+    """
 
     epoch_number: int
     recovery_epoch: int
 
 
 class Settle(_Message):
-    """Notice that the work on these batches is in the server's parameters."""
+    """Notice that the work on these batches is in the server's parameters; of a stream, with the samples of each."""
 
     epoch_number: int
     batches: list[int]
     recovery_epoch: int = 0
+    samples: list[int] = []
 
 
 class Leave(_Message):

@@ -310,16 +310,49 @@ class Epochs:
             return
         self._recovery_epoch = server.recovery_epoch
         undone = self._progress.own_samples - self._samples_at_meeting
-        if isinstance(self.current, StreamedEpoch) and undone > 0:
+        is_done_again = (
+            isinstance(self.current, StreamedEpoch) and self.current.is_counted and not self.source.is_iterator
+        )
+        if isinstance(self.current, StreamedEpoch) and undone > 0 and not is_done_again:
             self.note_lost(
                 f"a part of the server was lost: at least {undone:,} samples of a stream that worker "
                 f"{self._transport.number} had trained since the last snapshot",
                 writes=True,
             )
 
+    def _deal_left(self, stream: EpochBatches, is_left: bool) -> bool:
+        """Deal among all workers what none has trained of a stream, if they do not wait. Return True if there is any.
+
+        All have met, and the server has the work of all. What absent workers have left of an iterator is named.
+        """
+        if not isinstance(stream, StreamedEpoch) or not stream.is_counted:
+            return False
+        steps = self._trainer.global_steps
+        is_stepless = not self._progress.has_stepped_in_epoch and self._progress.unstepped_here > 0
+        undone = stream.undone(steps.held_leases()) if not is_stepless and not self.source.is_iterator else []
+        if is_left and undone:
+            self.note_lost(
+                f"a part of the server was lost, and with it {len(undone):,} batches of worker "
+                f"{self._transport.number}, whose loop was left",
+                writes=True,
+            )
+        pieces = stream.left(undone, is_left or is_stepless)
+        reader = self.source.read_again(stream) if pieces else None
+        if reader is not None:
+            stream.deal_left(reader, pieces)
+        elif pieces:
+            self.note_lost(
+                f"{len(pieces):,} batches, which failed or left workers had not trained and an iterator does not give "
+                "again",
+                writes=self._transport.number == min(self._transport.members),
+            )
+        return reader is not None
+
     def _note_absent(self) -> None:
         """Write the shares of workers that failed or left within a stream, where workers do not wait for each other."""
         if not isinstance(self.current, StreamedEpoch) or not self._progress.has_stepped_in_epoch:
+            return
+        if self.current.is_counted:
             return
         for worker, batches in self.current.share_of_absent().items():
             self.note_lost(
@@ -419,7 +452,7 @@ class Epochs:
         if progress.unstepped and not strategy.asynchronous:
             strategy.average_buffers(progress.unstepped_here)
         strategy.sync_for_evaluation()
-        if agent.reopens(self.current, left):
+        if agent.reopens(self.current, left) or self._deal_left(self.current, left):
             progress.enter(LOOP)
             strategy.resume()
             return False
@@ -511,11 +544,16 @@ class Epochs:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
         is_counted = self.source.is_counted
         own = self._progress.samples if is_counted else self._progress.own_samples
+        stream = self.source.streamed if self.source.streamed is not None and self.source.streamed.is_counted else None
         counts = [
             struct.unpack("<q??", count)
             for count in self._transport.all_gather_bytes(struct.pack("<q??", own, self._has_peeked, self._has_left))
         ]
         samples = [count for count, *_ in counts]
-        self._progress.count_all(max(samples) if is_counted else self._progress.samples_resumed + sum(samples))
+        if stream is None:
+            self._progress.count_all(max(samples) if is_counted else self._progress.samples_resumed + sum(samples))
+        elif self.current is not None:
+            trained = stream.samples_resumed + sum(stream.trained().values())
+            self._progress.count_all(self._progress.samples_before + trained)
         self._all_peeked = all(peeked for _, peeked, _ in counts)
         self._all_left = all(left for *_, left in counts)

@@ -225,6 +225,8 @@ class Evaluator:
                 trained[worker] += count
                 dropped += unstepped
             trained.update(epoch_batches.departed)
+            if epoch_batches.is_counted:
+                trained = Counter(epoch_batches.trained())
         if not trainer.strategy.asynchronous:
             progress.count_all(samples := samples - dropped)
         summary = EpochSummary(

@@ -19,6 +19,7 @@ from stretto.loader.epoch_batches import BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
+from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe
@@ -534,7 +535,8 @@ class GlobalSteps:
         """Push the work that no exchange has carried yet to a server."""
         samples, self._samples_sent = self._progress.own_samples - self._samples_sent, self._progress.own_samples
         leases = self._take_leases()
-        if isinstance(self._trainer.epoch_batches, LeasedEpoch):
+        current = self._trainer.epoch_batches
+        if isinstance(current, LeasedEpoch) or (isinstance(current, StreamedEpoch) and current.is_counted):
             samples = sum(lease.samples for lease in leases)
         with ExitStack() as scaled:
             for rate in self._rates:
@@ -567,6 +569,10 @@ class GlobalSteps:
     def settle_leases(self) -> None:
         """Count the work since the last exchange as trained."""
         self.settle(self._take_leases())
+
+    def held_leases(self) -> list[Lease]:
+        """Return the leases whose work no exchange has carried."""
+        return list(self._leases)
 
     def _take_leases(self) -> list[Lease]:
         """Remove and return the leases of the work since the last exchange; those without a step stay."""
