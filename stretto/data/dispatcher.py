@@ -55,7 +55,7 @@ class BatchDispatcher:
         self.epoch_number = 0
         self._ledger = Ledger([], FirstCome())
         self.stream: StreamLedger | None = None
-        """What counts of the current epoch, if it is over a stream, which has no leases."""
+        """Ledger of the current epoch, if it is over a stream, which has no leases."""
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
         self.barrier_every: int | None = None

@@ -54,7 +54,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     settled: list[int]
     trained_by: list[int]
     stream: Any = None
-    """What counts of an epoch over a stream."""
+    """State of the ledger of an epoch over a stream."""
 
 
 class DispatcherHandler:
