@@ -19,6 +19,7 @@ from stretto.report import (
     incidents,
     plot_style,
     run_log,
+    shares_section,
     stages_section,
     staleness_section,
     time_series,
@@ -234,6 +235,7 @@ def _figures(record: Record) -> str:
 def _tables(record: Record, history: History) -> list[Sheet]:
     coverage = [_coverage(history)] if history.epochs else []
     tables = [
+        *shares_section.sheets(history),
         *stages_section.sheets(history),
         *traffic_section.sheet(record),
         *staleness_section.sheet(record, history),
