@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from stretto import api
+from stretto.training.trainer import Trainer
+
+
+def has_weight() -> bool:
+    """Return True if samples of the batch that the script has are trained: its pass has not weight 0."""
+    trainer = api._current.get()
+    return not isinstance(trainer, Trainer) or not trainer.global_steps.is_weightless
+
 
 def batch_of(number: int) -> torch.Tensor:
     """Return the numbers of the two rows of a batch."""

@@ -205,6 +205,14 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     return _rows(batch, samples, slice(start, stop)) if start < stop else None
 
 
+def has_rows(batch: Any, samples: int) -> bool:
+    """Return True if every tensor and array of a batch has a row for each of its samples, so that it can be divided."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return bool(batch.ndim and batch.shape[0] == samples)
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return all(has_rows(item, samples) for item in items)
+
+
 def _rows(batch: Any, samples: int, rows: slice) -> Any:
     """Return these rows of everything in a batch that has one for each sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):

@@ -184,6 +184,7 @@ class StreamReader:
         """Random states after the last batch, if the stream draws from the generators of the script."""
         self._draws_in_turn = (False, False)
         """True if the script has drawn random numbers between two batches; and if the stream has after that."""
+        self._noted: StreamState | None = None
         self._continued: Any = None
         """Owner of the state that was loaded, until a batch was read."""
         if place is not None and place.state is not None:
@@ -240,6 +241,12 @@ class StreamReader:
         while len(self._ahead) < count and (found := self._read()) is not None:
             self._ahead.append(found)
         return [batch for batch, _ in list(self._ahead)[:count]]
+
+    def look(self, position: int) -> Any:
+        """Return the batch at a position without taking it; None if the stream has ended before."""
+        if position < self.position:
+            return self._kept[position][0] if position in self._kept else None
+        return next(iter(self.peek(position - self.position + 1)[position - self.position :]), None)
 
     def pass_read_ones(self, transport: Transport) -> int:
         """Pass the batches that any worker has read, which an iterator does not give again; return their number."""
@@ -317,6 +324,15 @@ class StreamReader:
         except (RecipeError, TypeError, ValueError, OverflowError):  # it holds objects that are not plain
             return None
         return StreamState(self.position + len(self._ahead), content, self._random())
+
+    def note_state(self) -> None:
+        """Keep the state of now, if checkpoints are written: that of before the batches that are read next."""
+        self._noted = self.state() if self._keeps_last else None
+
+    def state_before(self, position: int) -> StreamState | None:
+        """Return the noted state, or else that of now, if the batch at this position is read after it."""
+        states = [one for one in (self._noted, self.state()) if one is not None and one.position <= position]
+        return states[0] if states else None
 
     def _load(self, state: StreamState) -> None:
         """Continue from a state, if the stream takes it."""

@@ -18,11 +18,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from stretto.data.assignment import Range
+from stretto.data.assignment import SMALLEST_SHARE, Range
 from stretto.data.leases import Lease
-from stretto.data.stream_order import StreamOrder, without
+from stretto.data.stream_order import StreamOrder, first_untrained, merged, without
 from stretto.loader.arrangement import Arrangement
-from stretto.loader.epoch_order import samples_in
+from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader
 from stretto.parameter_server.client_types import RollbackRequiredError
@@ -54,6 +54,13 @@ class StreamedEpoch:
         worker 1   1 3 | 5 x           and fails: 5 was lost with it
         dealt then           5 7 8 ...
 
+    Where workers wait for each other, each reads the batches of all in a global step, so that all know when fewer are
+    left than there are workers. These are divided into a share for each worker:
+
+        worker 0   0 3 | first half of 6        batches 6 and 7 are the last ones
+        worker 1   1 4 | second half of 6
+        worker 2   2 5 | 7
+
     Batches that were read since that exchange are kept until the next one for this. Workers that have joined and read
     the stream to this place take part in the same way (`deal_among_all`). One iterator for several epochs is one object
     of this class, which continues in each.
@@ -84,6 +91,9 @@ class StreamedEpoch:
         """Number of this epoch, this worker's first number in it, and the stream's length, once it has ended."""
         self._deals = 0
         """Number of times that the rest of the stream was dealt again to workers that do not wait."""
+        self._divide = indices_of if load is not None else part_of
+        self._shares: tuple[int, list[Piece | None]] | None = None
+        """The last global step, as its number since the stream was dealt and the shares of the dealers, once known."""
         self._dealers = self._members = transport.members
         """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
         self._read = self._stepped = 0
@@ -98,6 +108,8 @@ class StreamedEpoch:
         """Parts of earlier batches, such as those of failed workers, which all share before the rest of the stream."""
         self._offered: tuple[Any, int] | None = None
         """This worker's batch of the next global step and its samples, until all workers have exchanged theirs."""
+        self._last: Any = None
+        """The last batch of this worker, over which it makes a pass of weight 0 in a step that has none for it."""
         self._late: list[Change] = []
         """Changes of membership that follow the global step whose samples are exchanged now."""
         self._lost_shards: dict[int, int] = {}
@@ -139,6 +151,7 @@ class StreamedEpoch:
         """Keep the batches that may be read again: neither in the agreed state nor given to any worker."""
         given = self._given[self._transport.number if self._asynchronous else self._dealers[0]]
         needed = [position for position, _ in (*self._returned[given:], self._piece(0, given))]
+        needed.append(self._order.position(0, max(given - len(self._returned), 0)))
         needed += [position for of_worker in self._uncommitted.values() for (position, _), _ in of_worker]
         self.reader.keep_from(min(needed) if self._keeps or given < len(self._returned) else None)
 
@@ -156,6 +169,8 @@ class StreamedEpoch:
 
         Workers that do not wait, or have a shard each, look for their own next batch.
         """
+        if not self._is_dealt or self._asynchronous:
+            self.reader.note_state()
         position, _ = self._piece(self._index if self._asynchronous else 0, self._read)
         count = position - self.reader.position + 1
         return count > 0 and len(self.reader.peek(count)) < count
@@ -217,14 +232,19 @@ class StreamedEpoch:
                 lease = Lease(self._numbered(self._read - 1), self._transport.number, 0, own, recovery_epoch)
             return GlobalStep(batch, lease, own, self._samples_so_far, streamed=streamed) if own else None
         while True:
-            counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(self._offer)]
+            replies = [struct.unpack("<q?", one) for one in self._transport.all_gather_bytes(self._offer)]
             assert self._offered is not None
             (batch, own), self._offered = self._offered, None
-            if (found := self._global_step(batch, max(own, 0), counts)) is not None or self._has_ended:
+            is_incomplete = not all(has_batch for _, has_batch in replies)
+            found = self._global_step(batch, max(own, 0), [count for count, _ in replies], is_incomplete)
+            if found is not None or self._has_ended:
                 return found
 
-    def _global_step(self, batch: Any, own: int, counts: list[int]) -> GlobalStep | None:
-        """Return the global step of these counts; None if no worker has a sample in it, as in a batch without any."""
+    def _global_step(self, batch: Any, own: int, counts: list[int], is_incomplete: bool) -> GlobalStep | None:
+        """Return the global step of these counts; None if no worker has a sample in it, as in a batch without any.
+
+        A worker without a sample passes over another batch, with weight 0. `is_incomplete` if one has none.
+        """
         if len(counts) != len(self._members):  # a server has removed workers during the exchange
             self._members = self._transport.members
         samples = dict(zip(self._members, counts, strict=True))
@@ -235,6 +255,9 @@ class StreamedEpoch:
         self._samples.update(samples)
         total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
         self._samples_so_far += total
+        streamed = min(len(counts) - counts.count(0), 1 if self._split is not None else len(self._dealers))
+        if self._shares is not None and self._is_last_step(self._given[self._dealers[0]] - 1):
+            streamed = len({share[0] for share in self._shares[1] if share is not None})
         for change in self._late:
             self._deal_again(change.gone, change.members, is_committed=False)
         self._late.clear()
@@ -247,10 +270,10 @@ class StreamedEpoch:
             own,
             self._samples_so_far,
             sum(samples.values()),
-            0 in counts,
+            is_incomplete,
             root=root,
             parts=(lambda worker: samples.get(worker, 0)) if self._transport.repeats_attempts else None,
-            streamed=min(len(counts) - counts.count(0), 1 if self._split is not None else len(self._dealers)),
+            streamed=streamed,
         )
 
     def _offer(self) -> bytes:
@@ -258,22 +281,26 @@ class StreamedEpoch:
         self._members = self._transport.members
         if self._offered is None:
             self._offered = self._next_batch()
-        return struct.pack("<q", self._offered[1])
+        batch, samples = self._offered
+        return struct.pack("<q?", samples, batch is not None)
 
     def _next_batch(self) -> tuple[Any, int]:
-        """Return this worker's next batch, or part of one, and its samples; None where it has none in this step.
+        """Return this worker's next batch, or part of one, and its samples.
 
-        The number of samples is `NONE` if it has no batch in a later step either.
+        Where it has none in this step, the batch is its last one, or the first of the step; None if it has no such. The
+        number of samples is `NONE` then if it has no batch in a later step either.
         """
         while (item := self._next_item()) is not END:
             self._read += 1
             if item is not None and (samples := samples_in(item)):
-                return self._cut(item), samples
+                batch = self._cut(item)
+                self._last = batch if len(self._dealers) > 1 and not self._asynchronous else None
+                return batch, samples
             if not self._asynchronous:
-                return None, 0
+                return self._last, 0
             if self._server is not None:  # a part without a sample
                 self._server.settle(self._number, [self._numbered(self._read - 1)], [0])
-        return None, 0 if self._asynchronous else NONE
+        return self._last, 0 if self._asynchronous else NONE
 
     def _next_item(self) -> Any:
         """Return what this worker gets next: a batch, or None in place of a part without a sample; END after the last.
@@ -299,7 +326,7 @@ class StreamedEpoch:
             position, parts = self._piece(number if self._is_dealt else 0, given)
             if self._split is not None:
                 parts = *parts, (number, len(self._dealers))
-            elif worker == self._transport.number:
+            elif worker == self._transport.number and not self._is_last_step(given):
                 self.reader.release(position)
             if self._transport.repeats_attempts:
                 self._uncommitted.setdefault(worker, []).append(((position, parts), max(samples.get(worker, 0), 0)))
@@ -307,22 +334,53 @@ class StreamedEpoch:
 
     def _piece(self, index: int, number: int) -> Piece:
         """Return the piece of a dealer that has been given `number` pieces since the stream was dealt."""
+        if self._is_last_step(number) and self._shares is not None and (share := self._shares[1][index]) is not None:
+            return share
         returned = len(self._returned)
         return self._returned[number] if number < returned else (self._order.position(index, number - returned), ())
+
+    def _is_last_step(self, number: int) -> bool:
+        return self._shares is not None and self._shares[0] == number
+
+    def _note_last_step(self, number: int) -> bool:
+        """Divide the batches of this global step if fewer are left than there are workers. Return False after it."""
+        if self._shares is not None or not self._is_dealt or self._asynchronous:
+            return self._shares is None or number <= self._shares[0]
+        self.reader.note_state()
+        workers = len(self._dealers)
+        positions = [self._order.position(index, number) for index in range(workers)]
+        batches = [batch for one in positions if (batch := self.reader.look(one)) is not None]
+        if 0 < len(batches) < workers and self._last is None and self._load is None:
+            self._last = self._cut(batches[0])
+        if not positions[0]:
+            return True  # a stream of fewer batches than workers may have one that is all of the data, such as a graph
+        if 0 < len(batches) < workers:
+            owners = [worker * len(batches) // workers for worker in range(workers)]
+            shares: list[Piece | None] = []
+            for worker, batch in enumerate(owners):
+                several, part = owners.count(batch), worker - owners.index(batch)
+                samples = len(batches[batch]) if self._load is not None else samples_in(batches[batch])
+                is_divisible = self._load is not None or has_rows(batches[batch], samples)
+                parts = min(max(samples // SMALLEST_SHARE, 1), several) if is_divisible else 1
+                piece = (positions[batch], ((part, parts),) if parts > 1 else ())
+                shares.append(piece if part < parts else None)
+            self._shares = number, shares
+        return True
 
     def _parts(self) -> Iterator[Any]:
         """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
         number, own = self._read, self._dealers.index(self._transport.number)
-        while True:
+        while self._note_last_step(number):
+            if self._is_last_step(number) and self._shares is not None and self._shares[1][own] is None:
+                return
             position, parts = self._piece(self._index, number)
             batch = self.reader.take(position)
             if batch is None:
                 return
             number += 1
             proof = self.reader.proof()
-            if self._split is not None:
-                for part, of in (*parts, (own, len(self._dealers))):
-                    batch = self._split(batch, part, of) if batch is not None else None
+            for part, of in (*parts, *([(own, len(self._dealers))] if self._split is not None else [])):
+                batch = self._divide(batch, part, of) if batch is not None else None
             if self._load is not None:
                 self._indices.append((has_samples := batch is not None and len(batch) > 0, proof))
             if self._load is None or has_samples:
@@ -352,12 +410,14 @@ class StreamedEpoch:
             }
             self.depart(gone, self._lost_shards)
         pieces = [piece for of_worker in lost.values() for piece, _ in of_worker]
+        parts = [piece for piece in pieces if self._split is not None or piece[1]]
         samples = {worker: sum(samples for _, samples in of_worker) for worker, of_worker in lost.items()}
         trained, self._returned = self._place(self._given)
-        if self._split is not None:
-            self._returned = sorted([*self._returned, *pieces])
-        elif not self._is_own:
-            trained = without(trained, {position for position, _ in pieces})
+        self._returned = sorted([*self._returned, *parts])
+        if not self._is_own:
+            trained = without(trained, {position for position, _ in pieces if (position, _) not in parts})
+        if self._returned and self._is_dealt:
+            self._split, self._is_dealt = self._divide, False  # a share of a batch is divided among all
         self._dealers = tuple(worker for worker in self._dealers if worker in members and worker not in gone)
         self._deal(trained)
         self._samples_so_far -= sum(samples.values())
@@ -370,6 +430,7 @@ class StreamedEpoch:
         if self._is_own:
             return
         self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained)
+        self._shares = None
         self._given = dict.fromkeys(self._dealers, 0)
         self._carried = dict(self._given)
         self._read = 0
@@ -510,7 +571,16 @@ class StreamedEpoch:
     def _place(self, counts: Mapping[int, int]) -> tuple[list[Range], list[Piece]]:
         """Return the ranges of trained positions, and the parts of them that were not trained, by these counts."""
         if self._is_dealt:
-            return self._order.trained([counts[worker] for worker in self._dealers]), []
+            last, shares = self._shares or (max(counts.values(), default=0), [])
+            trained = self._order.trained([min(counts[worker], last) for worker in self._dealers])
+            if not any(counts[worker] > last for worker in self._dealers):
+                return trained, []
+            pairs = [(counts[one] > last, share) for one, share in zip(self._dealers, shares, strict=True) if share]
+            late = sorted(share for is_given, share in pairs if not is_given)
+            whole = {position for is_given, (position, parts) in pairs if is_given or parts}
+            return merged([*trained, *((position, position + 1) for position in whole)]), [
+                one for one in late if one[1]
+            ]
         if self._is_own:
             return self._order.trained([counts[self._transport.number]]), []
         most = max(counts[worker] for worker in self._dealers)
@@ -535,7 +605,7 @@ class StreamedEpoch:
             else [],
             start=self.reader.start if self._is_own else b"",
             before_last=self.reader.before_last() if self._is_own else b"",
-            state=self.reader.state() if self._is_own else None,
+            state=self.reader.state_before(first_untrained(self._place(self._carried)[0])) if self._is_own else None,
         )
         return msgspec.json.encode(place).decode()
 
@@ -560,7 +630,8 @@ class StreamedEpoch:
             trained = without(trained, {position for position, _ in holes})
         else:
             parts = sorted([*parts, *holes])
-        state = self.reader.state() if not self._is_own else None
+        goal = min([first_untrained(trained), *(position for position, _ in parts)])
+        state = self.reader.state_before(goal) if not self._is_own else None
         start, read = self.reader.start if not self._is_own else b"", None
         if not reports and not self._is_own:
             start, read = self.reader.share()
