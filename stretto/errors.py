@@ -93,7 +93,11 @@ class MemberOutError(TransportError):
 
 
 class StaysOutError(MemberOutError):
-    """This worker can't continue any work of the run, and is not restarted."""
+    """This worker can't continue any work of the run now; it may in a later epoch if it `returns`."""
+
+    def __init__(self, text: str, returns: bool = False) -> None:
+        super().__init__(text)
+        self.returns = returns
 
 
 class LaunchError(StrettoError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stretto.errors import UnevenLoopsError
 from stretto.events import process_name
 from stretto.launcher.engines.interface import Exited
-from stretto.launcher.worker_main import EVICTED, UNREACHABLE
+from stretto.launcher.worker_main import EVICTED, STAYS_OUT, UNREACHABLE, WAITS_OUT
 from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError
 
@@ -75,7 +75,7 @@ def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
 def _of_exit(end: Exited) -> Cause:
     if end.record.error is not None:
         return replace(_of_error(end.worker, end.rank, end.record.error), of_script=end.code != UNREACHABLE)
-    if end.code == EVICTED and end.worker >= 0:
+    if end.code in (EVICTED, STAYS_OUT, WAITS_OUT) and end.worker >= 0:
         return Cause(end.worker, f"{_name(end)} {in_words(end)}", "", True, False, end.rank)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
@@ -118,6 +118,8 @@ def in_words(end: Exited) -> str:
         return f"killed by {signal_name(-end.code)}"
     if end.code == UNREACHABLE and end.worker >= 0:
         return "could not connect with others and ended"
+    if end.code in (STAYS_OUT, WAITS_OUT) and end.worker >= 0:
+        return "could not join the epoch under way and ended"
     is_evicted = end.code == EVICTED and end.worker >= 0
     return "was declared failed and ended" if is_evicted else f"ended with exit code {end.code}"
 

@@ -50,6 +50,8 @@ class Supervised:
     """Ranks that have exited without a failure."""
     stopped_themselves: set[int] = field(default_factory=set)
     """Ranks that have exited since they are no longer members."""
+    waits_out: int = 0
+    """Number of incarnations that could not join an epoch under way, and count as no restart."""
     faults: int = 0
     """Number of faults that were injected, the ends of pauses apart."""
 

@@ -27,7 +27,7 @@ from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.signals import TERMINATED, Stopped
 from stretto.launcher.silence import Silence
 from stretto.launcher.supervised import State, Supervised
-from stretto.launcher.worker_main import EVICTED, UNREACHABLE
+from stretto.launcher.worker_main import EVICTED, STAYS_OUT, UNREACHABLE, WAITS_OUT
 from stretto.membership.messages import Failures, MembersView
 from stretto.membership.worker_status import ReportedError
 
@@ -35,6 +35,8 @@ LAST_REPORT_MS = 500
 """Time in ms in which a launcher that joined a run reports the end of its workers, and that of the run an early end."""
 CAUSE_S = 1.0
 """Time to wait for the cause of a failure that is the consequence of another one."""
+OUT_S = 10.0
+"""Seconds after which a worker that could not join an epoch under way is started again; they double each time."""
 POLL_S = 0.5
 """Interval at which stopped workers are looked for, and failed ones once a worker has finished."""
 SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
@@ -203,7 +205,7 @@ class Supervisor:
         if not self._config.elastic:
             return False
         return end.code < 0 or (
-            end.code in (EVICTED, UNREACHABLE)
+            end.code in (EVICTED, UNREACHABLE, STAYS_OUT, WAITS_OUT)
             if end.worker >= 0
             else end.code == 0 or end.worker in (COORDINATOR, RELAY)
         )
@@ -211,8 +213,9 @@ class Supervisor:
     def _survive(self, member: Supervised, end: Exited, process: Process) -> Cause | None:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         is_ending = self._is_ending() or self._stop is not None
-        returns = member.incarnation < self._config.restarts and not (member.number >= 0 and is_ending)
-        returns = returns and end.code != UNREACHABLE
+        member.waits_out += end.code == WAITS_OUT and member.number >= 0
+        has_restarts = member.incarnation - member.waits_out < self._config.restarts
+        returns = has_restarts and not (member.number >= 0 and (is_ending or end.code in (UNREACHABLE, STAYS_OUT)))
         member.state = "restarting" if returns else "lost"
         if member.is_declared_failed and end.code != UNREACHABLE:
             end = replace(end, code=EVICTED)
@@ -223,7 +226,8 @@ class Supervisor:
         self._survived.append((end, member.incarnation))
         if returns:
             now = time.perf_counter()
-            self._later(now + member.next_pause_s(now), lambda: self._restart(member))
+            pause_s = OUT_S * 2.0 ** min(member.waits_out, 6) if end.code == WAITS_OUT else member.next_pause_s(now)
+            self._later(now + pause_s, lambda: self._restart(member))
             return None
         return self._too_few(end)
 

@@ -34,6 +34,7 @@ from stretto.errors import (
     BrokenTransportError,
     LogError,
     MemberOutError,
+    StaysOutError,
     StrettoError,
     TransportError,
     UnreachableError,
@@ -53,6 +54,8 @@ EVICTED = 75
 """Exit code of a worker that is no longer a member and asks to be restarted."""
 UNREACHABLE = 76
 """Exit code of a worker that could not connect with others: it is not restarted, and the others continue."""
+STAYS_OUT, WAITS_OUT = 77, 78
+"""Exit codes of a worker that can't continue any work of the run, and of one that may in a later epoch."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
@@ -248,6 +251,8 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
+    if isinstance(error, StaysOutError):
+        os._exit(WAITS_OUT if error.returns else STAYS_OUT)
     os._exit(EVICTED if is_evicted else UNREACHABLE if is_unreachable else 1)
 
 

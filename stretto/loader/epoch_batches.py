@@ -482,7 +482,7 @@ class BatchSource:
         is_own, joins = self.assignment == "own", self._transport.arrives and place is not None
         if joins and place is not None and not place.start:
             why = "each worker has a shard" if is_own else "the only worker has drawn random numbers in turn with it"
-            raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}")
+            raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}", returns=not is_own)
         if place is not None and (way := self._division.resume_stream) is not None and not joins:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
             place = replace(place, trained=[], proofs=[], state=None, parts=[]) if begins_as_before else None

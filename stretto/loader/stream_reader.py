@@ -424,7 +424,7 @@ def read_to_place(
             raise other_stream(problem)
         if reader.problem:
             raise StaysOutError(
-                f"this worker can't join in the middle of a stream that it reads again: {reader.problem}"
+                f"this worker can't join in the middle of a stream that it reads again: {reader.problem}", returns=True
             )
         positions = [position for position, problem in found if not problem]
         goal = max(goal, *positions) if joins else goal

@@ -17,6 +17,7 @@ from run_place import Place, until
 from stretto.checkpoint.storage import Checkpoints, State
 from stretto.errors import LaunchError
 from stretto.events import read_events
+from stretto.launcher import supervisor
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.process_config import WorkerConfig
 from stretto.run_config import decode_path
@@ -136,6 +137,32 @@ print("at the end")
     folder = place_with_coordinator.run(HEAD + text, workers=3, restarts=0)
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["at the end\n", "", "at the end\n"]
     assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False, 0]]
+
+
+@pytest.mark.parametrize(("returns", "lives"), [(True, 4), (False, 2)])
+def test_worker_that_stays_out_of_an_epoch_uses_up_no_restart(
+    place_with_coordinator: Place, returns: bool, lives: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again for a later epoch, after longer pauses, or not at all if it can't join any."""
+    monkeypatch.setattr(supervisor, "OUT_S", 0.01)
+    text = f"""
+from stretto.errors import StaysOutError
+if rank == 1:
+    say(f"life-{{life}}")
+    if life == 0:
+        os.kill(os.getpid(), 9)
+    if life < 3:
+        raise StaysOutError("an epoch is under way", returns={returns})
+    say("back")
+until_heard({lives - 1 if returns else lives})
+if {returns}:
+    until("back")
+"""
+    place_with_coordinator.run(HEAD + text, workers=2, restarts=1)
+    assert len(list(Path().glob("life-*"))) == lives
+    told = [message[3:5] for message in launcher_messages(place_with_coordinator)]
+    waits = "could not join the epoch under way and ended"
+    assert told == [["killed by SIGKILL", True], *([[waits, True]] * 2 if returns else [[waits, False]])]
 
 
 @pytest.mark.parametrize(("restarts", "lives"), [(0, 1), (2, 3)])
