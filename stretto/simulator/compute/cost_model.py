@@ -95,8 +95,9 @@ def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostMod
     words = Words(
         text,
         "--step-time",
-        "5ms, 0.2ms encoding, 0.1ms applying",
-        "the time of a step such as 5ms, optionally with those of encoding a tensor and of applying an update",
+        "5ms, 10us per sample, 0.2ms encoding, 0.1ms applying",
+        "the time of a step such as 5ms, optionally with those of each sample, of encoding a tensor and of applying an "
+        "update",
     )
     is_auto = False
     for start in words.listed(","):
