@@ -131,6 +131,10 @@ def plan_of(seed: int) -> Plan:
         checkpoints = checkpoints or "300ms"
         resumed_by = workers * ranks if layout or "own" in script else draw.choice((workers, workers, 2, 3, 4))
     options += ["--checkpoint-every", checkpoints] if checkpoints else []
+    more = random.Random(f"more {seed}")  # so that what is drawn above stays what it was
+    options += ["--restarts", str(more.choice((2, 3)))] if more.random() < 0.2 else []
+    if not layout and more.random() < 0.25:
+        script += ["--evaluate", str(more.choice((0, 2, 5)))]
     return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
 
 

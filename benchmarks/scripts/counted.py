@@ -43,6 +43,7 @@ parser.add_argument("--accumulate", type=int, default=1, help="batches in a step
 parser.add_argument("--tail", action="store_true", help="step with the last batches of an epoch, too")
 parser.add_argument("--drop", action="store_true", help="drop gradients that an epoch leaves without a step")
 parser.add_argument("--best", action="store_true", help="save the model of every epoch, as the best so far")
+parser.add_argument("--evaluate", type=int, help="steps between two evaluations; 0 for one at the end of each epoch")
 parser.add_argument("--loaders", type=int, default=0, help="processes that load")
 parser.add_argument("--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher]")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
@@ -184,8 +185,22 @@ sources: dict[str, Any] = {  # a divided model weighs a sample by BATCH: its bat
     "list": batches,
     "numbers": range(len(batches)),
 }
+
+
+def evaluate(evaluated: nn.Module) -> dict[str, float]:
+    """Return the mean of all counts."""
+    return {"mean": -float(evaluated.get_parameter("count.weight").detach().mean())}
+
+
 best = stretto.checkpointed(epoch=-1)
-loader = stretto.distribute(model, optimizer, sources[arguments.data], deal=arguments.deal)
+loader = stretto.distribute(
+    model,
+    optimizer,
+    sources[arguments.data],
+    deal=arguments.deal,
+    evaluate=evaluate if arguments.evaluate is not None else None,
+    evaluate_every=arguments.evaluate or None,
+)
 for epoch in range(arguments.epochs):
     for number, batch in enumerate(loader, 1):
         x, indices = batches[batch] if arguments.data == "numbers" else batch

@@ -36,6 +36,7 @@ def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
     words = {word for plan in PLANS for word in (*plan.options, *plan.script)}
     assert words >= {"pipeline(stages=2)", "sharded(over=2)", "--servers", "split", "own", "contiguous", "--loaders"}
     assert words >= {"stream", "list", "numbers", "--best", "--drop", "--tail", "--checkpoint-every", "global-batch"}
+    assert words >= {"--restarts", "--evaluate"}
     strikes = [strike.split(":") for plan in PLANS for strike in plan.strikes]
     assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL"}
     assert {strike[2] for strike in strikes} == set(PHASES)
@@ -96,8 +97,8 @@ def test_untouched_samples_are_lost_unless_the_next_epoch_has_done_them_again(ag
     ("changes", "is_allowed"),
     [
         ({}, False),
-        ({"script": ("--data", "list")}, True),
-        ({"script": ("--data", "list"), "strikes": ()}, False),
+        ({"script": ("--data", "list")}, False),
+        ({"script": ("--data", "stream", "--deal", "own"), "recipe": "allreduce", "strikes": ()}, False),
         ({"script": ("--data", "list"), "recipe": "allreduce"}, False),
         ({"script": ("--data", "stream", "--deal", "own"), "recipe": "allreduce"}, True),
     ],
