@@ -20,6 +20,8 @@ from stretto.transport import Transport
 
 FEWEST_STEPS, MOST_STEPS = 5, 20
 """Global steps from one agreement to the next; more where the recipe exchanges more rarely."""
+SMOOTHED_STEPS = 9
+"""Number of last steps of which the median time counts."""
 LARGEST_COST = 0.01
 """Part of the time for agreements above which they are rarer."""
 CHANGED = 1.25
@@ -45,13 +47,15 @@ class StepTimes:
         """The mean samples and the median seconds of earlier steps with another share, until the two are compared."""
         self.fixed = math.nan
         """Number of samples that take as long as what a step needs besides its samples; NaN if unknown."""
+        self._widest = 0.0
+        """Largest difference of two shares that were compared."""
 
     def note(self, samples: int, seconds: float) -> None:
         """Note a step."""
         if self._steps and abs(samples - self._steps[-1][0]) > 1 + self._steps[-1][0] / 16:
             self._before = self.last() or self._before
             self._steps.clear()
-        self._steps = [*self._steps[1 - FEWEST_STEPS :], (samples, seconds)]
+        self._steps = [*self._steps[1 - SMOOTHED_STEPS :], (samples, seconds)]
         if len(self._steps) == FEWEST_STEPS and self._before is not None:
             self._compare(self._before)
 
@@ -69,10 +73,11 @@ class StepTimes:
             return
         most = min(now[1] / now[0], before[1] / before[0])
         each = min(max((now[1] - before[1]) / (now[0] - before[0]), most / 100), most)
-        found = max(now[1] / each - now[0], 0.0)
-        if not math.isnan(self.fixed):  # the mean part of a step's time, which no wrong time changes by much
-            size = (now[0] + before[0]) / 2
-            part = (found / (found + size) + self.fixed / (self.fixed + size)) / 2
+        found, width = max(now[1] / each - now[0], 0.0), abs(now[0] - before[0])
+        self._widest = max(width, self._widest)
+        if not math.isnan(self.fixed):  # the mean part of a step's time; shares that differ much show it best
+            size, weight = (now[0] + before[0]) / 2, width / self._widest / 2
+            part = weight * found / (found + size) + (1 - weight) * self.fixed / (self.fixed + size)
             found = part * size / (1 - part)
         self.fixed = found
 

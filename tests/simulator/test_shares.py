@@ -125,3 +125,20 @@ def test_the_shares_of_a_run_with_even_ones_are_refused(tmp_path: Path) -> None:
     simulated(2, counting(64, 16), "allreduce", folder=tmp_path)
     with pytest.raises(LaunchError, match="there are no shares to repeat"):
         simulated(2, counting(64, 16), "allreduce", asks={"shares": str(tmp_path / "run")})
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)"])
+def test_every_sample_is_trained_once_where_workers_fail_and_return_while_shares_move(recipe: str) -> None:
+    ended = simulated(
+        4,
+        counting(1280, 16, 2),
+        recipe,
+        speed=SLOW,
+        cost_model=CostModel(0.005, sample_s=0.001),
+        fault="kill worker 1 at 250ms, back after 300ms; kill worker 3 at 900ms, back after 200ms",
+        asks={"shares": "speed"},
+    )
+    counts = [one["sample_counts"] for one in ended.of("epoch")]
+    assert counts == [{"once": 1280, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert [one for one in ended.of("shares") if one["after"] is not None]
+    assert len(ended.of("generation_changed")) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import stretto
 from stretto.data.shares import Paces, Timed, cuts, of_members, paces_of, proposed, shares_of, step_s
 from stretto.events import read_events
+from stretto.interval import every
 from stretto.training.speed_shares import FEWEST_STEPS, StepTimes
 
 SAMPLES, LEAST = 64, 2
@@ -179,3 +181,20 @@ def test_shares_by_speed_survive_a_failure(tmp_path: Path) -> None:
     assert record["sample_counts"] == {"once": 960, "twice": 0, "never": 0, "dropped": 0}
     sizes = [len(steps[-1][0]) for steps in left]
     assert sizes[0] > sizes[1]
+
+
+@pytest.mark.usefixtures("every_checkpoint")
+def test_a_resumed_run_continues_with_the_shares_and_the_moves_of_its_checkpoint(tmp_path: Path) -> None:
+    work, kept = recording(640, num_workers=2), {"checkpoint": every("1 rounds"), "keep": 99}
+    begun = run_workers(2, work, "allreduce", run=tmp_path, shares="speed", **kept)
+    after = moves_in(tmp_path)[0]["after"]
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir())[after - 3]
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    found = run_workers(2, work, "allreduce", resume=tmp_path / "first", shares="speed")
+    done = after - 2
+    before, later = ([[len(numbers) for numbers, _ in steps] for steps in one] for one in (begun, found))
+    assert [one[:4] for one in later] == [one[done : done + 4] for one in before]
+    assert later[0][:2] == [16, 16]
+    assert later[0][2] > 16
+    seen = [one for steps in begun for numbers, _ in steps[:done] for one in numbers]
+    assert sorted([*seen, *(one for steps in found for numbers, _ in steps for one in numbers)]) == [*range(640)]
