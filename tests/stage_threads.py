@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 def callbacks() -> tuple[Callable[..., Any], ...]:
     """Return the callbacks of a rank of the only worker, for its RankContext."""
     alone = SingleWorkerTransport()
-    return alone.all_gather_bytes, alone.broadcast_bytes, lambda: None, print, lambda: None, lambda: None
+    return alone.all_gather_bytes, alone.broadcast_bytes, print, lambda: None, lambda: None
 
 
 def in_threads(ranks: int, work: Callable[[Link], Found]) -> list[Found]:

@@ -18,9 +18,9 @@ Parts = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class GlobalStep:
-    """A global step: one batch for each worker. `batch` is None if this worker has none.
+    """A global step: one batch for each worker. `batch` is None where other ranks of this worker have its samples.
 
-    A batch of which no sample is this worker's own is another worker's: the pass over it has weight 0.
+    A batch of which no sample is this worker's own is another one's: the pass over it has weight 0.
 
     `own` is the number of this worker's samples, `total` that of all workers in this step (0 for a worker that does not
     wait), and `assigned_samples` the number assigned to all workers in the epoch so far, this step included.
@@ -31,18 +31,14 @@ class GlobalStep:
     own: int
     assigned_samples: int
     total: int = 0
-    incomplete: bool = False
-    """True if some workers have no batch."""
-    root: int | None = None
-    """Number of the first worker with a batch, the root that broadcasts to idle workers; None for the first worker."""
     parts: Parts | None = None
     """Returns the samples of a worker by its number; None where workers can't fail."""
     streamed: int = 0
     """Number of the stream's batches in this global step, over all workers; 0 where samples are leased."""
 
     @property
-    def idle(self) -> bool:
-        """True if this worker has no batch: the script's loop does not see the step."""
+    def is_at_other_ranks(self) -> bool:
+        """True if other ranks of this worker have the samples of its batch: the script's loop does not see the step."""
         return self.batch is None
 
     @property

@@ -19,8 +19,7 @@ COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
 """Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""
 EVEN = (
     "for i, batch in enumerate(loader): ..., and break, continue or exit by what is the same on every worker: steps "
-    "are stretto.steps(), since in the last one of an epoch a worker may have no batch; (0 * loss).backward() "
-    "and a step leave out a batch of one worker"
+    "are stretto.steps(); (0 * loss).backward() and a step leave out a batch of one worker"
 )
 """Correction that the error text suggests."""
 KEPT = 4

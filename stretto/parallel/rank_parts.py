@@ -38,8 +38,6 @@ class RankContext:
     """Returns the messages of all workers."""
     broadcast: Callable[[Message, int], bytes]
     """Returns the message of one worker at all workers, given its place among them."""
-    announce: Callable[[], None]
-    """Lets workers without a batch in this global step take part in what workers with one do next."""
     notice: Callable[[str], None]
     """Shows a line."""
     on_split: Callable[[], None]

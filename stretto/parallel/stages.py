@@ -196,8 +196,6 @@ class PipelineStages(RankParts):
         if self._chooses_alone:
             chosen = self._link.broadcast(make if self._link.rank == 0 else b"")
             self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
-        else:
-            self._context.announce()
         while self._chosen is None:  # the worker that chooses may fail
             self._choose_together(make)
         return self._model.forward(*args, **kwargs)

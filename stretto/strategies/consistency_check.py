@@ -74,7 +74,7 @@ def check_rates(packed: Sequence[bytes], of: str, when: str = "") -> None:
             got=f"learning rates {shown} by {of}",
             expected="the same number everywhere; the loss of a batch is that of the samples of one process",
             to_type="scheduler.step(validation_loss), of data that each process evaluates whole after the epoch; in an "
-            "epoch at a number of stretto.steps(), not of a counter: workers may have fewer batches than others",
+            "epoch at a number of stretto.steps(), not of a counter that differs among workers",
         )
     )
 

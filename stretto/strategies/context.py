@@ -27,14 +27,11 @@ class ExchangeObserver(Protocol):
     def take_back_pass(self) -> None:
         """Take back the gradients of a backward pass of weight 0, before an exchange at its end."""
 
-    def exchange_begins(self) -> None:
-        """Note that an exchange of gradients begins."""
-
     def exchange_ended(self, blocked_s: float) -> None:
         """Note that an exchange has ended, which blocked this worker for `blocked_s` seconds."""
 
-    def mark(self, index: int | None = None) -> int | None:
-        """Return the mark of the step of this optimizer, or of the gradients of all; None without a batch."""
+    def mark(self, index: int | None = None) -> int:
+        """Return the mark of the step of this optimizer, or of the gradients of all."""
 
     def batch(self) -> int:
         """Return the number of the global step that this worker is in."""

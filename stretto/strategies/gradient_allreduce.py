@@ -139,7 +139,7 @@ class GradientBuffers:
 class GradientAllReduce:
     """All-reduces the gradients of a set of parameters in flat buffers.
 
-    `on_changed` is called at all workers when any worker trains other parameters, with True at an idle worker.
+    `on_changed` is called at all workers when any worker trains other parameters.
 
     A single worker's gradients are not encoded. Where workers may fail, two sets of buffers are written in turn, since
     another worker may still need the results of the backward pass before, and this worker's own gradients are kept
@@ -152,7 +152,7 @@ class GradientAllReduce:
         recipe: Recipe,
         context: StrategyContext,
         observer: ExchangeObserver,
-        on_changed: Callable[[bool], object],
+        on_changed: Callable[[], object],
     ) -> None:
         flat_parameters, transport, tally = parameter_set.flat_parameters, context.transport, context.tally
         assert flat_parameters is not None
@@ -183,7 +183,7 @@ class GradientAllReduce:
         self._own_gradients: dict[int, Tensor] = {}
         """This worker's own gradients of this backward pass, by the id of their slot, while a retry may need them."""
         self._without_gradient: list[GradientSlot] = []
-        self._idle = False
+        self._is_empty = False
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self.follow(parameter_set.held_parameters())
@@ -240,14 +240,12 @@ class GradientAllReduce:
             if one.grad is not None and gradient_slot is not None and not gradient_slot.has_exchanged(one.grad):
                 raise ModelError(_not_exchanged(gradient_slot))
 
-    def take_part(self) -> None:
-        """Take part in an exchange without a batch of this worker."""
-        self._observer.exchange_begins()
-        self.exchange(idle=not self._weights.has_own)
+    def exchange(self) -> None:
+        """Exchange the gradients that are present.
 
-    def exchange(self, idle: bool) -> None:
-        """Exchange the gradients that are present; at an `idle` worker, zeros."""
-        self._begin(idle)
+        After a pass of weight 0 they are those that the worker has accumulated before and not sent, or zeros.
+        """
+        self._begin()
         self._after_backward()
 
     def begin_in_backward(self) -> None:
@@ -259,7 +257,6 @@ class GradientAllReduce:
             self._runtime.after_backward(self._exchange_late)
             return
         before = self._timer.switch("encoding")
-        self._observer.exchange_begins()
         self._begin()
         self._runtime.after_backward(self._after_backward)
         self._timer.switch(before)
@@ -288,15 +285,10 @@ class GradientAllReduce:
         return self._transport.workers == 1 and (self._what, self._codec) == (gradients(), exact())
 
     def _exchange_late(self) -> None:
-        """Exchange the gradients of the backward pass that ends.
-
-        After a pass of weight 0 they are those that the worker has accumulated before and not sent, or zeros.
-        """
+        """Exchange the gradients of the backward pass that ends."""
         self._is_late = False
-        self._observer.exchange_begins()
         self._observer.take_back_pass()
-        is_idle = self._observer.is_weightless and not self._weights.has_own
-        self._keep_own() if self._is_mean else self.exchange(is_idle)
+        self._keep_own() if self._is_mean else self.exchange()
 
     def _keep_own(self) -> None:
         """End a backward pass of the only worker: its gradients are the mean, without copies in the buckets."""
@@ -307,10 +299,11 @@ class GradientAllReduce:
         self._running = False
         self._observer.exchange_ended(0.0)
         if self._has_changed():
-            self._on_changed(False)
+            self._on_changed()
 
-    def _begin(self, idle: bool = False) -> None:
-        self._running, self._idle = True, idle
+    def _begin(self) -> None:
+        self._running = True
+        self._is_empty = self._observer.is_weightless and not self._weights.has_own
         self._without_gradient = []
         if self._elastic:
             self._buffer_sets.reverse()
@@ -331,7 +324,7 @@ class GradientAllReduce:
     def _write(self, gradient_slot: GradientSlot) -> bool:
         """Write the weighted gradient into its bucket, where it becomes that view. Return False without one."""
         source = gradient_slot.slot.source
-        grad = source.gradient if not self._idle else None
+        grad = source.gradient if not self._is_empty else None
         if grad is None:
             gradient_slot.view.zero_()
             return False
@@ -401,12 +394,12 @@ class GradientAllReduce:
         self._timer.switch(before)
 
     def _count(self) -> None:
-        """Write into the counts which parameters have a gradient at this worker; an idle worker has none."""
+        """Write into the counts which parameters have a gradient at this worker; without a sample it has none."""
         counts, gradient_slots = self._buffer_sets[0].counts, self._buffer_sets[0].gradient_slots
-        counts.fill_(0.0 if self._idle else 1.0)
+        counts.fill_(0.0 if self._is_empty else 1.0)
         self._flags[:] = [float(self._has_changed()), *counts_of(self._observer.mark())]
         self._buffer_sets[0].flags.copy_(torch.from_numpy(self._flags))
-        if self._without_gradient and not self._idle:
+        if self._without_gradient and not self._is_empty:
             without = set(map(id, self._without_gradient))
             counted = counts[: len(gradient_slots)]
             counted.copy_(
@@ -447,7 +440,7 @@ class GradientAllReduce:
         results = self._transport.attempt(lambda: finish(self._operations), self._retry)
         self._timer.switch("encoding")
         gradient_slots = self._buffer_sets[0].gradient_slots
-        without_gradient = gradient_slots if self._idle else self._without_gradient
+        without_gradient = gradient_slots if self._is_empty else self._without_gradient
         first = 0 if without_gradient else len(gradient_slots)  # of the counts that are read, all in one read
         numbers = results.pop()[first:].tolist() if not self._counts_in_tail else []
         if numbers and numbers[-1] > 0:
@@ -461,7 +454,7 @@ class GradientAllReduce:
                 gradient_slot.place()
         workers_with = dict(zip(map(id, gradient_slots), numbers, strict=False))
         for gradient_slot in without_gradient:
-            if workers_with[id(gradient_slot)] > 0 or (self._idle and not self._weights.has_any):
+            if workers_with[id(gradient_slot)] > 0 or (self._is_empty and not self._weights.has_any):
                 gradient_slot.place()
             else:
                 gradient_slot.slot.parameter.grad = None
@@ -473,7 +466,7 @@ class GradientAllReduce:
         if differ(marks):
             self._observer.refuse_apart()
         if has_changed > 0:
-            self._on_changed(self._idle)
+            self._on_changed()
 
     def _retry(self) -> list[Tensor]:
         """Repeat the exchange from its beginning, with the weights of the remaining workers."""

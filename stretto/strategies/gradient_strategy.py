@@ -81,18 +81,13 @@ class GradientStrategy(RecipeStrategy):
         if is_sum:
             self._losses_left = 0
 
-    def take_part(self) -> None:
-        """Take part in an exchange without a gradient of this worker."""
-        if self._gradients is not None:
-            self._gradients.take_part()
-
     def mean_loss(self, loss: Any) -> Any:
         """Return the mean of all workers' losses, weighted as their gradients: an optimizer may decide by it."""
         is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
-        if self._gradients is None or not (is_number or loss is None):
+        if self._gradients is None or not is_number:
             return loss
         weights = self.sets[0].weights
-        own_loss = float(loss.detach() if isinstance(loss, Tensor) else loss or 0.0)
+        own_loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         own_loss = 0.0 if self._observer.is_weightless else own_loss
         device = next((part.theta.device for part in self.sets[0].parts), torch.device("cpu"))
         kind = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
@@ -151,10 +146,10 @@ class GradientStrategy(RecipeStrategy):
     def _is_warm(self) -> bool:
         return self._gradients is not None and self._gradients.is_warm
 
-    def _follow_changes(self, parameter_set: ParameterSet, at_start: bool, idle: bool = False) -> bool:
+    def _follow_changes(self, parameter_set: ParameterSet, at_start: bool) -> bool:
         has_changed = super()._follow_changes(parameter_set, at_start)
         if has_changed and self._gradients is not None and not at_start:
-            self._gradients.exchange(idle)
+            self._gradients.exchange()
         return has_changed
 
     def _create_exchange(self, parameter_set: ParameterSet) -> None:
@@ -164,7 +159,7 @@ class GradientStrategy(RecipeStrategy):
             self.exchanged,
             self._context,
             self._observer,
-            lambda idle: self._follow_changes(parameter_set, at_start=False, idle=idle),
+            lambda: self._follow_changes(parameter_set, at_start=False),
         )
         self._gradients.paused = self._is_accumulating  # the first call of a model, which splits it, may be within
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -123,12 +122,6 @@ def held_by(optimizer: Optimizer) -> list[Optimizer]:
     return inner if is_around or (inner and not own) else []
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer can't step without the script's closure, as L-BFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def refuse_shared_parameters(model: nn.Module, optimizers: Optimizers) -> None:
     """Raise ModelError if two optimizers hold the same parameter: an exchange follows the steps of one optimizer."""
     times = Counter(id(one) for one in optimizers.parameters)
@@ -173,22 +166,5 @@ def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> N
                 got=f"{len(optimizers)} optimizers",
                 expected="one optimizer, or a recipe without such a memory",
                 to_type='--recipe allreduce, or --recipe "local_sgd(every=16)"',
-            )
-        )
-
-
-def refuse_idle(optimizers: Optimizers, batches: str, workers: int, is_split: bool) -> None:
-    """Raise ModelError if an optimizer asks for its closure several times in a step, which a worker without a batch has
-    not."""
-    found = next((one for one in optimizers if needs_closure(one)), None)
-    if found is not None:
-        to_type = "--batch split, by which each worker has a part of each batch; or batches that the workers divide"
-        raise ModelError(
-            explain(
-                f"{type(found).__name__} calls the script's closure as often as it needs it, and a worker without a "
-                "batch has none",
-                got=f"{batches} for {workers} workers",
-                expected="a batch for each worker in each step",
-                to_type="DataLoader(..., drop_last=True)" if is_split else to_type,
             )
         )

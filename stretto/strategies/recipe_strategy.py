@@ -100,10 +100,10 @@ class RecipeStrategy(Strategy):
     def _finish_round(self, parameter_set: ParameterSet) -> None:
         """Do the round that is under way, before the parameters in it change."""
 
-    def _follow_changes(self, parameter_set: ParameterSet, at_start: bool, idle: bool = False) -> bool:
+    def _follow_changes(self, parameter_set: ParameterSet, at_start: bool) -> bool:
         """Exchange the parameters that are trained now. Return True if they have changed.
 
-        Average parameters first that were stepped before any exchange. `idle`: this worker has no gradients.
+        Average parameters first that were stepped before any exchange.
         """
         agreed = parameter_set.agree(at_start)
         if not agreed.has_changed:

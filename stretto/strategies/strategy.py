@@ -106,14 +106,8 @@ class Strategy:
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
 
-    def take_part(self) -> None:
-        """Take part, without a gradient of this worker, in an exchange of gradients that other workers have begun."""
-
     def mean_loss(self, loss: Any) -> Any:
-        """Return the mean of all workers' losses where all have to decide alike by it; else the loss itself.
-
-        None: this worker takes part without a batch.
-        """
+        """Return the mean of all workers' losses where all have to decide alike by it; else the loss itself."""
         return loss
 
     def on_backward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -235,24 +235,17 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(local(tensor.detach())).data)
 
 
-def broadcast_from(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
-    """Return the bytes that the root broadcasts; None at the root, which is another worker if the first one failed."""
-    calls: list[bool] = []
-
-    def make_at_root() -> bytes:
-        calls.append(True)
-        return make()
-
-    message = transport.broadcast_bytes(make_at_root, root)
-    return None if calls else message
-
-
 @torch.no_grad()
-def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Copy the values of these tensors from one worker, bit for bit."""
-    tensors = [local(tensor.detach()) for tensor in tensors]
-    message = broadcast_from(transport, lambda: b"".join(octets(tensor).tobytes() for tensor in tensors), root)
-    if message is None:
+def follow(transport: Transport, tensors: Sequence[Tensor]) -> None:
+    """Copy the values of these tensors from the first worker, bit for bit."""
+    tensors, is_first = [local(tensor.detach()) for tensor in tensors], list[bool]()
+
+    def values() -> bytes:
+        is_first.append(True)
+        return b"".join(octets(tensor).tobytes() for tensor in tensors)
+
+    message = transport.broadcast_bytes(values)
+    if is_first:  # another worker if the first one failed
         return
     at = 0
     for tensor in tensors:

@@ -243,11 +243,12 @@ class Epochs:
                     raise StopTraining
                 return None
             steps.begin(global_step)
-            if not global_step.idle:
+            if not global_step.is_at_other_ranks:
                 steps.pace.begin(global_step.own)
                 self._timer.switch("computing")
                 return global_step.batch
-            steps.follow(global_step)
+            self._timer.switch("waiting")
+            steps.end()
 
     def _meet_within_stream(self, has_ended: bool = False) -> None:
         """Meet the other workers for checkpoints within a stream, if they do not wait for each other.

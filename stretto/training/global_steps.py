@@ -34,7 +34,6 @@ from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step
 from stretto.strategies.parameter_view import local
 from stretto.strategies.step_hooks import StepHooks, closure_of
 from stretto.strategies.traffic_counters import Tally
-from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate
 from stretto.training.evaluator import Evaluator
 from stretto.training.figures import Figures
@@ -45,6 +44,7 @@ from stretto.training.not_finite import GradientCheck
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
+from stretto.training.settings import Settings
 from stretto.training.speed_shares import SpeedShares
 from stretto.training.step_record import StepRecord, in_different_batches
 from stretto.training.weightless_pass import WeightlessPass
@@ -53,11 +53,7 @@ from stretto.transport import Transport
 
 CHECK_EVERY_ROUNDS = 100
 STEP_AT_END = "Step at its end, too: if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): ..."
-NO_LAST_BATCH = (
-    "This worker has no batch in the last step, in which others step: --batch split gives each a part of every batch, "
-    "and so does a number of batches that the workers divide"
-)
-"""Advices for gradients that an epoch's end leaves without a step."""
+"""Advice for gradients that an epoch's end leaves without a step."""
 
 
 class ExchangeListener(Protocol):
@@ -80,7 +76,7 @@ class SteppedTrainer(Protocol):
     arrivals: Arrivals
     progress: LoopProgress
     schedules: Schedules
-    settings: idle_worker.Settings
+    settings: Settings
     evaluator: Evaluator
     figures: Figures
     rank_parts: RankParts
@@ -123,8 +119,6 @@ class GlobalSteps:
         """True if the optimizer stepped in the last global step."""
         self._unstepped: int | None = 0
         """Number of batches since this worker's gradients were stepped last; None once the notice was written."""
-        self._was_idle = False
-        """True if this worker had no batch in the last global step."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._step_record = StepRecord()
@@ -134,7 +128,6 @@ class GlobalSteps:
         """True if every trainable parameter was found in an optimizer, in this epoch."""
         self._has_values = False
         """True if the values of the parameters were noted in this epoch, or an optimizer has stepped before it."""
-        self._idle_workers = idle_worker.IdleWorkers(transport, optimizers, trainer.settings, trainer.timer)
         self.pace = context.runtime.pace(trainer.timer, context.slow)
         self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
         tools = trainer.timer, trainer.events, tally, context.runtime, self.pace
@@ -237,14 +230,8 @@ class GlobalSteps:
             return max(before, -(-bisect_left(current.order.bounds, samples) // self._transport.workers))
         return max(before, -(-samples // (int(size) * trainer.batch_source.batches_per_step)))
 
-    def follow(self, global_step: GlobalStep) -> None:
-        """Follow the other workers through a global step that has no batch for this worker."""
-        self._timer.switch("waiting")
-        self._idle_workers.follow(global_step, self.strategy, self._count_step, self._trainer.rank_parts.take_part)
-        self.end()
-
     def end(self, left: bool = False) -> None:
-        """End a global step: notify idle workers, evaluate if due, and write progress.
+        """End a global step: evaluate if due, and write progress.
 
         `left` is True if the script has left its epoch in the middle of the step.
         """
@@ -256,25 +243,21 @@ class GlobalSteps:
         self.pace.go_on()
         self._trainer.shares.end_step(self.current.own)
         self._weightless.end(bool(self._stepped_here))
-        if not self.current.idle:
+        if not self.current.is_at_other_ranks:
             self.strategy.look_for_redraws()
-        if self._left_out is not None and not left and not self.current.idle:
+        if self._left_out is not None and not left and not self.current.is_at_other_ranks:
             for index in self._left_out.found():
                 self._count_left_out(index)
         global_step, self.current = self.current, None
         progress, has_stepped = self._progress, bool(self._stepped_here)
-        self.stepped_last = global_step.idle or has_stepped
-        self._was_idle = global_step.idle
-        if (
-            global_step.idle and global_step.lease
-        ):  # other ranks of this worker load the samples of this batch, and step
+        self.stepped_last = global_step.is_at_other_ranks or has_stepped
+        if global_step.is_at_other_ranks and global_step.lease:
             self._worked = len(self._leases)
-        if self._unstepped is not None and (not global_step.idle or self.strategy.exchanges_gradients):
+        if self._unstepped is not None and not global_step.is_at_other_ranks:
             self._unstepped = 0 if has_stepped else self._unstepped + (global_step.own > 0)
-        if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.idle:
+        if (self.strategy.exchanges_gradients or self.strategy.in_rounds) and not global_step.is_at_other_ranks:
             self._step_record.note(progress.epochs, progress.global_steps_of_epoch, has_stepped)
-        if not global_step.idle:
-            self._idle_workers.end(global_step, self.strategy.exchanges_gradients)
+        if not global_step.is_at_other_ranks:
             self._notice_accumulation()
             self._trainer.rank_parts.end_batch(has_stepped)
         if self._trainer.recipe is None:
@@ -334,8 +317,8 @@ class GlobalSteps:
                 self.strategy.resume()
 
     def may_be_peek(self) -> bool:
-        """Return True unless other workers are idle in this global step, or gradients are accumulated."""
-        return not self._accumulated and (self.current is None or not self.current.incomplete)
+        """Return True unless gradients are accumulated in this global step."""
+        return not self._accumulated
 
     def is_at_rest(self) -> bool:
         """Return True if no computed gradient or update waits for an exchange or a step."""
@@ -354,7 +337,7 @@ class GlobalSteps:
         self._events.own_notice(
             f"worker {self._transport.number} ends epoch {self._progress.epochs} with gradients of {left}: the first "
             "step of the next epoch has them, unless zero_grad() drops them; nothing has them after the last. "
-            + (NO_LAST_BATCH if self._was_idle else STEP_AT_END)
+            + STEP_AT_END
         )
 
     def _notice_accumulation(self) -> None:
@@ -385,8 +368,7 @@ class GlobalSteps:
             self._left_out.before_step(index)
         self.strategy.look_for_redraws()
         before, self._rounds_at_step[index] = self._rounds_at_step[index], progress.rounds
-        is_carried = self._idle_workers.is_following or progress.rounds > before
-        self.strategy.before_step(index, is_carried or closure_of(args, kwargs) is not None)
+        self.strategy.before_step(index, progress.rounds > before or closure_of(args, kwargs) is not None)
         if self._weightless.is_on and self._is_without_samples(index):
             self._weightless.before_step(index)
 
@@ -406,8 +388,6 @@ class GlobalSteps:
             self._left_out.after_step(index)
         self.strategy.lay_back()
         self._weightless.after_step()
-        is_around = optimizer is not self._optimizers.each[index] and closure_of(args, kwargs) is None
-        self._idle_workers.announce_step(self.current, index, self.strategy.exchanges_gradients, is_around)
         self._count_step(index)
         self._weightless.keep_buffers()
         self.strategy.note_values(has_stepped=True)
@@ -418,17 +398,13 @@ class GlobalSteps:
         if not self.strategy.exchanges_gradients or self._transport.workers == 1:
             return loss
         self.strategy.before_step(index, is_carried=self._progress.rounds > self._rounds_at_step[index])
-        if loss is None:
-            return None
-        self._idle_workers.announce(self.current, idle_worker.LOSS)
         return self.strategy.mean_loss(loss)
 
     def _count_step(self, index: int) -> None:
         self._progress.count_step(index)
         self._own_samples_at_step[index] = self._progress.own_samples
         self._stepped_here.add(index)
-        if self.strategy.exchanges_gradients or not self._idle_workers.is_following:
-            self._worked = len(self._leases)  # else this worker has no step of its own, and its gradients stay
+        self._worked = len(self._leases)
         if self._trainer.epoch_batches is not None:
             self._trainer.epoch_batches.ask_ahead()
         with self._naming_step():
@@ -440,7 +416,6 @@ class GlobalSteps:
         """Count a step that this worker leaves out since gradients are not finite: the others would wait for it."""
         before = self._timer.switch("other")
         self.pace.go_on()
-        self._idle_workers.announce(self.current, idle_worker.step_of(index))
         self._count_step(index)
         self._timer.switch(before)
 
@@ -469,10 +444,6 @@ class GlobalSteps:
 
     # --- exchanges, as the strategy reports them ----------------------------------------------------------------
 
-    def announce_first_call(self) -> None:
-        """Notify idle workers that the model is called for the first time, so that all divide it."""
-        self._idle_workers.announce(self.current, idle_worker.DIVIDE)
-
     @property
     def is_weightless(self) -> bool:
         """True while this worker makes a pass of weight 0."""
@@ -481,10 +452,6 @@ class GlobalSteps:
     def take_back_pass(self) -> None:
         """Take back the gradients of a backward pass of weight 0, before an exchange at its end."""
         self._weightless.take_back_gradients()
-
-    def exchange_begins(self) -> None:
-        """Notify idle workers that an exchange of gradients begins."""
-        self._idle_workers.announce(self.current, idle_worker.EXCHANGE)
 
     def exchange_ended(self, blocked_s: float) -> None:
         """Count an exchange, and settle the work that it has carried."""
@@ -496,13 +463,8 @@ class GlobalSteps:
             self._trainer.agent.carried()
             self.settle_leases()
 
-    def mark(self, index: int | None = None) -> int | None:
-        """Return the mark of the step of this optimizer, or of the gradients of all with the learning rates.
-
-        None at a worker that follows another one, which may have changed its settings in this global step.
-        """
-        if self._idle_workers.is_following:
-            return None
+    def mark(self, index: int | None = None) -> int:
+        """Return the mark of the step of this optimizer, or of the gradients of all with the learning rates."""
         progress = self._progress
         if index is not None:
             return mark_of(progress.global_steps, index, progress.steps_of[index])

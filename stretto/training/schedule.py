@@ -7,8 +7,8 @@ whose length the script has derived from `len(loader)` after `distribute` counts
 by these. Stepped between two epochs, or with an argument (a metric, an epoch), it is advanced as the script says.
 
 Torch keeps no list of schedulers, and their classes override `step`: so `step` is wrapped in the classes. The wrapper
-does nothing to a scheduler whose optimizer was not distributed. The position is counted alike on all workers; idle
-workers and newcomers receive it with the schedulers' states (see shadow.Settings).
+does nothing to a scheduler whose optimizer was not distributed. The position is counted alike on all workers; newcomers
+receive it with the schedulers' states (see `Settings`).
 """
 
 from __future__ import annotations

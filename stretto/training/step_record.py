@@ -1,8 +1,7 @@
 """Records after which batches a worker has stepped, to name the cause where workers are in different steps.
 
-Workers have different numbers of batches in an epoch. A script that accumulates gradients with a counter that is not
-reset in each epoch then steps after other batches at each worker, though all exchange the same gradients. So does a
-script that leaves out a batch at one worker.
+A script that leaves out a batch at one worker, or accumulates gradients by a number that differs among workers, steps
+after other batches at each, though all exchange the same gradients.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ def in_different_batches(epoch: int, batches: Mapping[int, int]) -> str:
 def _explained(problem: str) -> str:
     return explain(
         problem,
-        got="a step that a worker leaves out, or a counter of batches that is not reset in each epoch, as that of "
-        "accelerator.accumulate: workers may have different numbers of batches in an epoch",
+        got="a step that a worker leaves out, or a counter of batches that differs among workers",
         expected="a step after the same batches at every worker; only a step with gradients that are not finite may be "
         "left out",
         to_type="if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): optimizer.step(); for a batch "

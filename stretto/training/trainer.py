@@ -21,7 +21,6 @@ from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.model_sync import agree_on_start, part_random_states, same_start
 from stretto.strategies.traffic_counters import Tally
-from stretto.training import idle_worker
 from stretto.training.arguments import Arguments
 from stretto.training.elasticity import ElasticAgent
 from stretto.training.epochs import Epochs
@@ -33,6 +32,7 @@ from stretto.training.progress import LoopProgress
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
+from stretto.training.settings import Settings
 from stretto.training.speed_shares import SpeedShares
 from stretto.training.start_event import write_start
 from stretto.training.worker_context import WorkerContext
@@ -77,7 +77,7 @@ class Trainer:
         self.last_model = LastModel(self, context)
         self.evaluator = Evaluator(self, context, arguments.evaluate, arguments.evaluate_every)
         self.schedules = Schedules(self, optimizers.all, arguments.schedule, context.global_batch_of)
-        self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
+        self.settings = Settings(optimizers, context.runtime.scalers, self.schedules)
         clock, notice = self.events.t, self.events.notice
         tally = Tally(CodecContext(transport.worker, transport.workers, context.seed or 0, clock=clock, notice=notice))
         self.figures = Figures(self, tally)
@@ -113,7 +113,6 @@ class Trainer:
             self._continues,
             transport.all_gather_bytes,
             transport.broadcast_bytes,
-            lambda: self.global_steps.announce_first_call(),
             self.events.notice,
             on_split=self._on_split,
             on_exchange=lambda: self.progress.count_round(),

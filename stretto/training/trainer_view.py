@@ -14,9 +14,9 @@ from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.strategy import Strategy
 from stretto.training.evaluator import Evaluator
-from stretto.training.idle_worker import Settings
 from stretto.training.progress import LoopProgress
 from stretto.training.section import Section
+from stretto.training.settings import Settings
 from stretto.training.speed_shares import SpeedShares
 from stretto.transport import Transport
 

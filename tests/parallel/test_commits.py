@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from thread_pool import thread_pool
-from torch import nn
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import MemberOutError
@@ -19,12 +18,8 @@ from stretto.membership.client_state import CoordinatorConnection
 from stretto.membership.coordinator import MembershipCoordinator, Outgoing
 from stretto.membership.coordinator_records import Started
 from stretto.membership.messages import Continue, GenerationView, ReadyReport
-from stretto.parallel.remote_gradient import RemoteGradient
-from stretto.strategies.parameter_view import hold_elsewhere
-from stretto.training.idle_worker import broadcast_gradients
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.siblings import Siblings
-from stretto.transport.single_worker import SingleWorkerTransport
 from tests.elastic_workers import LIMIT_S, AbortableInMemory, Table, WorkerKilled
 
 REPLICAS, RANKS, ATTEMPTS = 3, 2, 8
@@ -222,11 +217,3 @@ def test_ranks_that_make_a_message_together_have_that_of_rank_0(rank: int, where
     """The ranks of the first worker make its message together, as those of the next one do if that worker fails."""
     survivors = all_results(rank, where, "made together", (0, rank))
     assert next(iter(survivors.values()))[-1] == 1.0
-
-
-def test_an_idle_worker_that_becomes_the_root_broadcasts_the_gradients_of_its_own_stage() -> None:
-    own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    hold_elsewhere(other)
-    own.grad, other.grad = torch.full((2,), 3.0), RemoteGradient.of(other, torch.tensor(2.0))
-    broadcast_gradients(SingleWorkerTransport(), 0, [own, other])
-    assert own.grad.tolist() == [3.0, 3.0]
