@@ -173,6 +173,22 @@ def test_a_worker_is_as_before_under_recipes_of_local_steps(recipe: str, make: A
     assert run_workers(2, work, recipe) == [False, True]
 
 
+def test_statistics_of_batch_norm_are_as_before_under_recipes_of_gradients() -> None:
+    """If the first worker fails later, those of the next one are the model's."""
+
+    def work(worker: int) -> bool:
+        net = Normed()
+        optimizer = sgd([*net.net.parameters(), *net.norm.parameters()])
+        data = DataLoader(regression(20, DOUBLE), batch_size=4, drop_last=True)
+        for x, y in stretto.distribute(net, optimizer, data):
+            before = copy.deepcopy(dict(net.named_buffers()))
+            nn.functional.mse_loss(net(x), y).backward()
+            is_as_before = _alike(before, dict(net.named_buffers()))
+        return is_as_before
+
+    assert run_workers(2, work, "allreduce") == [False, True]
+
+
 def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
