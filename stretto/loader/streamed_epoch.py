@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from stretto.data.assignment import SMALLEST_SHARE, Range
 from stretto.data.leases import Lease
 from stretto.data.stream_order import StreamOrder, first_untrained, merged, without
+from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in
 from stretto.loader.global_step import GlobalStep
@@ -235,15 +236,16 @@ class StreamedEpoch:
             replies = [struct.unpack("<q?", one) for one in self._transport.all_gather_bytes(self._offer)]
             assert self._offered is not None
             (batch, own), self._offered = self._offered, None
-            is_incomplete = not all(has_batch for _, has_batch in replies)
-            found = self._global_step(batch, max(own, 0), [count for count, _ in replies], is_incomplete)
+            found = self._global_step(batch, max(own, 0), [count for count, _ in replies])
+            if found is not None and not all(has_batch for _, has_batch in replies):
+                raise _without_batch(sum(has_batch for _, has_batch in replies), len(replies))
             if found is not None or self._has_ended:
                 return found
 
-    def _global_step(self, batch: Any, own: int, counts: list[int], is_incomplete: bool) -> GlobalStep | None:
+    def _global_step(self, batch: Any, own: int, counts: list[int]) -> GlobalStep | None:
         """Return the global step of these counts; None if no worker has a sample in it, as in a batch without any.
 
-        A worker without a sample passes over another batch, with weight 0. `is_incomplete` if one has none.
+        A worker without a sample passes over another batch, with weight 0.
         """
         if len(counts) != len(self._members):  # a server has removed workers during the exchange
             self._members = self._transport.members
@@ -253,8 +255,7 @@ class StreamedEpoch:
         self._shards_ended |= {worker for worker, count in samples.items() if self._is_own and count == NONE}
         counts, samples = [max(one, 0) for one in counts], {worker: max(one, 0) for worker, one in samples.items()}
         self._samples.update(samples)
-        total, root = sum(counts), next((worker for worker in self._members if samples[worker]), self._members[0])
-        self._samples_so_far += total
+        self._samples_so_far += sum(counts)
         streamed = min(len(counts) - counts.count(0), 1 if self._split is not None else len(self._dealers))
         if self._shares is not None and self._is_last_step(self._given[self._dealers[0]] - 1):
             streamed = len({share[0] for share in self._shares[1] if share is not None})
@@ -262,7 +263,7 @@ class StreamedEpoch:
             self._deal_again(change.gone, change.members, is_committed=False)
         self._late.clear()
         samples = {worker: count for worker, count in samples.items() if worker in self._transport.members}
-        if not total:
+        if not any(counts):
             return None
         return GlobalStep(
             batch,
@@ -270,8 +271,6 @@ class StreamedEpoch:
             own,
             self._samples_so_far,
             sum(samples.values()),
-            is_incomplete,
-            root=root,
             parts=(lambda worker: samples.get(worker, 0)) if self._transport.repeats_attempts else None,
             streamed=streamed,
         )
@@ -282,13 +281,13 @@ class StreamedEpoch:
         if self._offered is None:
             self._offered = self._next_batch()
         batch, samples = self._offered
-        return struct.pack("<q?", samples, batch is not None)
+        return struct.pack("<q?", samples, samples > 0 or batch is not None)
 
     def _next_batch(self) -> tuple[Any, int]:
         """Return this worker's next batch, or part of one, and its samples.
 
-        Where it has none in this step, the batch is its last one, or the first of the step; None if it has no such. The
-        number of samples is `NONE` then if it has no batch in a later step either.
+        Where it has none in this step, the batch is its last one, or another that it has read; None if it has no such.
+        The number of samples is `NONE` then if it has no batch in a later step either.
         """
         while (item := self._next_item()) is not END:
             self._read += 1
@@ -297,7 +296,8 @@ class StreamedEpoch:
                 self._last = batch if len(self._dealers) > 1 and not self._asynchronous else None
                 return batch, samples
             if not self._asynchronous:
-                return self._last, 0
+                ahead = self.reader.peek(len(self._dealers)) if self._last is None and self._load is None else []
+                return next((self._cut(one) for one in ahead if samples_in(one)), self._last), 0
             if self._server is not None:  # a part without a sample
                 self._server.settle(self._number, [self._numbered(self._read - 1)], [0])
         return self._last, 0 if self._asynchronous else NONE
@@ -379,6 +379,8 @@ class StreamedEpoch:
                 return
             number += 1
             proof = self.reader.proof()
+            if self._last is None and self._split is not None and self._load is None and samples_in(batch):
+                self._last = self._cut(batch)  # a part of it may have no sample
             for part, of in (*parts, *([(own, len(self._dealers))] if self._split is not None else [])):
                 batch = self._divide(batch, part, of) if batch is not None else None
             if self._load is not None:
@@ -660,3 +662,14 @@ def _gaps(ranges: Sequence[Range], total: int, first: int = 0) -> list[int]:
     """Return the numbers from `first` to below `total` that are in none of these sorted ranges."""
     starts, stops = [first, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), total]
     return [number for gap in zip(starts, stops, strict=True) for number in range(gap[0], min(gap[1], total))]
+
+
+def _without_batch(found: int, workers: int) -> LoaderError:
+    return LoaderError(
+        explain(
+            "a worker has no batch: its shard of the stream is empty",
+            got=f"batches for {found} of {workers} workers",
+            expected="a shard with a batch for each worker",
+            to_type=f"-n {found}, or a data set of at least {workers} files or shards",
+        )
+    )
