@@ -25,6 +25,7 @@ OnResize = Literal["per-worker-batch", "global-batch"]
 Output = Literal["rank0", "all", "none"]
 OnNan = Literal["stop", "skip"]
 GlobalBatch = Literal["keep", "split"]
+Uneven = Literal["train", "drop"]
 LrScale = Literal["none", "linear", "sqrt"]
 ResumeStream = Literal["skip", "restart"]
 """Ways to continue a stream that cannot be brought to its place."""
@@ -103,6 +104,13 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "even|speed|N:N:...|RUN",
         ),
     ] = "even"
+    uneven: Annotated[
+        Uneven,
+        Option(
+            "A last step with fewer whole batches than workers: trained, others making a pass of weight 0, or dropped.",
+            WORKERS,
+        ),
+    ] = "train"
     lr_scale: Annotated[
         LrScale,
         Option("Multiply the script's learning rate by the number of workers, or by its square root.", WORKERS),

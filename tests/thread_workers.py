@@ -63,9 +63,9 @@ def run_one_worker(work: Callable[[int], Any], recipe: str | None = None, **cont
     return run_workers(1, work, recipe, **context)[0]
 
 
-def run_single_process(work: Callable[[int], Any], join: int = 1) -> Any:
+def run_single_process(work: Callable[[int], Any], join: int = 1, **context: Any) -> Any:
     """Return the result of a single process without exchanges, which joins `join` batches of the script to one."""
-    return run_workers(1, work, single_process=True, global_batch_of=join)[0]
+    return run_workers(1, work, single_process=True, global_batch_of=join, **context)[0]
 
 
 def regression(samples: int, dtype: torch.dtype = torch.float32, features: int = 6) -> TensorDataset:

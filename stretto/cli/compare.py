@@ -26,7 +26,18 @@ DEFAULT_WORKERS = "4"
 FAILED = 1
 
 
-@configured("module", "threads", "stragglers", "global_batch", "shares", "lr_scale", "servers", "timeout_s", file=False)
+@configured(
+    "module",
+    "threads",
+    "stragglers",
+    "global_batch",
+    "shares",
+    "uneven",
+    "lr_scale",
+    "servers",
+    "timeout_s",
+    file=False,
+)
 def compare(
     context: typer.Context,  # noqa: ARG001
     config: RunConfig,

@@ -51,6 +51,7 @@ CLUSTER, GRID = "Simulated cluster", "Sweep"
     "seed",
     "global_batch",
     "shares",
+    "uneven",
     "lr_scale",
     "servers",
     "on_nan",

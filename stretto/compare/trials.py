@@ -47,7 +47,7 @@ class Question:
         words += [word for layout in layouts for word in ("--layout", layout)]
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "shares", "lr_scale"))
+        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "shares", "uneven", "lr_scale"))
         return [*words, *masked(typed(self.config.script, self.config.module, self.config.args))]
 
     def describe(self) -> dict[str, Any]:
@@ -66,6 +66,7 @@ class Question:
             "stragglers": self.config.stragglers,
             "global_batch": self.config.global_batch,
             "shares": self.config.shares,
+            "uneven": self.config.uneven,
             "lr_scale": self.config.lr_scale,
             "command": self.command(),
         }

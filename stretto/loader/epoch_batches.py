@@ -311,6 +311,8 @@ class Division:
     """Division of each global step among the workers, as typed."""
     resume_stream: ResumeStream | None = None
     """Way to continue a stream of a resumed run; None to bring it to its place."""
+    drops_uneven: bool = False
+    """True if a last step that has fewer whole batches than workers is dropped."""
     has_checkpoints: bool = True
     """True if checkpoints are written from the start, which need what proves a place in a stream."""
 
@@ -339,6 +341,8 @@ class BatchSource:
         """The last epoch over a stream that has begun."""
         self._division, self._global_batch_of = division, division.global_batch_of
         self._keeps_proofs = division.has_checkpoints or transport.repeats_attempts
+        self._has_named_dropped = False
+        """True once a line has named the samples that `--uneven drop` leaves out."""
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
         self._asynchronous = isinstance(division.when, on_arrival)
@@ -372,7 +376,18 @@ class BatchSource:
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
             loop, arranged = self._loop, self._arranged if self._rearranges() else None
-            return draw(self._loader, self._transport, self._global_batch_of, loop.peeks, arranged, loop.kept)
+            drawn = draw(self._loader, self._transport, self._global_batch_of, loop.peeks, arranged, loop.kept)
+            steps = len(self._loader) // self.batches_per_step if self._drops_uneven else 0
+            if not steps:
+                return drawn
+            kept = drawn.without_last(steps * self.first_workers)
+            if (samples := kept.dropped - drawn.dropped) and not self._has_named_dropped:
+                self._has_named_dropped = True
+                loop.events.notice(
+                    f"--uneven drop: the last step of an epoch has fewer batches than workers, and its {samples:,} "
+                    "samples are not trained"
+                )
+            return kept
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
             members, base = self._loop.members(), self.first_workers
@@ -411,6 +426,15 @@ class BatchSource:
     def has_shares(self) -> bool:
         """True if the workers share global steps, which are those of the number of workers that the run began with."""
         return isinstance(self._sampler, ShardedBatchSampler) and not self.splits and self._is_divisible()
+
+    @property
+    def _drops_uneven(self) -> bool:
+        """True if whole batches are assigned in lockstep, and a last step without a batch for each worker is dropped.
+
+        One process with the global batch drops the same.
+        """
+        is_whole = isinstance(self._sampler, ShardedBatchSampler) and not self.splits and not self._rearranges()
+        return self._division.drops_uneven and is_whole and not self._is_divisible()
 
     def _is_divisible(self) -> bool:
         """Return True if the samples of an epoch may be divided into other batches than those of the script."""
@@ -590,7 +614,10 @@ class BatchSource:
         """Return the number of global steps of an epoch: the same with any number of workers now."""
         if self.assignment == "own" or self.splits:
             return len(self._loader)
-        return -(-self._arrangement.length(self._loader) // self.batches_per_step)
+        batches = self._arrangement.length(self._loader)
+        if self._drops_uneven and batches >= self.batches_per_step:
+            return batches // self.batches_per_step
+        return -(-batches // self.batches_per_step)
 
 
 def _refuse_assignment(got: str, expected: str) -> None:

@@ -134,6 +134,13 @@ class EpochOrder:
         """Return the indices in these ranges of all samples, a list for each range."""
         return [self.indices(start, stop) for start, stop in pieces]
 
+    def without_last(self, batches: int) -> EpochOrder:
+        """Return this order with its first batches, this number of them; the samples of the others are dropped."""
+        bounds = self.bounds[: batches + 1]
+        return replace(
+            self, flat=self.flat[: bounds[-1]], bounds=bounds, dropped=self.dropped + self.bounds[-1] - bounds[-1]
+        )
+
     def appended(self, batch: Batch) -> EpochOrder:
         """Return this order with one more batch."""
         added = EpochOrder.of([batch]).flat

@@ -77,6 +77,7 @@ class Epochs:
             context.split,
             context.shares,
             context.resume_stream,
+            context.drops_uneven,
             context.checkpoint is not None and not context.checkpoint.follows_cost,
         )
         self.source = BatchSource(

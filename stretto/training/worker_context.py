@@ -88,6 +88,8 @@ class WorkerContext:
     """True if all workers share each batch of the script."""
     shares: str = EVEN
     """Division of each global step among the workers, as typed."""
+    drops_uneven: bool = False
+    """True if a last step that has fewer whole batches than workers is dropped."""
     lr_factor: float = 1.0
     """Factor on the script's learning rate."""
     lr_scale: LrScale = "none"
@@ -198,6 +200,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
         "global_batch_of": options.global_batch_of,
         "split": options.global_batch == "split",
         "shares": options.shares,
+        "drops_uneven": options.uneven == "drop",
         "lr_factor": options.lr_factor,
         "lr_scale": options.lr_scale,
         "keep_states": options.keep_states,

@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "stragglers": "1:2.0",
     "global_batch": "split",
     "shares": "1:1:1:0.2",
+    "uneven": "drop",
     "lr_scale": "linear",
     "servers": 2,
     "on_nan": "skip",

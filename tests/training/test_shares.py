@@ -142,6 +142,29 @@ def test_the_error_of_a_script_with_views_of_a_fixed_size_names_the_share(sample
         assert run_workers(3, functools.partial(work, drop_last=True), "allreduce") == [""] * 3
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_last_step_without_a_batch_for_each_worker_is_dropped(
+    workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two workers train all of 10 batches, and three leave out the last one."""
+    work = counting(43, 4, drop_last=True)
+    found = run_workers(workers, work, "allreduce", drops_uneven=True)
+    steps = 10 // workers
+    assert [length for length, _, _ in found] == [steps] * workers
+    assert [[len(epoch) for epoch in sizes] for _, sizes, _ in found] == [[steps] * 2] * workers
+    assert len([one for _, _, seen in found for one in seen]) == 2 * 4 * steps * workers
+    assert ("--uneven drop: " in capfd.readouterr().err) == (workers == 3)
+
+
+def test_one_process_with_the_global_batch_drops_the_same_step() -> None:
+    data = regression(43, torch.float64)
+    work: Any = training(data, 4, epochs=2, dtype=torch.float64, drop_last=True)
+    whole: Tensor = run_single_process(work, join=3, drops_uneven=True)
+    found = run_workers(3, work, "allreduce", drops_uneven=True)
+    assert all(relative_distance(one, whole) <= 1e-12 for one in found)
+    assert relative_distance(found[0], run_workers(3, work, "allreduce")[0]) > 1e-6
+
+
 def test_whole_batches_stay_whole_when_a_worker_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = counting(100, 4, epochs=1, dies_at=(2, 3), drop_last=True)
     found, _ = run_elastic_workers(3, work, "allreduce", tmp_path)
