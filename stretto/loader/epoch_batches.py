@@ -221,9 +221,9 @@ class AssignedEpoch:
         self.is_over, self.batch_assignment.is_extended = False, True
         self._restart_loader()
 
-    def unassigned(self) -> list[list[Any]]:
-        """Return what the loops have left of the work of failed workers."""
-        assignment = self.batch_assignment
+    def leave(self) -> list[list[Any]]:
+        """End the epoch, which loops that count leave before it is over; return what they leave of failed workers."""
+        assignment, self.is_over = self.batch_assignment, True
         return self.order.among(assignment.remaining() if assignment.is_at_end else assignment.returned_ranges())
 
     def append(self, batches: list[list[Any]]) -> None:

@@ -263,8 +263,9 @@ class ElasticAgent:
             self._refuse_to_end_before(self._taken)
             self._restore_random_states(self._own_of(self._taken))
         self._script.end_passing()
-        if self._lost and self._trainer.transport.number == min(self._trainer.transport.members):
-            samples, epoch = sum(map(len, self._lost)), self._trainer.evaluator.epoch
+        samples = sum(map(len, self._lost)) - self._counted  # the model of the last epoch's end has the others
+        if samples and self._trainer.transport.number == min(self._trainer.transport.members):
+            epoch = self._trainer.evaluator.epoch
             self._trainer.events.write("samples_left", epoch=epoch, samples=samples)
             self._trainer.events.own_notice(
                 f"{samples:,} samples that a failed worker had were not trained again: the loop ends by its own count, "
@@ -488,7 +489,7 @@ class ElasticAgent:
         if not self._trainer.transport.repeats_attempts:
             return
         if isinstance(epoch_batches, AssignedEpoch):
-            self._lost += epoch_batches.unassigned()
+            self._lost += epoch_batches.leave()
         if self._trainer.strategy.is_carried:
             return
         if isinstance(epoch_batches, StreamedEpoch):

@@ -11,7 +11,7 @@ import torch
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulator.failures import NET, SAMPLES, seen
+from simulator.failures import NET, seen
 from simulator.harness import simulated
 from thread_workers import flat, regression, small_net
 from torch import nn
@@ -20,16 +20,21 @@ from torch.utils.data import DataLoader
 import stretto
 
 EPOCHS, BATCH = 3, 4
+SAMPLES = 44
+"""Number of samples: eleven batches, of which the last global step has too few for all workers where they are whole."""
 WAITING = ["allreduce", "local_sgd(every=3)", "local_sgd(every=16)", "gossip"]
 
 
-def looping(counts: bool, steps: list[list[int]]) -> Callable[[int], Any]:
-    """Return a training function whose loop `counts` to `len(loader)`, or asks for all batches; it notes its steps."""
+def looping(counts: bool, whole: bool, steps: list[list[int]]) -> Callable[[int], Any]:
+    """Return a training function whose loop `counts` to `len(loader)`, or asks for all batches; it notes its steps.
+
+    Its batches are divided into shares unless they are `whole`.
+    """
 
     def work(worker: int) -> Any:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        loader: Any = DataLoader(regression(SAMPLES), batch_size=BATCH, shuffle=True)
+        loader: Any = DataLoader(regression(SAMPLES), batch_size=BATCH, shuffle=True, drop_last=whole)
         loader = stretto.distribute(net, optimizer, loader)
         steps.append([])
         for _ in range(EPOCHS):
@@ -46,11 +51,11 @@ def looping(counts: bool, steps: list[list[int]]) -> Callable[[int], Any]:
     return work
 
 
-def check_moment(recipe: str, workers: int, counts: bool, moment: float, fault: str) -> None:
+def check_moment(recipe: str, workers: int, counts: bool, whole: bool, moment: float, fault: str) -> None:
     """Kill a worker at a moment, from 0 for the begin of the run to 1 for its end."""
-    at = moment * simulated(workers, looping(counts, []), recipe, net=NET).seconds
+    at = moment * simulated(workers, looping(counts, whole, []), recipe, net=NET).seconds
     steps = list[list[int]]()
-    ended = simulated(workers, looping(counts, steps), recipe, net=NET, fault=fault.format(at))
+    ended = simulated(workers, looping(counts, whole, steps), recipe, net=NET, fault=fault.format(at))
     left = sum(one["samples"] for one in ended.of("samples_left"))
     assert ended.of("epoch")[-1]["samples"] == EPOCHS * SAMPLES - left
     assert [one["twice"] for one in seen(ended)] == [0] * EPOCHS
@@ -71,20 +76,21 @@ def check_moment(recipe: str, workers: int, counts: bool, moment: float, fault: 
     st.sampled_from(WAITING),
     st.integers(2, 4),
     st.booleans(),
+    st.booleans(),
     st.floats(0, 0.99),
     st.sampled_from(["kill worker 0 at {:.6f}s", "kill worker 1 at {:.6f}s, back after 15ms"]),
 )
 def test_each_sample_is_trained_or_named_whenever_a_worker_is_killed(
-    recipe: str, workers: int, counts: bool, moment: float, fault: str
+    recipe: str, workers: int, counts: bool, whole: bool, moment: float, fault: str
 ) -> None:
-    check_moment(recipe, workers, counts, moment, fault)
+    check_moment(recipe, workers, counts, whole, moment, fault)
 
 
 @pytest.mark.parametrize("recipe", WAITING[:2])
 def test_samples_of_the_last_step_are_trained_in_the_next_epoch(recipe: str) -> None:
     """Worker 1 of 2 fails in the last step of the first epoch: the loop has made as many steps as it counts."""
-    at = simulated(2, looping(True, []), recipe, net=NET).seconds * (6 / 23)
-    ended = simulated(2, looping(True, []), recipe, net=NET, fault=f"kill worker 1 at {at:.6f}s")
+    at = simulated(2, looping(True, False, []), recipe, net=NET).seconds * (6 / 23)
+    ended = simulated(2, looping(True, False, []), recipe, net=NET, fault=f"kill worker 1 at {at:.6f}s")
     first, second, third = (one["sample_counts"] for one in ended.of("epoch"))
     assert first["never"] > 0
     assert second["recovered_samples"] == first["never"]
@@ -92,4 +98,14 @@ def test_samples_of_the_last_step_are_trained_in_the_next_epoch(recipe: str) -> 
 
 
 def test_samples_of_the_last_step_of_the_last_epoch_are_named() -> None:
-    check_moment("allreduce", 2, True, 21 / 23, "kill worker 0 at {:.6f}s")
+    check_moment("allreduce", 2, True, False, 21 / 23, "kill worker 0 at {:.6f}s")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "workers", "moment"), [("local_sgd(every=16)", 2, 0.967), ("local_sgd(every=3)", 3, 0.2931)]
+)
+def test_a_worker_that_fails_while_the_others_end_an_epoch_loses_nothing(
+    recipe: str, workers: int, moment: float
+) -> None:
+    """Their loops have ended by their count: what it had waits for the next epoch, or is in the last model."""
+    check_moment(recipe, workers, True, True, moment, "kill worker 1 at {:.6f}s, back after 15ms")
