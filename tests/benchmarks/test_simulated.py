@@ -46,7 +46,7 @@ def test_simulator_arguments_contain_the_measured_values():
     assert one.link.up == pytest.approx(95.66e6) and one.link.latency == pytest.approx(12e-6)
     assert one.in_worker and one.burst == simulated.BURST_BYTES
     found = cost_model.parse(LINK.step_time, lambda: cost_model.CostModel(0.004, codec_s=0.001))
-    own = {"step_s": 0.004, "epoch_s": 0.0, "codec_s": 0.001, "update_s": 0.0}
+    own = {"step_s": 0.004, "sample_s": 0.0, "epoch_s": 0.0, "codec_s": 0.001, "update_s": 0.0}
     values = dict(vars(found))
     assert values.pop("turns_s") == (), "the workers have no stages"
     assert values == pytest.approx({**own, **vars(COSTS)}, abs=1e-7)
