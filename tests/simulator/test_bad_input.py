@@ -379,14 +379,13 @@ MINIMISES = """def loss_of():
 
 
 @pytest.mark.parametrize("batch", [4, 6])
-def test_workers_that_all_have_a_batch_are_measured_though_fewer_would_not(simulate: Simulate, batch: int) -> None:
+def test_lbfgs_is_measured_with_any_number_of_batches(simulate: Simulate, batch: int) -> None:
     """Three batches divide by three workers, and not by the two that are measured; two batches do not."""
     loader = f" * {batch // 2})\noptimizer = torch.optim.LBFGS(net.parameters(), max_iter=2"
     code, _, wrong = simulate(
         "-n", "3", "--recipe", "allreduce", "--step-time", "auto", LOADER=loader, IN_LOOP=MINIMISES
     )
-    assert (code == 0) == (batch == 4), wrong
-    assert batch == 4 or "2 batches for 3 workers" in wrong
+    assert code == 0, wrong
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

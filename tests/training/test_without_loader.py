@@ -43,8 +43,9 @@ def trained(loader: Any, rows: Any = None, epochs: int = 1, seed: int | None = N
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "gossip(every=1)", "async_sgd"])
 def test_steps_of_a_loop_that_draws_its_batches_are_dealt_and_each_worker_draws_others(recipe: str) -> None:
+    """The second worker makes a pass of weight 0 in the last step, where workers wait."""
     (_, first), (_, second) = run_workers(2, trained(range(21)), recipe)
-    assert len(first) + len(second) == 21
+    assert len(first) + len(second) == 21 + (recipe != "async_sgd")
     assert not set(first) & set(second)
 
 
