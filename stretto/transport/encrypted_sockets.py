@@ -252,7 +252,6 @@ class MemberSockets:
                         break
                     assert one.rank is not None
                     yield one.rank, message
-                self._replace_earlier(one)
             except (OSError, AuthenticationError) as error:
                 self._end(one, isinstance(error, AuthenticationError))
         self._end_late_ones()
@@ -327,13 +326,6 @@ class MemberSockets:
             if self._receivers.setdefault(one.rank, one) is not one:
                 one.close()
         return self._receivers.get(one.rank) is one
-
-    def _replace_earlier(self, one: ReceivingConnection) -> None:
-        """Close an earlier connection of the same member that no message has confirmed: one is kept for each."""
-        if one in self._arriving and one.rank is not None:
-            for earlier in [other for other in self._arriving if other.rank == one.rank and other is not one]:
-                if earlier.until <= one.until:
-                    self._end(earlier)
 
     def _end(self, one: ReceivingConnection, is_refused: bool = False) -> None:
         one.close()

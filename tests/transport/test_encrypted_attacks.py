@@ -220,21 +220,6 @@ def test_a_handshake_that_no_message_follows_is_closed(
             assert not received(silent.socket, 1), "closed"
 
 
-def test_of_connections_without_a_message_one_is_kept_for_each_member_the_last(waiting_worker: Waiting) -> None:
-    transport, end, keys = waiting_worker
-    with contextlib.ExitStack() as stack:
-        ones = list[Sending]()
-        for _ in range(3):
-            ones.append(Sending(keys, end, 1))
-            stack.enter_context(ones[-1].socket)
-            arriving, limit = transport._sockets._arriving, time.monotonic() + LIMIT_S
-            port_of = ones[-1].socket.getsockname()
-            while [(one.socket.getpeername(), one.rank) for one in arriving] != [(port_of, 1)]:
-                transport._proceed()
-                assert time.monotonic() < limit
-        assert ones[-1].is_admitted()
-
-
 def test_a_flood_closes_no_members_connection_whose_handshake_has_arrived(waiting_worker: Waiting) -> None:
     transport, end, keys = waiting_worker
     with contextlib.ExitStack() as stack:
