@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.data.shares import Pace, Paces, cuts, listed, of_members, unlisted
+from stretto.data.shares import Pace, Paces, cuts, listed, of_members, portion, unlisted
 
 Range: TypeAlias = tuple[int, int]
 """Half-open range of positions in the epoch's order: first, stop."""
@@ -200,8 +200,6 @@ class BatchAssignment:
         self._segments: list[_Segment] = []
         self._is_open = False
         """True if the last segment can be continued with further global steps."""
-        self._largest = 0
-        """Number of samples of the largest batch, once that was needed."""
         self._lost: dict[int, set[int]] = {}
         """By global step: the workers whose part of the step was returned."""
         self._pending: list[_PendingChange] = []
@@ -489,9 +487,9 @@ class BatchAssignment:
                 return False
             taken, steps = returned, batches
             if returned:
-                self._largest = self._largest or max(self.largest_batch(), SMALLEST_SHARE)
-                taken = min(returned, batches * self._largest) if batches else returned
-                steps = batches or -(-returned // self._largest)
+                largest = max(self.largest_batch(), SMALLEST_SHARE)
+                taken = min(returned, batches * largest) if batches else returned
+                steps = batches or -(-returned // largest)
             ranges, self._returned = _slice(self._returned, 0, taken), list(_slice(self._returned, taken, returned))
             paces = of_members(self._paces, self._members)
             self._segments.append(_Segment(self.global_step, self._members, self._next_batch, ranges, steps, paces))
@@ -629,13 +627,6 @@ def step_bounds(samples: int, global_batch: int) -> array[int]:
     """
     steps = -(-samples // global_batch)
     return array("q", [portion(samples, step, steps)[0] for step in range(steps)] + [samples])
-
-
-def portion(samples: int, part: int, parts: int) -> Range:
-    """Return the range of one even part among several; the first ones are the larger ones."""
-    each, over = divmod(samples, parts)
-    start = each * part + min(part, over)
-    return start, start + each + (part < over)
 
 
 def _samples(ranges: Sequence[Range]) -> int:

@@ -108,6 +108,17 @@ def step_s(sizes: Sequence[int], paces: Sequence[Pace]) -> float:
     return max(fixed + each * size for size, (fixed, each) in zip(sizes, paces, strict=True))
 
 
+def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Return the first position of one even part among several, and the position after its last; the first are larger.
+
+    >>> [portion(10, part, 3) for part in range(3)]
+    [(0, 4), (4, 7), (7, 10)]
+    """
+    each, over = divmod(samples, parts)
+    start = each * part + min(part, over)
+    return start, start + each + (part < over)
+
+
 @lru_cache(maxsize=64)
 def cuts(samples: int, paces: tuple[Pace, ...], least: int) -> tuple[int, ...]:
     """Return where each share begins, and the end: of all divisions one with the least time of a step.
@@ -169,10 +180,13 @@ def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
 
 def shares_of(samples: int, paces: tuple[Pace, ...], members: int, least: int) -> list[int]:
     """Return the shares of members; even ones without paces, or where there are too few samples."""
-    ends = cuts(
-        samples, paces if paces and samples >= least * members else ((0.0, 1.0),) * members, least * bool(paces)
+    is_even = not paces or samples < least * members
+    ranges = (
+        [portion(samples, rank, members) for rank in range(members)]
+        if is_even
+        else pairwise(cuts(samples, paces, least))
     )
-    return [stop - start for start, stop in pairwise(ends)]
+    return [stop - start for start, stop in ranges]
 
 
 class Proposal(NamedTuple):

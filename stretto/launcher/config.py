@@ -355,9 +355,10 @@ def _check_batch(config: RunConfig) -> None:
         from stretto.recipe.parser import parse
         from stretto.recipe.recipe import refuse_shares
 
-        shares, recipe = parse_shares(settled(config).shares), settled(config).recipe
-        if recipe is not None:
-            refuse_shares(parse(recipe), config.shares)
+        run = settled(config)
+        shares = parse_shares(run.shares)
+        if run.recipe is not None:
+            refuse_shares(parse(run.recipe), config.shares)
         if shares.paces and len(shares.paces) != config.initial_workers:
             problem, expected = "--shares has a number for each worker", f"{config.initial_workers} numbers"
             to_type = "--shares " + ":".join("1" * config.initial_workers) if config.initial_workers > 1 else "-n 2"

@@ -27,7 +27,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from stretto.data.assignment import BatchAssignment, Ranges, bounds_of, portion
+from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
+from stretto.data.shares import portion
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.transport import Transport

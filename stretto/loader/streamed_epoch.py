@@ -462,24 +462,23 @@ class StreamedEpoch:
 
     def trained(self) -> dict[int, int]:
         """Return the samples of this epoch by worker, over all its incarnations, as the dispatcher counts them."""
-        assert self._server is not None
-        while True:
-            try:
-                samples: dict[int, int] = self._server.settled_of_stream(self._number)[1]
-                return samples
-            except RollbackRequiredError:
-                self._server.roll_back()
+        return self._after_rollbacks()[1]
 
-    def _settled(self) -> dict[int, list[Range]]:
-        """Return the numbers of this deal that count, as ranges by worker. Raises RollbackRequiredError."""
+    def _settled(self) -> tuple[dict[int, list[Range]], dict[int, int]]:
+        """Return the numbers of this deal that count, as ranges by worker, and the samples of the epoch by worker.
+
+        Raises RollbackRequiredError.
+        """
         assert self._server is not None
-        first = self._numbered(0)
-        return {
+        first, (numbers, samples) = self._numbered(0), self._server.settled_of_stream(self._number)
+        of_deal = {
             worker: [(start - first, stop - first) for start, stop in ranges if first <= start < first + DEAL]
-            for worker, ranges in self._server.settled_of_stream(self._number)[0].items()
+            for worker, ranges in numbers.items()
         }
+        return of_deal, samples
 
-    def _settled_now(self) -> dict[int, list[Range]]:
+    def _after_rollbacks(self) -> tuple[dict[int, list[Range]], dict[int, int]]:
+        """Return the same, after any rollback of the server that is required."""
         assert self._server is not None
         while True:
             try:
@@ -497,7 +496,7 @@ class StreamedEpoch:
         """Return this worker's numbers whose work a rollback has undone, all but those that it still has."""
         if self._server is None:
             return []
-        settled = self._settled_now().get(self._transport.number, [])
+        settled = self._after_rollbacks()[0].get(self._transport.number, [])
         if self._server.recovery_epoch == self._recovery_epoch:
             return []
         kept = {one.batch - self._numbered(0) for one in held}
@@ -513,7 +512,7 @@ class StreamedEpoch:
         told = (self._transport.number, list(undone), self.reader.position, is_left)
         replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(told))
         found = [msgspec.msgpack.decode(one, type=tuple[int, list[int], int, bool]) for one in replies]
-        packed = self._transport.broadcast_bytes(lambda: msgspec.msgpack.encode(self._settled_now()))
+        packed = self._transport.broadcast_bytes(lambda: msgspec.msgpack.encode(self._after_rollbacks()[0]))
         settled: dict[int, list[Range]] = msgspec.msgpack.decode(packed, type=dict[int, list[Range]])
         if any(is_left for *_, is_left in found):
             return []
@@ -621,7 +620,7 @@ class StreamedEpoch:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
         holes: list[Piece] = []
         if self._server is not None:
-            settled = self._settled()
+            settled, _ = self._settled()
             self._carried = {
                 worker: max((stop for _, stop in settled.get(worker, [])), default=0) for worker in self._dealers
             }

@@ -28,7 +28,8 @@ from torch.nn import Parameter
 
 from stretto.checkpoint import whole_state
 from stretto.checkpoint.storage import State
-from stretto.data.assignment import Ranges, portion
+from stretto.data.assignment import Ranges
+from stretto.data.shares import portion
 from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
 from stretto.loader.epoch_order import part_of, samples_in

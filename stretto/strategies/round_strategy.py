@@ -40,12 +40,9 @@ class RoundStrategy(RecipeStrategy):
     def _run_round(self, parameter_set: ParameterSet, number: int) -> None:
         self._exchanging, parameter_set.has_stepped = parameter_set, False
         if parameter_set.flat_parameters is not None:
-            self._agree_on_weights(parameter_set)
+            with self._context.timer.on("exchanging"):
+                parameter_set.weights.agree()
             self.exchange(parameter_set, number)
-
-    def _agree_on_weights(self, parameter_set: ParameterSet) -> None:
-        with self._context.timer.on("exchanging"):
-            parameter_set.weights.agree()
 
     def exchange(self, parameter_set: ParameterSet, number: int) -> None:
         """Do round `number`, counted from 1: replace the parameters by the result of one `attempt`."""
@@ -83,7 +80,7 @@ class RoundStrategy(RecipeStrategy):
         with self._context.timer.on("exchanging"):
             if self.has_stepped:
                 for parameter_set in self.sets:
-                    self._agree_on_weights(parameter_set)
+                    parameter_set.weights.agree()
                 self._average(self._share_in_evaluation)
             else:
                 self.buffers.follow_teachers()

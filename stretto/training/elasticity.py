@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -136,7 +135,7 @@ class ElasticAgent:
         if facts.get("returned") is not None:
             lost, self._counted = facts["returned"]
             order = unpack(lost)
-            self._lost = order.among(tuple(pairwise(order.bounds)))
+            self._lost = order.among(tuple(itertools.pairwise(order.bounds)))
         trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
         trainer.shares.resume(unlisted(facts.get("paces", [])))
         trainer.evaluator.restore(facts["evaluator"])

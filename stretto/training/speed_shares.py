@@ -114,13 +114,14 @@ class SpeedShares:
         self._own_s: float | None = None
         """Seconds of this worker's own work until the end of the last step; None where the next one is left out."""
         self._steps, self._interval, self._cost_s = 0, FEWEST_STEPS, 0.0
-        self._of_epoch: list[tuple[int, float]] = []
+        self._of_epoch = 0, 0, 0.0
+        """Steps of this epoch, and their samples and seconds."""
         self._has_noted, self._written_at = False, -math.inf
 
     def begin_epoch(self) -> None:
         """Leave out the first step of an epoch, in which the loader starts."""
         self._own_s = None
-        self._of_epoch.clear()
+        self._of_epoch = 0, 0, 0.0
 
     def resume(self, paces: Paces) -> None:
         """Continue from the speeds on which the workers have agreed last."""
@@ -138,7 +139,8 @@ class SpeedShares:
         self._steps += 1
         if before is not None and samples:
             self._times.note(samples, self._own_s - before)
-            self._of_epoch.append((samples, self._own_s - before))
+            steps, given, took_s = self._of_epoch
+            self._of_epoch = steps + 1, given + samples, took_s + self._own_s - before
 
     def agree_if_due(self, has_exchanged: bool) -> None:
         """Agree on the speeds at the end of a global step, and move the shares if that gains enough."""
@@ -192,9 +194,8 @@ class SpeedShares:
             )
 
     def of_epoch(self) -> bytes:
-        """Return this worker's number, its samples and its seconds in the epoch that ends, for `note_gain`."""
-        samples, seconds = map(sum, zip(*self._of_epoch, strict=True)) if self._of_epoch else (0, 0.0)
-        return struct.pack("<qqqd", self._trainer.transport.number, len(self._of_epoch), samples, seconds)
+        """Return this worker's number, and its steps, samples and seconds in the epoch that ends, for `note_gain`."""
+        return struct.pack("<qqqd", self._trainer.transport.number, *self._of_epoch)
 
     def note_gain(self, messages: Sequence[bytes], epoch: EpochBatches) -> None:
         """Write a line, once, if shares by speed would make a run with even shares much faster."""
