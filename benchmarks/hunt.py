@@ -131,7 +131,7 @@ def plan_of(seed: int) -> Plan:
         checkpoints = checkpoints or "300ms"
         resumed_by = workers * ranks if layout or "own" in script else draw.choice((workers, workers, 2, 3, 4))
     options += ["--checkpoint-every", checkpoints] if checkpoints else []
-    more = random.Random(f"more {seed}")  # so that what is drawn above stays what it was
+    more = random.Random(f"more {seed}")  # the draws above stay those of earlier versions
     options += ["--restarts", str(more.choice((2, 3)))] if more.random() < 0.2 else []
     if not layout and more.random() < 0.25:
         script += ["--evaluate", str(more.choice((0, 2, 5)))]

@@ -293,8 +293,8 @@ def weight(number: float | Tensor | None = None, *, sum: bool = False) -> None:
     contributes nothing to gradients, also where its loss is NaN. It costs one message of 8 bytes for each exchange.
 
     With `sum=True` the loss is a sum, and gradients are added, not averaged, from now on. Recipes that exchange
-    parameters or updates refuse that with ModelError. Recipes that do not wait apply each update as it is. Without a
-    run it does nothing.
+    parameters or updates refuse that with ModelError. Recipes that do not wait apply each update without a
+    weight. Without a run it does nothing.
 
     >>> weight(128)
     """
@@ -311,7 +311,7 @@ def agreed() -> AbstractContextManager[None]:
     """Put the agreed model in place within a loop, to evaluate or save it by hand between two steps.
 
     That is the mean of the workers' parameters, weighted by their samples since the last exchange; where gradients are
-    exchanged, the parameters as they are; where workers do not wait, the server's newest ones. After the block each
+    exchanged, the present parameters; where workers do not wait, the server's newest ones. After the block each
     worker continues with its own. All workers that wait for each other enter it, and pay for one exchange of the
     parameters. Between two epochs, without a run and for one worker it changes nothing.
 

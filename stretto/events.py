@@ -31,7 +31,7 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
 | batches_lost | epoch, text: batches of a stream that no worker has trained, or whose training was undone |
 | samples_left | epoch, samples, batches: samples of an epoch for which no loop asked, and no later epoch had; of |
-| | a loop that waits for the other workers only those that a failed worker had, without `batches` |
+| | workers that wait for each other only samples of a failed worker, without `batches` |
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
 | shares | epoch, after, paces, members, shares, speeds, measured_s, predicted_s, even_s: shares by speed, which move |
 | | after this global step of the epoch; null where they stay (written by the first worker) |

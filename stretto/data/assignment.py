@@ -168,9 +168,9 @@ class BatchAssignment:
         members 0 1                    | 20 21 24..28   22 23 35..39      worker 0
 
     as evenly as the larger batches allow: batches that differ by one sample stay so with them. No step gets more than
-    the largest batch has; what is left then, or returned in the last step, makes further steps. A share has at least
-    `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` the shares are those
-    with which all members need the same time (see `cuts`); `move` changes the paces.
+    the largest batch has; positions that are left then, or returned in the last step, make further steps. A share has
+    at least `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` all members
+    need about the same time for their shares (see `cuts`); `move` changes the paces.
 
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
@@ -342,11 +342,11 @@ class BatchAssignment:
         return counts
 
     def upcoming(self, me: int) -> Iterator[Ranges]:
-        """Yield what a worker loads in the coming global steps if no further change happens. Assigns nothing."""
+        """Yield the positions that a worker loads in the coming steps if no further change happens. Assigns nothing."""
         return self.copied().rest(me)
 
     def rest(self, me: int) -> Iterator[Ranges]:
-        """Yield what a worker loads in the coming global steps, and assign each step as it is requested."""
+        """Yield the positions that a worker loads in the coming global steps; assign each step when it is requested."""
         return (rank_batch.loaded for rank_batch in iter(lambda: self.next(me), None))
 
     def copied(self) -> BatchAssignment:
@@ -509,7 +509,7 @@ class BatchAssignment:
         return _slice(segment.ranges, segment.spread(self.global_step - segment.after), _samples(segment.ranges))
 
     def _close_segment(self) -> None:
-        """End the last segment; what it has not spread is returned."""
+        """End the last segment; positions that it has not spread are returned."""
         self._returned = sorted([*self._returned, *self._unspread()])
         self._is_open = False
 

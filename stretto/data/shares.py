@@ -95,7 +95,7 @@ def unlisted(rows: Iterable[tuple[int, float, float]]) -> Paces:
 
 
 def of_members(paces: Paces, members: Sequence[int]) -> tuple[Pace, ...]:
-    """Return the paces of these workers, in order; a worker without one has the mean of those that have one."""
+    """Return the paces of these workers, in order; a worker without a pace has the mean of the others."""
     known = [paces[worker] for worker in members if worker in paces]
     if not known:
         return ()
@@ -153,7 +153,8 @@ def cuts(samples: int, paces: tuple[Pace, ...], least: int) -> tuple[int, ...]:
 class Timed(NamedTuple):
     """A worker's last steps: their samples and seconds, NaN if unknown.
 
-    `fixed` is the number of samples that take as long as what a step needs besides its samples; NaN if unknown.
+    `fixed` is the number of samples that take as long as the part of a step that does not depend on samples; NaN if
+    unknown.
     """
 
     samples: float
@@ -162,10 +163,10 @@ class Timed(NamedTuple):
 
 
 def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
-    """Return the paces of workers by their last steps; those before of a worker without any.
+    """Return the paces of workers by their last steps; a worker without steps keeps its pace of before.
 
-    What is not known of one worker is as at the others: where none has had different shares, all time is that of
-    samples.
+    A worker whose fixed part is unknown has the mean of the others; if no worker has had different shares, all time
+    counts as that of samples.
     """
     fixed = [one.fixed for one in timed.values() if not math.isnan(one.fixed)]
     mean = sum(fixed) / len(fixed) if fixed else 0.0
@@ -199,7 +200,7 @@ class Proposal(NamedTuple):
 
 
 def proposed(now: Paces, measured: Paces, members: Sequence[int], samples: int, least: int) -> Proposal:
-    """Return the move from the shares of now to those that fit the measured paces better.
+    """Return the move from the present shares to shares that fit the measured paces better.
 
     No share changes by more than a factor of `LARGEST_MOVE`. The shares stay if the move gains little: measured times
     vary, and shares that follow each variation would never be at rest.

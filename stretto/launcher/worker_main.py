@@ -55,7 +55,7 @@ EVICTED = 75
 UNREACHABLE = 76
 """Exit code of a worker that could not connect with others: it is not restarted, and the others continue."""
 STAYS_OUT, WAITS_OUT = 77, 78
-"""Exit codes of a worker that can't continue any work of the run, and of one that may in a later epoch."""
+"""Exit codes of a worker that can't continue any work of the run, and of a worker that may in a later epoch."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")

@@ -158,7 +158,7 @@ class AssignedEpoch:
         return max(self.batch_assignment.global_step, self._sampler.ahead.global_step if self._sampler.ahead else 0)
 
     def move(self, paces: Paces, after: int) -> None:
-        """Divide the global steps after one that no loader has loaded ahead by these paces."""
+        """Divide the global steps that follow step `after` by these paces; no loader has loaded a batch of them."""
         self.batch_assignment.move(paces, after)
         if self._sampler.ahead is not None:
             self._sampler.ahead.move(paces, after)
@@ -222,7 +222,7 @@ class AssignedEpoch:
         self._restart_loader()
 
     def leave(self) -> list[list[Any]]:
-        """End the epoch, which loops that count leave before it is over; return what they leave of failed workers."""
+        """End the epoch, which loops that count leave before it is over; return failed workers' batches."""
         assignment, self.is_over = self.batch_assignment, True
         return self.order.among(assignment.remaining() if assignment.is_at_end else assignment.returned_ranges())
 

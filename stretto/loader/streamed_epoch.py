@@ -45,7 +45,7 @@ class StreamedEpoch:
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
     All share the `parts` of earlier batches that were not trained before the rest of the stream. Workers that do not
     wait for each other (`asynchronous`) share nothing, and know only their own samples. Each numbers its batches, and
-    the dispatcher has the numbers whose work the server has. Those that are left at the end of the stream, since a
+    the dispatcher has the numbers whose work the server has. Batches that are left at the end of the stream, since a
     worker has failed or left or the server was rolled back, are dealt again, and the stream is read again for them.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
@@ -129,7 +129,7 @@ class StreamedEpoch:
         self._begin_reading()
 
     def begin_count(self, number: int) -> None:
-        """Let the dispatcher count what is trained in the epoch of this number."""
+        """Let the dispatcher count the batches that are trained in the epoch of this number."""
         self._number, self._first = number, self._read
         if self._server is not None:
             self._transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
@@ -353,7 +353,7 @@ class StreamedEpoch:
         if 0 < len(batches) < workers and self._last is None and self._load is None:
             self._last = self._cut(batches[0])
         if not positions[0]:
-            return True  # a stream of fewer batches than workers may have one that is all of the data, such as a graph
+            return True  # the only batch of a stream may be all of the data, such as a graph
         if 0 < len(batches) < workers:
             owners = [worker * len(batches) // workers for worker in range(workers)]
             shares: list[Piece | None] = []
@@ -449,11 +449,11 @@ class StreamedEpoch:
         self._dealers = self._transport.members
         self._deal(trained)
 
-    # --- what is left of a stream whose workers do not wait -------------------------------------------------------
+    # --- batches that are left of a stream whose workers do not wait ----------------------------------------------
 
     @property
     def is_counted(self) -> bool:
-        """True if the dispatcher counts what is trained."""
+        """True if the dispatcher counts the trained batches."""
         return self._server is not None
 
     def _numbered(self, number: int) -> int:
@@ -503,7 +503,7 @@ class StreamedEpoch:
         return [number for number in _gaps(settled, self._read) if number not in kept]
 
     def left(self, undone: Sequence[int], is_left: bool) -> list[Piece]:
-        """Return with all workers what no worker has trained of the stream, which has ended.
+        """Return with all workers the pieces of the ended stream that no worker has trained.
 
         `undone` are this worker's numbers that a rollback has undone. Nothing is left if a script `is_left` early.
         """

@@ -243,7 +243,7 @@ class GradientAllReduce:
     def exchange(self) -> None:
         """Exchange the gradients that are present.
 
-        After a pass of weight 0 they are those that the worker has accumulated before and not sent, or zeros.
+        After a pass of weight 0 they are gradients that the worker has accumulated before and not sent, or zeros.
         """
         self._begin()
         self._after_backward()

@@ -529,7 +529,7 @@ class ElasticAgent:
         return {worker: count for worker, count in lost.items() if count}
 
     def _uncount_lost(self, epoch_batches: EpochBatches | None) -> None:
-        """Subtract what was lost after the end of an epoch over a stream from the counts of this one."""
+        """Subtract samples that were lost after the end of an epoch over a stream from the counts of this epoch."""
         if isinstance(epoch_batches, StreamedEpoch):
             epoch_batches.departed.subtract(self._lost_at_end)
             self._lost_at_end.clear()

@@ -286,7 +286,7 @@ class Epochs:
     def note_lost(self, text: str, writes: bool) -> None:
         """Note that batches of a stream were lost in this epoch; one worker `writes`: the exit code is not 0 then.
 
-        All workers that know of a loss keep it for later checkpoints, since the one that writes may fail.
+        All workers that know of a loss keep it for later checkpoints, since the worker that writes may fail.
         """
         epoch = self._trainer.evaluator.epoch + 1
         self.lost.append((epoch, text))
@@ -323,9 +323,9 @@ class Epochs:
             )
 
     def _deal_left(self, stream: EpochBatches, is_left: bool) -> bool:
-        """Deal among all workers what none has trained of a stream, if they do not wait. Return True if there is any.
+        """Deal the batches of a stream that no worker has trained, if workers do not wait. Return True if any are left.
 
-        All have met, and the server has the work of all. What absent workers have left of an iterator is named.
+        All have met, and the server has the work of all. Batches of absent workers are named if an iterator gave them.
         """
         if not isinstance(stream, StreamedEpoch) or not stream.is_counted:
             return False

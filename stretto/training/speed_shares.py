@@ -25,7 +25,7 @@ SMOOTHED_STEPS = 9
 LARGEST_COST = 0.01
 """Part of the time for agreements above which they are rarer."""
 CHANGED = 1.25
-"""Ratio of two shares from which on the times of both show what a step needs besides its samples."""
+"""Ratio of two shares from which on the times of both show the part of a step that does not depend on samples."""
 NOTED_STEPS, NOTED_S, NOTED_GAIN = 20, 1.0, 1.1
 """Steps and seconds of an epoch from which on a line names the gain of shares by speed, and the least such gain."""
 WRITTEN_EVERY_S = 2.0
@@ -34,7 +34,7 @@ _MESSAGE = struct.Struct("<q3ddq")
 
 
 class StepTimes:
-    """Times of this worker's last steps with shares of one size, and what a step needs besides its samples.
+    """Times of this worker's last steps with shares of one size, and the part that does not depend on samples.
 
     A worker becomes slower or faster in both parts of a step alike, so the last steps scale both. Their ratio is found
     where the share changes.
@@ -46,7 +46,7 @@ class StepTimes:
         self._before: tuple[float, float] | None = None
         """The mean samples and the median seconds of earlier steps with another share, until the two are compared."""
         self.fixed = math.nan
-        """Number of samples that take as long as what a step needs besides its samples; NaN if unknown."""
+        """Number of samples that take as long as the part of a step that does not depend on samples; NaN if unknown."""
         self._widest = 0.0
         """Largest difference of two shares that were compared."""
 
@@ -178,7 +178,7 @@ class SpeedShares:
             epoch.move(proposal.paces, ahead)
         is_due = proposal.paces is not None or self._trainer.events.t() - self._written_at >= WRITTEN_EVERY_S
         if self._trainer.transport.number == min(members) and is_due:
-            # what a move has brought is written as soon as it is measured
+            # the gain of a move is written when it is measured
             self._written_at = self._trainer.events.t() if proposal.paces is None else -math.inf
             self._trainer.events.write(
                 "shares",

@@ -1,8 +1,8 @@
-"""A worker's pass over a batch of weight 0: what it changes at this worker is taken back.
+"""A worker's pass over a batch of weight 0: its changes at this worker are taken back.
 
 The last global step of whole batches may have fewer batches than there are workers. The others then make the script's
 pass over the batch of the step's first worker, so that all loops, schedulers, scalers and counters make the same steps.
-Such a pass has no gradient: that of each parameter is afterwards what the worker has accumulated before it, or zero.
+Such a pass has no gradient: each parameter has the gradient afterwards that was accumulated before it, or zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Kept = tuple[Optimizer, dict[Any, Any], list[dict[str, Any]]]
 
 
 class WeightlessPass:
-    """Keeps what a pass of weight 0 may change, and puts it back.
+    """Keeps the values that a pass of weight 0 may change, and puts them back.
 
     `in_rounds`: the replicas differ between two exchanges, so that this worker's alone is to be as before, with the
     parameters that no optimizer holds. Else all make the same step, and with it all that the script does after it.
@@ -63,7 +63,7 @@ class WeightlessPass:
         self.is_on, self._buffers = False, []
 
     def keep_buffers(self) -> None:
-        """Keep the buffers as they are now, after a step that may have exchanged them."""
+        """Keep the present buffers, after a step that may have exchanged them."""
         others = unheld(self._model, self._optimizers) if self._in_rounds else []
         self._buffers = _kept([one for _, one in (*self._model.named_buffers(), *others)]) if self.is_on else []
 
@@ -94,7 +94,7 @@ class WeightlessPass:
     # --- steps of an optimizer ------------------------------------------------------------------------------------
 
     def before_step(self, index: int) -> None:
-        """Keep what the step of this optimizer changes, which is made without a sample."""
+        """Keep the values that the step of this optimizer changes, which is made without a sample."""
         optimizer = self._optimizers.each[index]
         self._parameters = _kept(parameters_of(optimizer))
         for one in (*self._optimizers.around[index], optimizer):
@@ -104,7 +104,7 @@ class WeightlessPass:
                 one.state[key] = _copied(value)
 
     def after_step(self) -> None:
-        """Put back what the step has changed, and the buffers, before an exchange has them; nothing if all counts."""
+        """Put back the values that the step has changed, and the buffers, before an exchange has them."""
         _put_back(self._parameters)
         for optimizer, state, groups in self._states:
             optimizer.state.clear()
