@@ -51,7 +51,8 @@ from stretto.training.weightless_pass import WeightlessPass
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
-CHECK_EVERY_ROUNDS = 100
+COMPARE_EVERY = 100
+"""Number of global steps after which the next exchange within an epoch compares the replicas."""
 STEP_AT_END = "Step at its end, too: if (stretto.epoch_step() + 1) % k == 0 or stretto.is_last_batch(): ..."
 """Advice for gradients that an epoch's end leaves without a step."""
 
@@ -266,11 +267,10 @@ class GlobalSteps:
             if self._drop_void():
                 self.strategy.undo()
             self.strategy.end_global_step(has_stepped)
-        if self.strategy.exchanges_gradients:
+        if self.strategy.exchanges_gradients and progress.rounds > self._rounds_before:
             self._check_if_due()
         self._trainer.shares.agree_if_due(progress.rounds > self._rounds_before)
-        if self._transport.workers == 1 and progress.global_steps % CHECK_EVERY_ROUNDS == 0:
-            self._trainer.last_model.keep(self._trainer.evaluator.epoch, if_due=True)
+        self._keep_uncompared(has_stepped)
         self._trainer.evaluator.evaluate_if_due()
         if self._events.due():
             self._trainer.figures.write("progress")
@@ -554,10 +554,21 @@ class GlobalSteps:
     # --- comparison of the replicas -----------------------------------------------------------------------------
 
     def _check_if_due(self) -> None:
-        if self._progress.rounds % CHECK_EVERY_ROUNDS != 1:
+        """Compare the replicas if that is due, and still if the last exchange was that of one optimizer of several."""
+        if self._progress.global_steps - self._progress.compared_at < COMPARE_EVERY:
             return
         if self.check(f"after exchange {self._progress.rounds}") and not self.strategy.has_stepped:
             self._trainer.last_model.keep(self._trainer.evaluator.epoch, if_due=True)
+
+    def _keep_uncompared(self, has_stepped: bool) -> None:
+        """Keep the model of the only worker, or of the server of workers that do not wait, within an epoch."""
+        trainer, is_alone = self._trainer, self._transport.workers == 1
+        if self._progress.global_steps % COMPARE_EVERY:
+            return
+        if is_alone:
+            trainer.last_model.keep(trainer.evaluator.epoch, if_due=True)
+        elif self.strategy.asynchronous and has_stepped and not self._transport.worker:
+            trainer.last_model.keep(trainer.evaluator.epoch, if_due=True, agreed=self.strategy.newest())
 
     def check(self, when: str) -> bool:
         """Compare the replicas of all workers, which must be equal now. Return False if nothing is to be compared."""
@@ -572,6 +583,8 @@ class GlobalSteps:
             ) from None
         if is_compared:
             self._step_record.clear()
+            if not self.strategy.has_stepped:
+                self._progress.compared_at = self._progress.global_steps
             is_listed = isinstance(self._trainer.loader, list | tuple | range)  # else the loader has the rows
             if is_listed and self._transport.siblings is None:  # one process of a worker of several may have the loss
                 same = self._first_losses.compare(self._transport)

@@ -8,9 +8,10 @@
       |                                          | writes it                  | notes the cause in the file, names it
       | (the script ends: writes the final model, which replaces the last one)
 
-A model is kept at the end of each epoch; in long epochs also where replicas were compared, if that is due. Keeping (in
-epochs) and writing take at most `interval.SHARE` of the time each, by what they took before; the first model is written
-immediately. A file that the launcher finds after it was killed is therefore older than the copy by little.
+A model is kept at the end of each epoch. Within an epoch it is kept, if that is due, where replicas were compared and,
+where workers do not wait, as the server has it. Keeping there and writing take at most `interval.SHARE` of the time each,
+by what they took before; the first model is written immediately. A file that the launcher finds after it was killed is
+therefore older than the copy by little.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -75,8 +77,8 @@ class LastModel:
     # --- keeping ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def keep(self, epochs: int, if_due: bool = False) -> None:
-        """Keep the model, on which all workers agree now, after this number of complete epochs.
+    def keep(self, epochs: int, if_due: bool = False, agreed: AbstractContextManager[None] | None = None) -> None:
+        """Keep the model, on which all workers agree now, or within `agreed`, after this number of complete epochs.
 
         All ranks of all workers call this. A model with a NaN, or with an infinite parameter, is not kept: the one
         before stays, as it does if the ranks of a worker leave the model divided. `if_due`: only if that is due, and
@@ -91,7 +93,7 @@ class LastModel:
         parts = trainer.rank_parts
         if if_due and (began < self._keep_at or trainer.transport.siblings is not None):
             return
-        with parts.whole():
+        with agreed or nullcontext(), parts.whole():
             own = saveable_tensors(trainer.model)
             tensors = parts.joined_tensors(own)
             if not parts.rank and self._is_finite(tensors):

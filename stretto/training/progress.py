@@ -13,6 +13,9 @@ from typing import Any
 
 from stretto.membership.loop_positions import COMING, LOOP, LoopPosition
 
+NEVER = -(2**31)
+"""Number of a step long before the first one."""
+
 
 @dataclass(frozen=True, slots=True)
 class _EpochStart:
@@ -48,6 +51,8 @@ class LoopProgress:
         """Number of steps of the optimizer that has made most."""
         self.rounds = 0
         """Number of exchanges."""
+        self.compared_at = NEVER
+        """Number of global steps when whole replicas were last compared; equal at all workers that wait."""
         self.samples = self.samples_before = self.own_samples = 0
         """Samples of all workers, those before this epoch, and those of this worker."""
         self._dropped = 0
@@ -243,6 +248,7 @@ class LoopProgress:
             "global_steps": self.global_steps,
             "global_batches": [self.global_batches_before, self.global_batches],
             "rounds": self.rounds,
+            "compared_at": self.compared_at,
             "samples": self.samples,
             "samples_before": self.samples_before,
         }
@@ -252,6 +258,7 @@ class LoopProgress:
         self.steps, self.steps_of, self.rounds = facts["steps"], list(facts["steps_of"]), facts["rounds"]
         self.step_requests, self.step_requests_before = facts["step_requests"], facts["step_requests_before"]
         self.global_steps = facts["global_steps"]
+        self.compared_at = facts.get("compared_at", NEVER)
         self.global_batches_before, self.global_batches = facts.get("global_batches", [self.global_steps, 0])
         self.samples, self.samples_before = facts["samples"], facts["samples_before"]
         self.samples_resumed = self.samples
