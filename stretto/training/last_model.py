@@ -9,8 +9,8 @@
       | (the script ends: writes the final model, which replaces the last one)
 
 A model is kept at the end of each epoch. Within an epoch it is kept, if that is due, where replicas were compared and,
-where workers do not wait, as the server has it. Keeping there and writing take at most `interval.SHARE` of the time each,
-by what they took before; the first model is written immediately. A file that the launcher finds after it was killed is
+where workers do not wait, as the server has it. Keeping there and writing take at most `interval.SHARE` of the time
+each, by what they took before; the first model is written immediately. A file that the launcher finds after a kill is
 therefore older than the copy by little.
 """
 
