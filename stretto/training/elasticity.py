@@ -94,9 +94,10 @@ class ElasticAgent:
             return
         epochs = f"epochs 1 to {last} were" if last > 1 else "epoch 1 was"
         text = (
-            f"{epochs} trained before: there are no batches of that, and the code between epochs runs again, where "
-            "stretto.save, log, print and evaluate= do nothing until then; keep best values and counters in "
-            "stretto.checkpointed(...), and write other files there under `if not stretto.is_resuming():`"
+            f"{epochs} trained before: a loop over such an epoch has no batches, and the code between epochs runs "
+            "again, where stretto.save, log, print and evaluate= do nothing until training continues; keep best "
+            "values and counters in stretto.checkpointed(...), and write other files there under "
+            "`if not stretto.is_resuming():`"
         )
         if trainer.transport.arrives:
             trainer.events.own_notice(f"worker {trainer.transport.number} has joined: {text}")
