@@ -82,7 +82,7 @@ def explained(places: Mapping[int, LoopPosition]) -> str:
     """
     return explain(
         sentence(places),
-        got="loops of unequal length",
+        got="loops of unequal length, or a step that one worker has left out",
         expected="the same number of epochs and steps on every worker",
         to_type=EVEN,
     )
