@@ -59,7 +59,8 @@ def is_main() -> bool:
     """Return True at the main worker, which acts for all.
 
     That is worker 0; after `distribute` it is the first of the workers that train now, so another worker is main after
-    worker 0 has failed, until worker 0 trains again. Before `distribute` a restarted worker 0 counts as main.
+    worker 0 has failed, until worker 0 trains again, and, where workers do not wait for each other, after the loops of
+    worker 0 have ended before those of others. Before `distribute` a restarted worker 0 counts as main.
 
     >>> is_main()
     True
@@ -175,7 +176,7 @@ def _is_first_rank() -> bool:
 
 def _main() -> int:
     trainer = connected()
-    return trainer.transport.members[0] if trainer is not None else 0
+    return trainer.epochs.main if trainer is not None else 0
 
 
 def _position(label: str) -> Position:

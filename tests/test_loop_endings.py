@@ -71,7 +71,6 @@ LEAVES = "if mine and step == 3: "
         ("allreduce", LEAVES + "break", "pass", 1, "1 has left the loop in epoch 1 at step 3, worker 0 waits at"),
         ("local_sgd(every=4)", "pass", "epochs -= mine", 0, "0 has ended its script in epoch 1 at step 8, worker 1 wa"),
         ("ef21()", LEAVES + "sys.exit(0)", "pass", 1, "1 has left the loop in epoch 1 at step 3, worker 0 waits at"),
-        ("async_sgd", "pass", "epochs -= mine", 1, "1 has ended its script in epoch 1 at step "),
     ],
 )  # fmt: skip
 def test_worker_that_leaves_the_loop_earlier_than_others_ends_the_run_by_name(
@@ -82,6 +81,16 @@ def test_worker_that_leaves_the_loop_earlier_than_others_ends_the_run_by_name(
     assert done.returncode == 1, done.stderr
     assert done.stderr.count(f"UnevenLoopsError: worker {said}") == 1, done.stderr
     assert "stand still" not in done.stderr
+
+
+def test_workers_that_do_not_wait_may_end_their_loops_in_different_epochs(tmp_path: Path) -> None:
+    done = run(tmp_path, "async_sgd", before="epochs += 2 - 2 * mine", worker=0)
+    assert done.returncode == 0, done.stderr
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    ended = "worker 0 ended its loops before epoch 3, which the other workers train"
+    assert len([one for one in events if one["event"] == "warning" and ended in one["text"]]) == 1
+    assert [one["sample_counts"]["once"] for one in events if one["event"] == "epoch"] == [64] * 4
+    assert (tmp_path / "run/final.safetensors").exists()
 
 
 def test_workers_that_leave_the_loop_at_the_same_step_continue_with_the_next_epoch(tmp_path: Path) -> None:

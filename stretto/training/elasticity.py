@@ -260,7 +260,6 @@ class ElasticAgent:
     def section_ends(self) -> None:
         """Restore the random states that were saved at the end of this section, if no epoch began since."""
         if self._taken is not None:
-            self._refuse_to_end_before(self._taken)
             self._restore_random_states(self._own_of(self._taken))
         self._script.end_passing()
         samples = sum(map(len, self._lost)) - self._counted  # the model of the last epoch's end has the others
@@ -272,9 +271,11 @@ class ElasticAgent:
                 "and no epoch follows that would have them"
             )
 
-    def _refuse_to_end_before(self, taken: State) -> None:
+    def refuse_to_end_before_state(self) -> None:
         """Raise ScriptError if the script has looped, and never reached the epoch in which the state was saved."""
-        begun, epoch = self._trainer.progress.epochs, taken.facts["epochs"]
+        if self._taken is None:
+            return
+        begun, epoch = self._trainer.progress.epochs, self._taken.facts["epochs"]
         if 0 < begun < epoch and self._is_within_epoch():
             raise ScriptError(
                 explain(

@@ -14,7 +14,7 @@ from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.streamed_epoch import StreamedEpoch
-from stretto.membership.loop_positions import CLOSED, COMING, LOOP
+from stretto.membership.loop_positions import CLOSED, COMING, LOOP, named
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe, refuse_shares
@@ -94,6 +94,10 @@ class Epochs:
         """True if the loop of this worker has left the epoch; and if all had at their last exchange of counts."""
         self._has_named_left = False
         """True once a line has named samples of an epoch for which no loop has asked."""
+        self._looping: list[int] = []
+        """Workers whose loops have asked for the last epoch that all began together, where they do not wait."""
+        self._has_named_ended = False
+        """True once a line has named workers whose loops have ended before those of others."""
         self._schedules_before: dict[str, Any] = {}
         """The schedules' state at the beginning of this epoch."""
         self._batches_to_meeting = 0
@@ -154,6 +158,8 @@ class Epochs:
         """
         self._refuse_if_over()
         self.end_peek() or self.end_epoch()
+        if self._trainer.strategy.asynchronous:
+            self._is_asked_for(by_this=True)
         if not self._progress.begin_iteration(self._trainer.strategy.asynchronous):
             return False
         self._has_peeked = False
@@ -178,9 +184,7 @@ class Epochs:
         is_continued = begun is not None or (place is not None and not place.is_over)
         if not is_continued:
             self._divide_model()
-        server = self._transport.server
-        is_under_way = is_continued or (server is not None and server.order[0] == number)
-        strategy.begin_epoch(together=not is_under_way)
+        strategy.begin_epoch(together=not is_continued and not self._is_under_way(progress.epochs))
         if not is_continued or (self._resume_stream == "restart" and not self._transport.arrives):
             progress.begin_epoch()
         agent.epoch_begins()
@@ -200,6 +204,39 @@ class Epochs:
         self._trainer.rank_parts.settle()
         self._trainer.rank_parts.take_part()
         self._progress.enter_loop()
+
+    def _is_under_way(self, epoch: int) -> bool:
+        """Return True if this worker joins in the middle of this epoch."""
+        server = self._transport.server
+        return server is not None and server.order[0] == self._trainer.section.epoch_number(epoch)
+
+    def _is_asked_for(self, by_this: bool) -> bool:
+        """Return True if any worker's loop asks for the next epoch, or has asked before this worker came.
+
+        Workers that do not wait for each other meet here: before each epoch, and when their loops have ended.
+        """
+        epoch = self._progress.epochs + 1
+        if self._trainer.agent.is_over(epoch) or self._is_under_way(epoch):
+            return True
+        self._progress.enter(COMING)
+        self._trainer.rank_parts.take_part()
+        replies = self._transport.all_gather_bytes(b"more" if by_this else b"over")
+        members = self._transport.members
+        self._looping = [worker for worker, reply in zip(members, replies, strict=False) if reply == b"more"]
+        ended = [worker for worker in members if worker not in self._looping]
+        if ended and self._looping and self._transport.number == members[0] and not self._has_named_ended:
+            self._has_named_ended = True
+            self._trainer.events.own_notice(
+                f"{named(ended)} ended {'its' if len(ended) == 1 else 'their'} loops before epoch {epoch}, which the "
+                "other workers train"
+            )
+        return bool(self._looping)
+
+    @property
+    def main(self) -> int:
+        """The first of the workers whose loops have not ended."""
+        members = self._transport.members
+        return next((worker for worker in members if worker in self._looping), members[0])
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -424,6 +461,18 @@ class Epochs:
             )
 
     # --- end ----------------------------------------------------------------------------------------------------
+
+    def end_loops(self) -> None:
+        """End the epoch under way; where workers do not wait, take part in those that other loops still ask for.
+
+        A loop that counts over several epochs may end in an earlier one than the loops of slower workers. This worker
+        leaves each later epoch before its first batch, so that the others train on all of it.
+        """
+        self.end_peek() or self.end_epoch()
+        while self._trainer.strategy.asynchronous and self._is_asked_for(by_this=False):
+            if self._progress.begin_iteration(asynchronous=True):
+                self._enter_epoch()
+                self.end_epoch()
 
     def end_epoch(self, left: bool = True) -> bool:
         """End the epoch: average the model, compare the replicas, evaluate, and share the workers' counts.

@@ -190,7 +190,8 @@ class Trainer:
         if is_last:
             self._notice_left_loop()
         if not self.agent.left:
-            self.epochs.end_peek() or self.epochs.end_epoch()
+            self.agent.refuse_to_end_before_state()
+            self.epochs.end_loops()
             self.agent.section_ends()
             self.rank_parts.take_part()
             self.progress.enter(OVER)

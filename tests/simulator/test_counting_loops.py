@@ -1,4 +1,7 @@
-"""Loops that count their steps: what a failed worker had at an epoch's end is trained, or named."""
+"""Loops that count their steps: what a failed worker had at an epoch's end is trained, or named.
+
+Where workers do not wait, a fast one reaches a count over several epochs in an earlier epoch than the others.
+"""
 
 from __future__ import annotations
 
@@ -109,3 +112,93 @@ def test_a_worker_that_fails_while_the_others_end_an_epoch_loses_nothing(
 ) -> None:
     """Their loops have ended by their count: what it had waits for the next epoch, or is in the last model."""
     check_moment(recipe, workers, True, True, moment, "kill worker 1 at {:.6f}s, back after 15ms")
+
+
+def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Callable[[int], Any]:
+    """Return a training function whose loop ends after so many steps of its worker, in whichever epoch that is.
+
+    It calls `after` with the number of each epoch that the loop leaves.
+    """
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(
+            net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH, shuffle=True), evaluate=norm
+        )
+        step = epoch = 0
+        while step < limit:
+            epoch += 1
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                step += 1
+                if step == limit:
+                    break
+            after(epoch)
+        stretto.finish()
+        return step, flat(net)
+
+    return work
+
+
+def norm(net: nn.Module) -> dict[str, float]:
+    return {"norm": float(flat(net).norm())}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limit", "speed"),
+    [
+        ("async_sgd", 8, "1,1,4"),
+        ("async_sgd(shards=2)", 11, "6,1,1"),
+        ("soft_sync(collect=2)", 23, "1,20"),
+        ("stale_synchronous(bound=1)", 15, "1,3,9"),
+        ("stale_synchronous(bound=0)", 15, "1,20"),
+        ("elastic_averaging(every=2)", 23, "1,20"),
+    ],
+)
+def test_a_worker_with_its_count_leaves_later_epochs_to_the_others(recipe: str, limit: int, speed: str) -> None:
+    workers = len(speed.split(","))
+    ended = simulated(workers, limited(limit), recipe, net=NET, speed=speed)
+    assert [steps for steps, _ in ended.found] == [limit] * workers
+    assert all(torch.equal(model, ended.found[0][1]) for _, model in ended.found) and ended.final
+    counts, left = seen(ended), {one["epoch"]: one["samples"] for one in ended.of("samples_left")}
+    assert sum(one["once"] for one in counts) == workers * limit * BATCH
+    assert [one["twice"] for one in counts] == [0] * len(counts)
+    assert {epoch: one["never"] for epoch, one in enumerate(counts, 1) if one["never"]} == left
+    assert set(left) <= {len(counts)}  # whatever one worker leaves, the others train, but for the last epoch
+
+
+def test_a_worker_that_ends_its_loops_first_is_named_and_another_one_is_main() -> None:
+    mains = list[tuple[int, int]]()
+
+    def note(epoch: int) -> None:
+        if stretto.is_main():
+            mains.append((epoch, stretto.rank()))
+
+    ended = simulated(3, limited(8, note), "async_sgd", net=NET, speed="1,1,4")
+    assert [one["text"] for one in ended.of("warning") if "ended their loops" in one["text"]] == [
+        "workers 0 and 1 ended their loops before epoch 3, which the other workers train"
+    ]
+    assert mains == [(1, 0), (2, 0), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill worker 0 at 0.9s",
+        "kill worker 0 at 1.1s, back after 15ms",
+        "kill worker 2 at 1.3s",
+        "kill worker 2 at 0.8s, back after 15ms",
+        "kill server 0 at 1s, back after 10ms",
+        "kill server 0 at 1.47s, back after 10ms",
+    ],
+)
+def test_a_failure_after_some_loops_have_ended_is_survived(fault: str) -> None:
+    """Worker 2 trains alone from 0.41 to 1.6 s, where it ends without a fault."""
+    ended = simulated(3, limited(15), "async_sgd", net=NET, speed="1,1,9", fault=fault)
+    counts, left = seen(ended), {one["epoch"]: one["samples"] for one in ended.of("samples_left")}
+    assert [one["twice"] for one in counts] == [0] * len(counts)
+    assert {epoch: one["never"] for epoch, one in enumerate(counts, 1) if one["never"]} == left
+    assert ended.final

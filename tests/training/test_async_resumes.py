@@ -274,3 +274,38 @@ def test_workers_that_are_pulled_to_a_servers_model_resume_an_epoch_with_their_o
     for worker, parameters in enumerate(found):
         own = newest[1].own[worker][1]["own/0"].to(parameters.dtype)
         assert torch.equal(parameters.sort().values, own[own != 0].sort().values), worker
+
+
+def test_resumed_run_in_which_the_loops_of_one_worker_have_ended_trains_the_rest(tmp_path: Path) -> None:
+    """Worker 1 has its count two epochs before the checkpoint that is continued; it loops no more after the resume."""
+
+    def work(worker: int) -> tuple[int, Any]:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+        loader: Any = DataLoader(regression(40), batch_size=4, shuffle=True)
+        kept = stretto.checkpointed(step=0)
+        loader = stretto.distribute(net, optimizer, loader, evaluate=lambda _: {"loss": 1.0}, evaluate_every=2)
+        while kept.step < (38, 2)[worker]:
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                kept.step += 1
+                if kept.step == (38, 2)[worker]:
+                    break
+        stretto.finish()
+        return kept.step, flat(net)
+
+    def run(name: str, **more: Any) -> list[dict[str, int]]:
+        (tmp_path / name).mkdir()
+        options: dict[str, Any] = {"run": tmp_path / name, "checkpoint": every("1 rounds"), "keep": 99}
+        (steps, model), (other_steps, other) = run_workers(2, work, "async_sgd", **options, **more)
+        assert (steps, other_steps) == (38, 2) and torch.equal(model, other)
+        return [counts for _, counts in sample_counts_by_epoch(tmp_path / name)]
+
+    whole = {"once": 40, "twice": 0, "never": 0, "dropped": 0}
+    assert run("before") == [whole] * 4
+    within = [
+        one for one in checkpoints_of(tmp_path / "before") if facts(one)["epochs"] == 3 and facts(one)["assignment"]
+    ]
+    assert run("after", resume=run_with_only(within[0], tmp_path / "part")) == [whole] * 2
