@@ -115,7 +115,7 @@ def test_a_worker_that_fails_while_the_others_end_an_epoch_loses_nothing(
 
 
 def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Callable[[int], Any]:
-    """Return a training function whose loop ends after so many steps of its worker, in whichever epoch that is.
+    """Return a training function whose loop ends after this number of steps of its worker, in whichever epoch that is.
 
     It calls `after` with the number of each epoch that the loop leaves.
     """
