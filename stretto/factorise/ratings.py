@@ -10,13 +10,17 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import shutil
+import tempfile
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +34,8 @@ LARGEST = float(np.finfo(np.float32).max)
 """Largest value of a rating."""
 SAMPLE = 100
 """Number of lines that show the separator and a heading, and largest number of lines of a rating."""
+MISSING = ("na", "n/a", "nan", "null", "none", "nil", "-", "--", "?", ".", "\\n")
+"""Words that stand for a missing value, in small letters: no headings."""
 INDEX_NAMES = ("", "index", "Unnamed: 0")
 """Headings of a first column that numbers the lines."""
 PACKED = {b"PK\x03\x04": "unzip -p", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat"}
@@ -68,26 +74,35 @@ def read(path: Path, columns: str | None) -> Ratings:
     Latin-1 if it is neither, and may be packed by gzip.
     """
     try:
-        with path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        encodings, line_end = _form(path, is_packed)
-        for encoding in encodings:
-            try:
-                with gzip.open(path) if is_packed else path.open("rb") as file:
-                    text = io.TextIOWrapper(file, encoding=encoding, newline=line_end)
+        with ExitStack() as stack:
+            file: BinaryIO = stack.enter_context(path.open("rb"))
+            if not file.seekable():  # a pipe can be read once
+                with file as pipe:
+                    file = cast(BinaryIO, stack.enter_context(tempfile.TemporaryFile()))
+                    shutil.copyfileobj(pipe, file)
+                    file.seek(0)
+            if file.read(2) == b"\x1f\x8b":
+                file.seek(0)
+                file = cast(BinaryIO, stack.enter_context(gzip.open(file)))
+            encodings, line_end = _form(path, file)
+            for encoding in encodings:
+                file.seek(0)
+                text = io.TextIOWrapper(file, encoding=encoding, newline=line_end)
+                try:
                     return _ratings(path, text, columns, encoding)
-            except UnicodeDecodeError as error:
-                problem = error
+                except UnicodeDecodeError as error:
+                    problem = error
+                    text.detach()
         raise _refused(f"{path} is no text", f"{problem}", "a CSV file in UTF-8", EXAMPLE)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise _refused(f"{path} cannot be read", f"{reason}", "a file with ratings", EXAMPLE) from None
 
 
-def _form(path: Path, is_packed: bool) -> tuple[Sequence[str], str]:
+def _form(path: Path, file: BinaryIO) -> tuple[Sequence[str], str]:
     """Return the encodings that a file may be in, likeliest first, and its line end. Raise LaunchError for no text."""
-    with gzip.open(path) if is_packed else path.open("rb") as file:
-        start = file.read(1 << 16)
+    file.seek(0)
+    start = file.read(1 << 16)
     unpack = next((command for magic, command in PACKED.items() if start.startswith(magic)), None)
     if unpack is not None:
         to_type = f"{unpack} {path.name} > ratings.csv"
@@ -135,6 +150,11 @@ class _Records:
         separator = re.escape(self._separator)
         self._field = re.compile(rf' *"((?:[^"]|"")*)" *(?={separator}|\Z)|(.*?)(?={separator}|\Z)', re.DOTALL)
         first = [field.strip() for field in self._split(sample[0])]
+        below = [self._split(line) for line in sample[1:]]
+        if [fields[0] for fields in below if len(fields) == len(first) + 1 and fields[-1].strip()] in (
+            [str(number) for number in range(start, start + len(below))] for start in (0, 1)
+        ):
+            first = ["", *first] if below else first  # R writes no heading above the numbers of the lines
         self._width = len(first)
         self._places, self.has_heading = self._placed(first, sample, columns)
         row, column, value = ((first[i] if self.has_heading else f"column {i + 1}") or "''" for i in self._places)
@@ -148,7 +168,8 @@ class _Records:
         if columns is None:
             if len(first) < 3:
                 got = f"{len(first)} columns: {','.join(first):.80}"
-                raise _refused(f"{path} has fewer than three columns", got, "row, column and value", EXAMPLE)
+                blanks = f'tr -s " " , < {path.name} > commas.csv' if len(" ".join(first).split()) > 2 else EXAMPLE
+                raise _refused(f"{path} has fewer than three columns", got, "row, column and value", blanks)
             start = 1 if len(first) > 3 and first[0] in INDEX_NAMES else 0
             places = (start, start + 1, start + 2)
             return places, self._is_heading(first, sample, places)
@@ -166,8 +187,10 @@ class _Records:
         """Return True for a line of names above a column of values, or of names above columns of numbers."""
         row, column, value = places
         if not re.search(r"\d", first[value]):
-            return first[value] != "" and not _is_number(first[value])
+            return not (first[value] == "" or first[value].lower() in MISSING or _is_number(first[value]))
         below = [fields for line in sample[1:] if len(fields := self._split(line)) == self._width]
+        if row == 1 and first[0] == "" and below and all(fields[0].strip() for fields in below):
+            return True  # pandas numbers columns without a name, and the lines, without a heading for these
         numbered = [i for i in (row, column) if below and all(_is_number(fields[i]) for fields in below)]
         return bool(numbered) and not any(_is_number(first[i]) for i in numbered)
 
@@ -218,7 +241,7 @@ class _Records:
         except (IndexError, ValueError):
             return None
         is_rating = abs(rating) <= LARGEST and all(names) and "_" not in fields[value]  # NaN is not, either
-        return (*names, rating) if is_rating and len(fields) <= self._width else None
+        return (*names, rating) if is_rating and not any(fields[self._width :]) else None
 
     def _refuse(self, number: int, line: str) -> NoReturn:
         fields = self._split(line)
@@ -229,10 +252,10 @@ class _Records:
         if re.fullmatch(r"[-+]?\d+,\d+", text):
             expected = "a decimal point"
             to_type = f"tr , . < {self._path.name} > points.csv" if self._separator != "," else "4.5 in place of 4,5"
-        elif len(fields) > self._width:
+        elif any(fields[self._width :]):
             expected += f", of {self._width} columns as in the first line"
             to_type = 'quotes around names with a separator: ann,"Earth, Wind & Fire",3'
-        elif not text:
+        elif not text or text.lower() in MISSING:
             expected += "; there is no value"
             to_type = "a file without the lines that have no value"
         raise _refused(f"{self._path} has a line that is no rating", f"line {number}: {line:.80}", expected, to_type)

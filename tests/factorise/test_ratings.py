@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import os
 import re
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -71,6 +73,10 @@ def test_rows_and_columns_are_numbered_in_the_order_of_their_names(
         ("ann,7,3\n,8,4\n", None, "got: line 2: ,8,4"),
         ("ann,7,1_0\n", None, "got: line 1: ann,7,1_0"),
         ('ann,"7,3\nbob,8\ncid,9,3\n', None, "got: line 2: bob,8"),
+        ("1,10,NA\n1,11,4\n2,10,3\n", None, "got: line 1: 1,10,NA"),
+        ("1,10,?\n1,11,4\n2,10,3\n", None, "got: line 1: 1,10,?"),
+        ("ann,x,null\nbob,y,4\n", None, "got: line 1: ann,x,null"),
+        ("1 10 3\n1 11 4\n", None, 'try: tr -s " " , < ratings.csv > commas.csv'),
         ("%%MatrixMarket matrix coordinate real general\n2 2 1\n", None, "got: 1 columns"),
     ],
 )
@@ -86,6 +92,19 @@ def test_files_that_are_no_ratings_get_one_error(
 def test_a_file_that_is_not_there_gets_one_error(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="got: No such file or directory"):
         read(tmp_path / "none.csv", None)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_pipe_is_read_once_and_loses_no_line(tmp_path: Path, is_packed: bool) -> None:
+    lines = [f"ü{i},i{i % 7},{i % 5}" for i in range(20_000)]
+    content = "\n".join(lines).encode("latin-1")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(gzip.compress(content) if is_packed else content,))
+    writer.start()
+    found = read(pipe, None)
+    writer.join(60)
+    assert (len(found), found.row_names[0], found.row_names[-1]) == (20_000, "ü0", "ü19999")
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=5).filter(str.strip)
@@ -145,6 +164,9 @@ def test_names_that_a_csv_writer_has_quoted_are_read_as_they_were(
         ('u,i,r\na,"The\n\nBand",3\nb,x,4\n', "ab", ["The\n\nBand", "x"], "i"),
         ('a,x,3,"good\nsong"\nb,y,4,"so, so"\n', "ab", ["x", "y"], "column 2"),
         (",userId,movieId,rating\n0,4,2,2\n1,3,3,1\n", "43", ["2", "3"], "movieId"),
+        (",0,1,2\n0,4,2,2\n1,3,3,1\n", "43", ["2", "3"], "1"),
+        ('"userId" "movieId" "rating"\n"1" 4 2 2\n"2" 3 3 1\n'.replace(" ", ","), "43", ["2", "3"], "movieId"),
+        ("u,i,r\n4,2,2,\n3,3,1,\n", "43", ["2", "3"], "i"),
         ("user,item,2020\n4,2,2\n3,3,1\n", "43", ["2", "3"], "item"),
         ("u1,i1,4\nu1 ,i1,3\n", ["u1"], ["i1"], "column 2"),
         ("u  1,i1,4\nu 1,i1,3\n", ["u  1", "u 1"], ["i1"], "column 2"),
