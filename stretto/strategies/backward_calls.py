@@ -20,9 +20,13 @@ watching: ContextVar[tuple[tuple[Act, End | None], ...]] = ContextVar("watching"
 
 SUM = 2
 """Number by which torch's losses save that they add the losses of the samples; 0 for a loss of each sample."""
-_KEEP_A_SUM = ("AddBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
+_KEEP_A_SUM = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0") + (
+    "SqueezeBackward0",
+)
 """Operations after which a sum over the samples is one; a product or a quotient may make it a mean."""
 _OF_EACH_SAMPLE = ("AbsBackward0", "PowBackward0")
+_CHOOSE = ("IndexBackward0", "GatherBackward0")
+"""Operations that choose the losses of some samples, or each sample's logarithm of a probability."""
 
 
 def watch(act: Act, then: End | None = None) -> None:
@@ -83,5 +87,7 @@ def is_sum(loss: Tensor) -> bool:
 def _is_of_samples(node: Any) -> bool:
     """Return True if this operation computes a loss of each sample, and not a penalty of a parameter."""
     is_known = getattr(node, "_saved_reduction", None) == 0 or node.name() in _OF_EACH_SAMPLE
-    before = [one.name() for one, _ in node.next_functions if one is not None]
-    return is_known and before != ["torch::autograd::AccumulateGrad"]
+    before = [one for one, _ in node.next_functions if one is not None]
+    if node.name() in _CHOOSE:
+        return any(one.name() == "LogSoftmaxBackward0" or _is_of_samples(one) for one in before)
+    return is_known and [one.name() for one in before] != ["torch::autograd::AccumulateGrad"]

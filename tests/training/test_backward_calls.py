@@ -127,6 +127,16 @@ def test_a_sum_of_torchs_losses_is_known_and_a_mean_is_not(name: str) -> None:
     assert not is_sum(loss(OUTPUT, TARGET) + WEIGHT.square().sum())
 
 
+def test_a_sum_that_is_written_out_is_known() -> None:
+    numbers = OUTPUT.reshape(2, -1)
+    labels = torch.zeros(2, dtype=torch.long)
+    logs, each = functional.log_softmax(numbers, 1), functional.cross_entropy(numbers, labels, reduction="none")
+    assert is_sum(-logs[range(2), labels].sum()) and is_sum(-logs.gather(1, labels[:, None]).sum())
+    assert is_sum(each[torch.tensor([True, False])].sum())
+    assert is_sum(functional.mse_loss(OUTPUT, TARGET, reduction="sum") - 0.5 * (1 + OUTPUT - OUTPUT.exp()).sum())
+    assert not is_sum(-logs[range(2), labels].mean()) and not is_sum(each.mean() - 0.5 * WEIGHT[[0]].sum())
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_sum_over_the_samples_is_said_once(reduction: str, capsys: pytest.CaptureFixture[str]) -> None:
     def work(worker: int) -> None:
