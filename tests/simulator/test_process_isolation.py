@@ -36,6 +36,20 @@ def trains(epochs: int = 1) -> str:
     return TRAINS.replace("EPOCHS", str(epochs))
 
 
+LOOP = """
+import torch, stretto
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+# ---
+for rows, in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 4)):
+    optimizer.zero_grad()
+    (net(rows) - rows.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+"""
+
+
 def test_script_keeps_its_own_future_annotations_setting() -> None:
     """Dataclasses whose fields' types become options are common."""
     text = """
@@ -113,6 +127,25 @@ def test_modules_beside_the_script_are_imported_again_in_each_simulation(tmp_pat
             assert {"beside_it", "beside_too", "below_it"} & set(sys.modules) == {"below_it"}
     finally:
         sys.modules.pop("below_it", None)
+
+
+@pytest.mark.parametrize("name", ["kept", "parts.kept", "bare.kept"])
+def test_modules_beside_the_script_are_each_workers_own(tmp_path: Path, name: str) -> None:
+    """A model that a module makes is trained by one worker, and its replicas are those of a script in one file."""
+    file = tmp_path / f"{name.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    if name.startswith("parts"):
+        (file.parent / "__init__.py").touch()
+    head, loop = dedent(LOOP).split("# ---\n")
+    file.write_text(head)
+    faults: dict[str, Any] = {"fault": "kill worker 1 at 0.05s, back after 20ms", "folder": tmp_path}
+    try:
+        found = simulated(3, f"from {name} import *\n" + loop, "local_sgd(every=2)", **faults)
+        rmtree(tmp_path / "run")
+        assert found.final == simulated(3, head + loop, "local_sgd(every=2)", **faults).final
+    finally:
+        for one in {name, name.partition(".")[0]} & set(sys.modules):
+            del sys.modules[one]
 
 
 def test_deleted_working_directory_is_tolerated(tmp_path: Path) -> None:

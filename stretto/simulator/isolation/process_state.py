@@ -10,7 +10,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -66,6 +67,41 @@ class LoggerHandlers:
 LOGGERS = LoggerHandlers()
 
 
+class OwnModules:
+    """Modules in the folder of the script: each worker has its own, since a module may keep a model or a counter."""
+
+    def __init__(self) -> None:
+        self._names, self._folder, self._imported = set[str](), "", set[str]()
+
+    def begin(self, folder: str) -> None:
+        """Record each module that is imported from a folder, which is on sys.path."""
+        self._names, self._folder, self._imported = set(), folder, {name.partition(".")[0] for name in sys.modules}
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), self)
+
+    def end(self) -> None:
+        """Stop recording. Idempotent."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return where an imported module is if that is in the folder, as Python asks each finder."""
+        spec = None if name.partition(".")[0] in self._imported else PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            place = os.path.join(self._folder, *name.split("."))
+            found = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
+            if any(f"{place}{suffix}" in found for suffix in ("", *MODULE_SUFFIXES)):
+                self._names.add(name)
+                return spec
+        return None
+
+    def take(self) -> dict[str, ModuleType]:
+        """Remove the modules that were imported, and return them."""
+        return {name: sys.modules.pop(name) for name in self._names if name in sys.modules}
+
+
+OWN_MODULES = OwnModules()
+
+
 class ProcessState:
     """One worker's state: `install` it before the worker runs, `save` it before another worker does."""
 
@@ -75,7 +111,8 @@ class ProcessState:
         self.save()
 
     def save(self) -> None:
-        """Save the current state of the process."""
+        """Save the current state of the process. The worker's own modules are away until it is installed again."""
+        self._modules = OWN_MODULES.take()
         self._torch = torch.default_generator.get_state()
         self._random.save()
         self._numpy.save()
@@ -87,6 +124,7 @@ class ProcessState:
 
     def install(self) -> None:
         """Install the saved state."""
+        sys.modules.update(self._modules)
         torch.default_generator.set_state(self._torch)
         self._random.install()
         self._numpy.install()
@@ -124,6 +162,7 @@ class ProcessSnapshot:
     def restore(self) -> None:
         """Restore everything."""
         self._states.install()
+        OWN_MODULES.end()
         LOGGERS.end()
         self._forget_modules()
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._arguments, self._path

@@ -19,7 +19,7 @@ from stretto.launcher.entry import module_file
 from stretto.launcher.worker_main import end_forked
 from stretto.runtime.runtime import StopTraining
 from stretto.simulator.engine import Worker
-from stretto.simulator.isolation.process_state import ProcessState, sow
+from stretto.simulator.isolation.process_state import OWN_MODULES, ProcessState, sow
 
 
 class _RawOutput(io.RawIOBase):
@@ -121,5 +121,10 @@ def _compiled(path: Path, absolute: Path) -> CodeType:
 
 
 def extend_path(path: Path, module: bool = False) -> None:
-    """Extend sys.path as Python does: by a script's directory, or by the working directory for a module."""
-    sys.path.insert(0, str(Path.cwd() if module else path.resolve().parent))
+    """Extend sys.path as Python does: by a script's directory, or by the working directory for a module.
+
+    The modules in it are each worker's own.
+    """
+    folder = str(Path.cwd() if module else path.resolve().parent)
+    sys.path.insert(0, folder)
+    OWN_MODULES.begin(folder)
