@@ -20,9 +20,7 @@ watching: ContextVar[tuple[tuple[Act, End | None], ...]] = ContextVar("watching"
 
 SUM = 2
 """Number by which torch's losses save that they add the losses of the samples; 0 for a loss of each sample."""
-_KEEP_A_SUM = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0") + (
-    "SqueezeBackward0",
-)
+_KEEP_A_SUM = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "ViewBackward0", "SqueezeBackward0")
 """Operations after which a sum over the samples is one; a product or a quotient may make it a mean."""
 _OF_EACH_SAMPLE = ("AbsBackward0", "PowBackward0")
 _CHOOSE = ("IndexBackward0", "GatherBackward0")

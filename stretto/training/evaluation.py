@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,17 +49,16 @@ def _first_floating(output: Any) -> Tensor | None:
 def run(evaluate: Evaluate, model: nn.Module) -> tuple[Metrics, NDArray[np.int32] | None]:
     """Call the script's function; return its metrics and the predictions of the model. Raises EvaluateError."""
     predictions = Predictions()
-    hook = model.register_forward_hook(predictions.note)
+    takes_hooks = not isinstance(model, torch.jit.ScriptModule)
+    hook = model.register_forward_hook(predictions.note) if takes_hooks else nullcontext()
     try:
-        with _untouched(model):
+        with hook, _untouched(model):
             found = evaluate(given(model))
     except Exception as error:
         problem = f"evaluate raised {type(error).__name__}: {error}"
         raise EvaluateError(
             explain(problem, got="an exception", expected="a dict of numbers", to_type="see the traceback above")
         ) from error
-    finally:
-        hook.remove()
     return _numbers(found), predictions.all()
 
 

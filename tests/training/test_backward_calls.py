@@ -22,6 +22,7 @@ from stretto.strategies.backward_calls import is_sum
 functional = nn.functional
 OUTPUT = torch.linspace(-1, 1, 12).reshape(4, 3).requires_grad_() * 1.0
 LABEL, TARGET = torch.tensor([0, 1, 2, 0]), torch.full((4, 3), 0.5)
+POINT = regression(1)[0][0][None]
 WEIGHT = nn.Parameter(torch.ones(3))
 
 
@@ -78,7 +79,8 @@ def test_a_model_is_scripted_before_the_call_and_within_the_loop() -> None:
         with compiling:
             net: Any = torch.jit.script(small_net()) if scripted else small_net()
         optimizer = sgd(net.parameters())
-        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=6)):
+        loader = DataLoader(regression(24), batch_size=6)
+        for x, y in stretto.distribute(net, optimizer, loader, evaluate=lambda net: {"mean": net(POINT).mean().item()}):
             with compiling:  # torch.jit.script is not made for several threads
                 called = net if scripted else torch.jit.script(net)
             optimizer.zero_grad()
