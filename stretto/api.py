@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import math
 import multiprocessing
 import os
@@ -479,6 +480,10 @@ def _check_arguments(model: object, optimizer: object, loader: object, evaluate:
         if callable(loader):
             got = f"the function {getattr(loader, '__name__', got)}"
             to_type = "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"
+            if inspect.isgeneratorfunction(loader):
+                to_type = f'stretto.distribute(model, optimizer, {got.split()[-1]}(), deal="own")'
+        elif isinstance(loader, int):
+            to_type = f"stretto.distribute(model, optimizer, range({loader}))"
         elif is_columns or isinstance(loader, torch.Tensor):
             got = f"{_kinds(loader)}, whose rows are samples"
             to_type = "for x, y in stretto.distribute(model, optimizer, [(x, y)]), with --batch split; or "

@@ -108,14 +108,20 @@ def get_batch() -> tuple[Tensor, Tensor]:
     return INPUTS, LABELS
 
 
+def draws() -> Iterator[tuple[Tensor, Tensor]]:
+    yield get_batch()
+
+
 @pytest.mark.parametrize(
     ("loader", "advice"),
     [
         (get_batch, "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"),
+        (draws, 'stretto.distribute(model, optimizer, draws(), deal="own")'),
+        (300, "stretto.distribute(model, optimizer, range(300))"),
         ((INPUTS, LABELS), "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
         (INPUTS, "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
     ],
-    ids=["function", "columns", "tensor"],
+    ids=["function", "generator", "number", "columns", "tensor"],
 )
 def test_what_is_no_loader_is_refused_with_the_line_that_trains(loader: Any, advice: str) -> None:
     net = small_net()
