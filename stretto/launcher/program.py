@@ -18,6 +18,7 @@ from stretto.launcher.local import run as run_locally
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.run_config import RunConfig, decode_path
 from stretto.run_config import options as run_options
+from stretto.run_dir import section_folders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +77,10 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation; empty without `evaluate=`."""
-        return dict(self.record["metrics"])
+        """Metrics of the last evaluation, in the last section that has one; empty without `evaluate=`."""
+        folders = (*reversed(section_folders(self.folder)), self.folder)
+        found = (RunResult(folder).record["metrics"] for folder in folders)
+        return dict(next((metrics for metrics in found if metrics), {}))
 
     @property
     def model(self) -> ModelFile | None:
@@ -93,9 +96,10 @@ class RunResult:
         """Parameters and buffers of the trained model, for `model.load_state_dict`. Raises LogError without one."""
         from safetensors.torch import load_file
 
-        if not (self.folder / FINAL).exists():
-            raise LogError(f"{self.folder} has no {FINAL}: the script has not distributed a model")
-        return load_file(self.folder / FINAL)
+        model = self.model
+        if model is None or not model.is_complete:
+            raise LogError(f"{self.folder} has no {FINAL}: the script has not distributed a model, or has not ended")
+        return load_file(model.path)
 
 
 def run(
