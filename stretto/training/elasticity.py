@@ -129,9 +129,7 @@ class ElasticAgent:
         is_resumed = self._context.resume_stream is None and not trainer.transport.arrives
         if place is not None and place.is_own and not place.is_over and is_resumed:
             _refuse_other_number(place.workers, trainer.transport.workers)
-        own = self._load_model(state)
-        each_its_own = facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
-        state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
+        own = self._load_trained(state)
         trainer.progress.restore(facts)
         if facts.get("returned") is not None:
             lost, self._counted = facts["returned"]
@@ -153,10 +151,12 @@ class ElasticAgent:
         """Return this worker's own state; None among other members."""
         return state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
 
-    def _load_model(self, state: State) -> state_transfer.Own | None:
-        """Load the model, this worker's own if it had one. Return this worker's own state; None among other members."""
-        own = self._own_of(state)
-        state_transfer.load_model(self._trainer.model, state.tensors | (own[1] if own is not None else {}))
+    def _load_trained(self, state: State) -> state_transfer.Own | None:
+        """Load model and optimizers, this worker's own if it had some. Return this worker's own state, or None."""
+        own, trainer = self._own_of(state), self._trainer
+        state_transfer.load_model(trainer.model, state.tensors | (own[1] if own is not None else {}))
+        each_its_own = state.facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
+        state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         return own
 
     def _has_same_members(self, state: State) -> bool:
@@ -258,9 +258,9 @@ class ElasticAgent:
             self._continue_from(self._taken)
 
     def section_ends(self) -> None:
-        """Restore the random states that were saved at the end of this section, if no epoch began since."""
+        """Restore the state that was saved at the end of this section, if no epoch began since."""
         if self._taken is not None:
-            self._restore_random_states(self._own_of(self._taken))
+            self._continue_from(self._taken)
         self._script.end_passing()
         samples = sum(map(len, self._lost)) - self._counted  # the model of the last epoch's end has the others
         if samples and self._trainer.transport.number == min(self._trainer.transport.members):
@@ -287,9 +287,9 @@ class ElasticAgent:
             )
 
     def _continue_from(self, state: State) -> None:
-        """Restore model, settings and random states as saved, whatever the script did since it started."""
+        """Restore model, optimizers, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
-        own = self._load_model(state)
+        own = self._load_trained(state)
         if own is not None:
             self._trainer.strategy.load_own_parameters(own[1])
         self._trainer.settings.take(state.facts["settings"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from simulator.harness import simulated
 from thread_workers import regression, run_workers, sgd, small_net
 from torch import nn
@@ -132,6 +133,39 @@ def test_resumed_script_has_the_values_of_the_uninterrupted_one(
         assert passed >= 2 or torch.load(run / "best.pt") == {"epoch": 1}
         evaluations = [one for one in read_events(run / "events.jsonl") if one["event"] == "evaluation"]
         assert len(evaluations) == EPOCHS - (epochs - (not is_closed))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+def test_code_that_is_passed_leaves_model_rates_and_momenta_as_the_checkpoint_has_them(
+    recipe: str, tmp_path: Path
+) -> None:
+    def work(_worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(22), batch_size=4))
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():  # the state that the checkpoint holds must not go through this twice
+                for parameter in net.parameters():
+                    parameter.mul_(0.9)
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.25)
+
+    def final(run: Path, resume: Path | None = None) -> dict[str, torch.Tensor]:
+        run.mkdir()
+        run_workers(2, work, recipe, run=run, checkpoint=every("1 rounds"), keep=999, resume=resume)
+        return load_file(run / "final.safetensors")
+
+    wanted = final(tmp_path / "whole")
+    checkpoints = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    for checkpoint in [*checkpoints[1:-1:2], checkpoints[-1]]:
+        found = final(tmp_path / checkpoint.name, only(checkpoint, tmp_path / f"only-{checkpoint.name}"))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), checkpoint.name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
