@@ -46,6 +46,7 @@ class Answer:
     papers: ClassVar[tuple[str, ...]] = ()
     """Publications of the answer, as `Author year (arXiv number)`."""
     axis: ClassVar[str] = ""
+    """The question that it answers; empty for a part of an answer."""
     strategy: ClassVar[str] = ""
     """Import path of the strategy of recipes with this answer, unless another answer names one before it."""
 
@@ -185,7 +186,7 @@ def describe(kind: Any) -> str:
         bool: "True or False",
         NoneType: "None",
     }
-    return plain.get(kind) or f"an answer to {kind.axis!r}"
+    return plain.get(kind) or (f"an answer to {kind.axis!r}" if kind.axis else str(kind.example))
 
 
 def _example(answer: Answer, name: str) -> str:

@@ -19,14 +19,15 @@ from stretto.recipe.parser import WORDS, parse
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import Then, add, constant, outer, replace, step
 from stretto.recipe.what import gradients, parameters, updates
-from stretto.recipe.when import together
+from stretto.recipe.when import overhead, together
 from stretto.recipe.whom import everyone
 from stretto.strategies.create import strategy_of
 from stretto.strategies.recipe_strategy import RecipeStrategy
 
 POSITIVE = st.floats(1e-6, 10)
 CODECS = st.one_of(st.just(exact()), st.sampled_from(["bf16", "fp16"]).map(cast))
-TOGETHER = st.builds(together, every=st.integers(1, 1000), after=st.integers(0, 50))
+EVERY = st.one_of(st.integers(1, 1000), st.builds(overhead, st.floats(0.01, 0.99)))
+TOGETHER = st.builds(together, every=EVERY, after=st.integers(0, 50))
 OUTER = st.builds(outer, lr=POSITIVE, momentum=st.floats(0, 0.99), nesterov=st.booleans())
 RECIPES = st.one_of(
     st.builds(Recipe, what=st.just(gradients()), when=st.just(together()), how=CODECS, then=st.just(step())),
@@ -61,6 +62,7 @@ def test_printed_recipe_can_be_parsed(recipe: Recipe) -> None:
         "allreduce",
         "diloco(every=50, outer_lr=0.5)",
         'local_sgd(every=4, optimizer_state="keep", after=7, how=cast("bf16"))',
+        "diloco(every=overhead(0.05))",
     ],
 )
 def test_named_recipes_print_as_they_were_typed(text: str) -> None:
@@ -136,6 +138,13 @@ def test_code_is_never_run(text: str) -> None:
         ("Recipe(what=parameters(), when=on_arrival(), whom=neighbours(), then=mix())", "when=together()"),
         ("Recipe(what=parameters(), whom=neighbours(), how=top_k(0.1), then=mix())", "how=exact()"),
         ('Recipe(what=parameters(optimizer_state="average"), whom=neighbours(), then=mix())', "what=parameters()"),
+        ("local_sgd(every=0.1)", "or overhead(0.1)"),
+        ("local_sgd(every=overhead(1.5))", "below 1"),
+        ("downpour(every=overhead(0.1))", "a whole number"),
+        ("gossip(every=overhead(0.1))", "whom=everyone()"),
+        ("Recipe(what=parameters(), when=together(every=overhead(0.1)), whom=server(), then=replace())", "everyone()"),
+        ("Recipe(when=together(every=overhead(0.1)))", "no_sync"),
+        ("overhead(0.1)", "a plain value"),
         ('gossip(graph="tree")', '"ring" or "torus" or "exponential"'),
     ],
 )

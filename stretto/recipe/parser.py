@@ -59,7 +59,7 @@ def parse(text: str) -> Recipe:
     value = _value(term, words, WORDS)
     if isinstance(value, Recipe):
         return value
-    kind = f"an answer to {value.axis!r}, one of five" if isinstance(value, Answer) else "a plain value"
+    kind = f"an answer to {value.axis!r}, one of five" if getattr(value, "axis", "") else "a plain value"
     raise words.refused(at=0, problem=f"not a recipe: {term.text} is {kind}")
 
 

@@ -22,7 +22,7 @@ from stretto.recipe.then import (
     step,
 )
 from stretto.recipe.what import What, gradient_differences, gradients, momenta, parameters, updates
-from stretto.recipe.when import When, on_arrival, together
+from stretto.recipe.when import When, on_arrival, overhead, together
 from stretto.recipe.whom import Whom, everyone, server
 from stretto.spec import Answer
 
@@ -289,6 +289,15 @@ def _check_when(recipe: Recipe) -> None:
                 expected=expected,
                 to_type=f"Recipe(what=updates(), when={recipe.when}{whom}, then=add()), "
                 "or accumulate with stretto.no_sync()",
+            )
+        )
+    if isinstance(getattr(recipe.when, "every", None), overhead) and not isinstance(recipe.whom, everyone):
+        raise RecipeError(
+            explain(
+                f"the local steps of {recipe.when} are agreed among workers that all exchange with each other",
+                got=f"when={recipe.when}, whom={recipe.whom}",
+                expected="every= a number of steps, or whom=everyone()",
+                to_type=f"Recipe(what={recipe.what}, when=together(every=16), whom={recipe.whom}, then={recipe.then})",
             )
         )
     if recipe.asynchronous and isinstance(recipe.what, parameters) and recipe.what.optimizer_state != "keep":

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from stretto.spec import Answer, Range
+
+
+@dataclass(frozen=True, repr=False)
+class overhead(Answer):
+    """As many local steps, equal for all workers, as keep the time of exchanges at a fraction of the training time."""
+
+    fraction: Annotated[float, Range(above=0, below=1)]
+
+    example: ClassVar[str] = "overhead(0.1)"
+
+    def steps(self, step_s: float, exchange_s: float, before: int) -> int:
+        """Return the local steps of the next round, by the seconds of a step and an exchange, at most twice those
+        `before` and at least half of them.
+
+        >>> overhead(0.1).steps(step_s=0.01, exchange_s=0.02, before=16)
+        18
+        >>> overhead(0.1).steps(step_s=0.01, exchange_s=0.02, before=4)
+        8
+        """
+        wanted = exchange_s * (1 - self.fraction) / (self.fraction * step_s) if step_s > 0 else before
+        return max(min(math.ceil(wanted - 1e-9), 2 * before), -(-before // 2))
 
 
 class When(Answer):
@@ -19,10 +41,10 @@ class When(Answer):
 class together(When):
     """All workers exchange after every k local steps, and wait for each other.
 
-    Until step `after` they exchange at every step; from there on at every k-th.
+    Until step `after` they exchange at every step; from there on at every k-th. `every=overhead(0.1)` measures k.
     """
 
-    every: Annotated[int, Range(least=1)] = 1
+    every: Annotated[int, Range(least=1)] | overhead = 1
     after: Annotated[int, Range(least=0)] = 0
 
     papers = ("Lin et al. 2018 (1808.07217)",)
@@ -32,20 +54,21 @@ class together(When):
         return self.papers if self.after else ()
 
     def due(self, step: int) -> bool:
-        """Return True if an exchange follows local step `step`, counted from 1.
+        """Return True if an exchange follows local step `step`, counted from 1, where k is typed.
 
         >>> [step for step in range(1, 11) if together(every=3, after=2).due(step)]
         [1, 2, 5, 8]
         """
-        return step <= self.after or (step - self.after) % self.every == 0
+        return step <= self.after or (isinstance(self.every, int) and (step - self.after) % self.every == 0)
 
     def round_of(self, step: int) -> int:
-        """Return the number of exchanges that were due until local step `step`.
+        """Return the number of exchanges that were due until local step `step`, where k is typed.
 
         >>> [together(every=3, after=2).round_of(step) for step in (1, 2, 5, 8)]
         [1, 2, 3, 4]
         """
-        return min(step, self.after) + max(step - self.after, 0) // self.every
+        later = max(step - self.after, 0) // self.every if isinstance(self.every, int) else 0
+        return min(step, self.after) + later
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from stretto.recipe.when import together
+from stretto.errors import RecipeError, explain
+from stretto.recipe.when import overhead, together
+from stretto.strategies.agreed_interval import AgreedInterval
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
 from stretto.transport.interface import Change, Transport
@@ -23,6 +25,23 @@ class RoundStrategy(RecipeStrategy):
     _exchanging: ParameterSet | None = None
     """The set of the last round."""
 
+    def attach(self) -> None:
+        """Create an exchange of each set of parameters, and what decides when its rounds are due."""
+        super().attach()
+        assert isinstance(self.recipe.when, together)
+        if not isinstance(every := self.recipe.when.every, overhead):
+            return
+        if self._transport.siblings is not None:
+            raise RecipeError(
+                explain(
+                    f"the ranks of a worker could disagree on the local steps of {self.recipe}, by their own times",
+                    got="a layout of several processes for each worker",
+                    expected="one process for each worker, or a number of steps",
+                    to_type='no --layout, or --recipe "local_sgd(every=16)"',
+                )
+            )
+        self.intervals = [AgreedInterval(every, self._transport, self._context.timer) for _ in self.sets]
+
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps parameters that no exchange includes."""
         self._refuse_late(self.sets[index])
@@ -31,10 +50,13 @@ class RoundStrategy(RecipeStrategy):
         """Do a round of this optimizer's parameters if it is due. Return True if it was."""
         parameter_set = self.sets[index]
         parameter_set.has_stepped = True
-        if not self.is_due(steps):
-            return False
         assert isinstance(self.recipe.when, together)
-        self._run_round(parameter_set, self.recipe.when.round_of(steps))
+        interval = self.intervals[index] if self.intervals else None
+        if not self.is_due(steps) and not (interval is not None and interval.is_due(steps)):
+            return False
+        self._run_round(parameter_set, interval.number if interval is not None else self.recipe.when.round_of(steps))
+        if interval is not None:
+            interval.round_ended(steps)
         return True
 
     def _run_round(self, parameter_set: ParameterSet, number: int) -> None:

@@ -34,6 +34,7 @@ class StrategyState:
         facts: dict[str, Any] = {"moving": strategy.buffers.state(), "shards": strategy.shards}
         facts |= {"what": self._residual_kind, "how": self._codec, "trained": self._trained}
         facts["differs"] = strategy.replicas_differ
+        facts["intervals"] = [interval.state() for interval in strategy.intervals]
         tensors: dict[str, Tensor] = {}
         replicated = [states_.replicated(state) for state in strategy.states]
         facts["codec_states"] = states_.pack(replicated, "codec", tensors)
@@ -71,6 +72,8 @@ class StrategyState:
         if facts["trained"] != self._trained:
             strategy.train_like(facts["trained"])
         strategy.load_difference(facts.get("differs", False))
+        for interval, kept in zip(strategy.intervals, facts.get("intervals", []), strict=False):
+            interval.load(kept)
         strategy.load_rule_state(self._fitting_rule_state(facts, tensors))
         strategy.buffers.restore(facts["moving"])
         is_same_kind = facts["what"] == self._residual_kind

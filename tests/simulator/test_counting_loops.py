@@ -25,7 +25,7 @@ import stretto
 EPOCHS, BATCH = 3, 4
 SAMPLES = 44
 """Number of samples: eleven batches, of which the last global step has too few for all workers where they are whole."""
-WAITING = ["allreduce", "local_sgd(every=3)", "local_sgd(every=16)", "gossip"]
+WAITING = ["allreduce", "local_sgd(every=3)", "local_sgd(every=16)", "gossip", "local_sgd(every=overhead(0.2))"]
 
 
 def looping(counts: bool, whole: bool, steps: list[list[int]]) -> Callable[[int], Any]:

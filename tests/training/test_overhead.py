@@ -1,0 +1,119 @@
+"""Rounds whose number of local steps is agreed by measured times, with real clocks: agreement and resumes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from thread_workers import flat, regression, run_workers, small_net
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.interval import every
+from stretto.recipe.when import overhead
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.agreed_interval import AgreedInterval
+
+RECIPE = "local_sgd(every=overhead(0.3))"
+
+
+def facts(checkpoint: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]["facts"]
+    return kept
+
+
+class Meeting:
+    """All-gather of two threads."""
+
+    def __init__(self) -> None:
+        self._barrier, self._messages = threading.Barrier(2, timeout=30), dict[int, bytes]()
+
+    def transport(self, worker: int) -> Any:
+        return SimpleNamespace(all_gather_bytes=functools.partial(self._gather, worker))
+
+    def _gather(self, worker: int, message: bytes) -> list[bytes]:
+        self._messages[worker] = message
+        self._barrier.wait()
+        found = [one for _, one in sorted(self._messages.items())]
+        self._barrier.wait()
+        return found
+
+
+def rounds_of(transport: Any, clock_speed: float, step_s: float) -> list[int]:
+    """Return the steps that rounds follow, each of which takes half a second."""
+    now, found = 0.0, list[int]()
+    timer = Stopwatch(lambda: now * clock_speed)
+    interval = AgreedInterval(overhead(0.1), transport, timer)
+    for step in range(1, 400):
+        timer.switch("computing")
+        now += step_s
+        timer.switch("other")
+        if interval.is_due(step):
+            found.append(step)
+            timer.switch("exchanging")
+            now += 0.5
+            timer.switch("other")
+            interval.round_ended(step)
+    return found
+
+
+def test_workers_whose_clocks_differ_agree_on_the_same_steps() -> None:
+    """One worker's clock is three times as fast, and its steps take seven times as long: of 0.21 s by its clock."""
+    meeting = Meeting()
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(rounds_of, meeting.transport(0), 1.0, 0.01)
+        other = pool.submit(rounds_of, meeting.transport(1), 3.0, 0.07)
+    assert one.result() == other.result()
+    assert one.result()[-1] - one.result()[-2] == math.ceil(0.5 * 9 / 0.21)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rounds_of_workers_at_unequal_speeds_follow_the_same_steps(workers: int, tmp_path: Path) -> None:
+    run_training(workers, tmp_path / "run", slow={1: 3.0})
+    states = [facts(one)["strategy"]["intervals"] for one in checkpoints_of(tmp_path / "run")]
+    assert [number for (_, _, number), *_ in states] == sorted(number for (_, _, number), *_ in states)
+    assert len(states) > 3
+
+
+def test_a_resumed_run_does_its_next_round_where_the_first_one_would_have(tmp_path: Path) -> None:
+    run_training(2, tmp_path / "before")
+    written = checkpoints_of(tmp_path / "before")
+    last = written[len(written) // 2]
+    ((_, due_at, number),) = facts(last)["strategy"]["intervals"]
+    shutil.copytree(last, tmp_path / "part/checkpoints" / last.name)
+    run_training(2, tmp_path / "after", resume=tmp_path / "part")
+    first = facts(checkpoints_of(tmp_path / "after")[0])
+    ((_, _, next_number),) = first["strategy"]["intervals"]
+    assert (first["steps_of"], next_number) == ([due_at], number + 1)
+
+
+def run_training(workers: int, run: Path, **options: Any) -> None:
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        loader: Any = DataLoader(regression(60 * workers * 2), batch_size=2, shuffle=True)
+        loader = stretto.distribute(net, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        stretto.finish()
+        return flat(net)
+
+    run.mkdir()
+    found = run_workers(workers, work, RECIPE, run=run, checkpoint=every("1 rounds"), keep=99, **options)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").iterdir())
