@@ -46,7 +46,7 @@ class Answer:
     papers: ClassVar[tuple[str, ...]] = ()
     """Publications of the answer, as `Author year (arXiv number)`."""
     axis: ClassVar[str] = ""
-    """The question that it answers; empty for a part of an answer."""
+    """Question that it answers; empty for a part of an answer."""
     strategy: ClassVar[str] = ""
     """Import path of the strategy of recipes with this answer, unless another answer names one before it."""
 

@@ -54,8 +54,11 @@ class RoundStrategy(RecipeStrategy):
         interval = self.intervals[index] if self.intervals else None
         if not self.is_due(steps) and not (interval is not None and interval.is_due(steps)):
             return False
-        self._run_round(parameter_set, interval.number if interval is not None else self.recipe.when.round_of(steps))
-        if interval is not None:
+        if interval is None:
+            self._run_round(parameter_set, self.recipe.when.round_of(steps))
+        else:
+            interval.round_begins()
+            self._run_round(parameter_set, interval.number)
             interval.round_ended(steps)
         return True
 

@@ -60,6 +60,7 @@ def rounds_of(transport: Any, clock_speed: float, step_s: float) -> list[int]:
         timer.switch("other")
         if interval.is_due(step):
             found.append(step)
+            interval.round_begins()
             timer.switch("exchanging")
             now += 0.5
             timer.switch("other")
