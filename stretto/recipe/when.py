@@ -11,7 +11,7 @@ from stretto.spec import Answer, Range
 
 @dataclass(frozen=True, repr=False)
 class overhead(Answer):
-    """Number of local steps, equal for all workers, that keeps exchanges at a fraction of the time, as it is measured."""
+    """Number of local steps, equal for all workers, that keeps exchanges at a fraction of the measured time."""
 
     fraction: Annotated[float, Range(above=0, below=1)]
 
