@@ -41,3 +41,12 @@ def test_tests_that_the_page_on_security_names_exist() -> None:
 def test_pages_of_the_site_link_to_pages_of_the_site() -> None:
     outside = [f"{page.name}: {link}" for page in (ROOT / "docs").glob("*.md") for link in links(page) if ".." in link]
     assert not outside
+
+
+def test_every_page_is_in_the_index_and_in_the_menu_of_the_site() -> None:
+    """The first page of both is "Getting started"."""
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    menu = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = [link.partition("#")[0] for link in links(ROOT / "docs" / "index.md") if link.endswith(".md")]
+    assert set(listed) == pages and set(menu) == pages | {"index.md"}
+    assert listed[0] == menu[1] == "getting-started.md"
