@@ -135,6 +135,7 @@ def short(name: str, length: int = 22) -> str:
     if len(name) <= length:
         return name
     comma, bracket = name.rfind(", ", 0, length + 2) + 1, name.rfind("(", 0, length) + 1
+    bracket -= name[:bracket].endswith(" (")  # an explanation begins with its bracket; that of a call ends its name
     cut = comma or bracket or length
-    first, remainder = name[:cut], name[cut:].lstrip()
+    first, remainder = name[:cut].rstrip(), name[cut:].lstrip()
     return f"{first}\n{remainder if len(remainder) <= length else remainder[: length - 1] + '…'}"

@@ -31,4 +31,5 @@ def test_long_names_take_two_short_lines() -> None:
     assert max(map(len, lines)) <= 22
     assert short("stale_synchronous(bound=4)") == "stale_synchronous(\nbound=4)"
     assert short("elastic_averaging(every=10, alpha=0.1)") == "elastic_averaging(\nevery=10, alpha=0.1)"
+    assert short("single process (global batch ×4)") == "single process\n(global batch ×4)"
     assert short("a_name_without_any_place_to_cut") == "a_name_without_any_pla\nce_to_cut"
