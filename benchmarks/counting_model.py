@@ -72,6 +72,7 @@ def run_counted(
     The words `before` go before the command. Raises subprocess.TimeoutExpired if the run has not ended in time.
     """
     (counts := folder / "counts").mkdir(parents=True, exist_ok=True)
+    earlier = {path: path.stat().st_mtime_ns for path in counts.glob("epoch-*.json")}
     run = folder / f"run-{1 + len([*folder.glob('run-*')])}"
     command = [*before, sys.executable, "-m", "stretto.cli", "run", "--recipe", recipe, "--out", str(run), *options]
     command += ["--json", str(json_to := run.with_name(f"record-of-{run.name}.json"))]
@@ -89,7 +90,9 @@ def run_counted(
         output.seek(0)
         text = output.read()
     record = json.loads(json_to.read_text()) if json_to.exists() else {}
-    return Counted(done.returncode, text, record, counted_epochs(counts, unit_of(recipe)), last_digests(counts))
+    return Counted(
+        done.returncode, text, record, counted_epochs(counts, unit_of(recipe)), last_digests(counts, earlier)
+    )
 
 
 def unit_of(recipe: str) -> Unit | None:
@@ -98,9 +101,13 @@ def unit_of(recipe: str) -> Unit | None:
     return None if "how=" in recipe else "sum" if name in SUMS else "mean" if name in MEANS else None
 
 
-def last_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the models that the workers had at the end of the last epoch, by file."""
-    files = sorted(folder.glob("epoch-*.json"), key=_epoch_of)
+def last_digests(folder: Path, earlier: Mapping[Path, int]) -> dict[str, str]:
+    """Return the digests of the models that the workers had at the end of the last epoch, by file.
+
+    Files of `earlier` runs, with their times, have those of other models.
+    """
+    written = [path for path in folder.glob("epoch-*.json") if path.stat().st_mtime_ns != earlier.get(path)]
+    files = sorted(written, key=_epoch_of)
     last = [path for path in files if _epoch_of(path) == _epoch_of(files[-1])]
     return {path.stem: json.loads(path.read_text())["digest"] for path in last}
 

@@ -9,6 +9,7 @@ disk of the run folder. A launcher is not struck before there is a checkpoint to
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -60,7 +61,7 @@ def pass_phase(phase: str) -> None:
         worker, _, rank = worker.partition(".")
         is_due = passed[phase] == int(number)
         if who == ["launcher"]:
-            saved = [*Path(config.run or "").glob("checkpoints/*/manifest.json")]
+            saved = [*Path(config.run or "").glob("checkpoints/[!.]*/manifest.json")]
             is_due = passed[phase] >= int(number) and bool(saved)
         is_due &= who != ["coordinator"] or config.coordinator is not None  # a run of one process has none
         done = arguments.folder / f"sent-{strike}"
@@ -83,8 +84,9 @@ def pass_phase(phase: str) -> None:
 def listener(launcher: psutil.Process, port: int) -> int:
     """Return the process of the run, other than its launcher, that listens at a port."""
     for child in launcher.children():
-        if any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections()):
-            return child.pid
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections()):
+                return child.pid
     raise ProcessLookupError(f"no process listens at {port}")
 
 

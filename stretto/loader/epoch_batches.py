@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -130,6 +131,8 @@ class AssignedEpoch:
         self._since, self._changed = self.batch_assignment.global_step, begun is not None
         self.is_over = False
         """True if all global steps are assigned."""
+        self.departed = Counter[int]()
+        """Samples of workers that have failed, other than those of `batch_assignment`: less than 0 if lost later."""
         if begun is None:
             refuse_too_few(self.samples, 1)
 
@@ -200,7 +203,9 @@ class AssignedEpoch:
         """
         if not self._changed:
             return None
-        return self._since, self.batch_assignment.counts_of_departed(), self.batch_assignment.samples_of_departed()
+        departed = self.batch_assignment.samples_of_departed()
+        samples = {worker: departed.get(worker, 0) + self.departed[worker] for worker in {*departed, *self.departed}}
+        return self._since, self.batch_assignment.counts_of_departed(), samples
 
     def change_members(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Assign to other members after global step `after`. Return the number of returned samples by failed worker."""
@@ -214,7 +219,7 @@ class AssignedEpoch:
 
     def is_unfinished(self) -> bool:
         """Return True if samples are left that need steps which `len(loader)` does not count."""
-        return self.batch_assignment.is_at_end and self.batch_assignment.has_more
+        return (self.is_over or self.batch_assignment.is_at_end) and self.batch_assignment.has_more
 
     def reopen(self) -> None:
         """Continue the epoch: all loops ask for the samples that are left."""

@@ -161,15 +161,15 @@ class History:
         if self.trained is None:
             first_start = min(self.of("start"), key=lambda event: event["t"], default={})
             return int(first_start.get("samples") or 0)
-        if not self.epochs[0].get("sample_counts"):
-            here = sum(map(int, self.epochs[0]["trained"].values()))
-            return max(int(self.epochs[0].get("samples") or 0) - here, 0)
-        counts = [event.get("sample_counts") or {} for event in self.epochs]
-        first, size = self.epochs[0], sum(int(counts[0].get(name) or 0) for name in ("once", "twice", "never"))
-        before = int(first.get("samples") or 0) - size if (first.get("epoch") or 0) > 1 else 0
-        times = {"once": 1, "twice": 2, "recovered_samples": 1}
-        here = sum(int(one.get(name) or 0) * weight for one in counts for name, weight in times.items())
-        return max(before + here - (sum(self.trained) - sum(self.after_last_epoch)), 0)
+        first, counts = self.epochs[0], self.epochs[0].get("sample_counts") or {}
+        of_epoch, times = int(first.get("samples") or 0), {"once": 1, "twice": 2, "recovered_samples": 1}
+        before, here = 0, of_epoch
+        if counts:
+            size = sum(int(counts.get(name) or 0) for name in ("once", "twice", "never"))
+            before = of_epoch - size if (first.get("epoch") or 0) > 1 else 0
+            here = sum(int(counts.get(name) or 0) * weight for name, weight in times.items())
+        trained = sum(int(samples) for worker, samples in first["trained"].items() if int(worker) >= 0)
+        return max(before + here - trained, 0)
 
     @property
     def failure(self) -> str | None:

@@ -56,7 +56,7 @@ class ElasticAgent:
         self._streamed: list[StreamedEpoch] = []
         """Past epochs over streams with such work, whose batches are kept no longer."""
         self._lost_at_end = Counter[int]()
-        """Samples by worker that were lost after the end of an epoch over a stream, until an epoch subtracts them."""
+        """Samples by worker that were lost after the end of an epoch, until an epoch subtracts them."""
         self._is_agreeing = False
         """True while the workers agree on whether the epoch continues."""
         self._lost: list[list[Any]] = []
@@ -242,6 +242,8 @@ class ElasticAgent:
         (lost, counted), self._reassigned = self._reassigned, ([], 0)
         self._lost, self._counted = lost + self._lost, counted + self._counted
         self._trainer.progress.uncount_lost(-counted)
+        if isinstance(current := self._trainer.epochs.current, AssignedEpoch):
+            self._lost_at_end.subtract(current.departed)
 
     def epoch_skipped(self) -> None:
         """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
@@ -414,7 +416,7 @@ class ElasticAgent:
                 self._is_agreeing and change.behind
             ):  # the others have closed the epoch with the model that is averaged now
                 left = current.uncommitted()
-                back = {worker: self._mark_lost(left.take(worker)) for worker in change.gone}
+                back = {worker: self._mark_lost(worker, left.take(worker)) for worker in change.gone}
                 current.batch_assignment.commit()
             back |= current.change_members_at_end(change)
         elif isinstance(current, AssignedEpoch):
@@ -531,16 +533,17 @@ class ElasticAgent:
         return {worker: count for worker, count in lost.items() if count}
 
     def _uncount_lost(self, epoch_batches: EpochBatches | None) -> None:
-        """Subtract samples that were lost after the end of an epoch over a stream from the counts of this epoch."""
-        if isinstance(epoch_batches, StreamedEpoch):
+        """Subtract samples that were lost after the end of an epoch from the counts of this epoch."""
+        if isinstance(epoch_batches, AssignedEpoch | StreamedEpoch):
             epoch_batches.departed.subtract(self._lost_at_end)
             self._lost_at_end.clear()
 
-    def _mark_lost(self, pieces: list[list[Any]]) -> int:
-        """Mark counted work to be done again; return its samples."""
+    def _mark_lost(self, worker: int, pieces: list[list[Any]]) -> int:
+        """Mark counted work of a failed worker to be done again; return its samples."""
         samples = sum(map(len, pieces))
         self._lost += pieces
         self._counted += samples
+        self._lost_at_end[worker] += samples
         return samples
 
     def _reassign_lost(self, gone: tuple[int, ...]) -> dict[int, int]:
@@ -548,13 +551,16 @@ class ElasticAgent:
 
         Returns the number of samples by worker.
         """
-        lost = {worker: sum(self._mark_lost(work.take(worker)) for work in self._uncommitted) for worker in gone}
+        lost = {
+            worker: sum(self._mark_lost(worker, work.take(worker)) for work in self._uncommitted) for worker in gone
+        }
         epoch_batches = self._trainer.epochs.current
         if self._lost and isinstance(epoch_batches, AssignedEpoch) and not epoch_batches.is_over:
             epoch_batches.append(self._lost)
             self._reassigned = self._reassigned[0] + self._lost, self._reassigned[1] + self._counted
             self._trainer.progress.uncount_lost(self._counted)
             self._lost, self._counted = [], 0
+            self._uncount_lost(epoch_batches)
         return lost
 
 

@@ -76,9 +76,17 @@ GIVER_DIES = (2, "kill worker 1 at 0.047918s, back after 0.036509s; kill worker 
 """Worker 1 joins, and worker 0 fails before its state is sent: no worker has the state any more."""
 
 
+FAILS_IN_MORE_STEPS = (
+    5,
+    "kill worker 2 at 0.014043s, back after 0.001000s; kill worker 1 at 0.180674s; kill worker 0 at 0.260300s",
+)
+"""Worker 0 fails in the step that trains what worker 1 had at the end of the epoch."""
+
+
 @settings(max_examples=examples(100))
 @given(st.sampled_from(TOGETHER), faults())
 @example("allreduce", GIVER_DIES)
+@example("local_sgd(every=3)", FAILS_IN_MORE_STEPS)
 def test_every_sample_counts_once_whichever_worker_is_killed(recipe: str, drawn: tuple[int, str]) -> None:
     workers, fault = drawn
     is_whole(lived(recipe, fault, workers), recipe)
