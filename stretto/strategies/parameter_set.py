@@ -100,8 +100,14 @@ class ParameterSet:
         """
         return bool(self.redrawn) or self._signature() != self._seen
 
-    def note_values(self, has_stepped: bool) -> None:
-        """Note the values of the parameters, which the script may change until the next look, unless they are noted."""
+    def note_values(self, has_stepped: bool, is_alone: bool) -> None:
+        """Note the values of the parameters, which the script may change until the next look, unless they are noted.
+
+        A worker that `is_alone` may change all, and forgets them.
+        """
+        if is_alone:
+            self._redraws = Redraws([])
+            return
         if self._redraws.parts is not self.parts:
             self._redraws = Redraws(self.parts)
         if has_stepped or not self._redraws.is_current():

@@ -86,10 +86,10 @@ class Strategy:
     def note_values(self, has_stepped: bool) -> None:
         """Note the parameters when a global step begins, or an optimizer `has_stepped`: the script's code runs next.
 
-        Ranks of a worker do not: they hold other parts, and would decide apart.
+        Ranks of a worker do not: they hold other parts, and would decide apart. Nor does a worker that is alone.
         """
-        for parameter_set in self.sets if self._transport.has_others and self._transport.siblings is None else ():
-            parameter_set.note_values(has_stepped)
+        for parameter_set in self.sets if self._transport.siblings is None else ():
+            parameter_set.note_values(has_stepped, is_alone=not self._transport.has_others)
 
     def look_for_redraws(self) -> None:
         """Look for layers that the script has drawn again; the next exchange compares the workers' values."""

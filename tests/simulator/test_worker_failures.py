@@ -34,6 +34,7 @@ from simulator.failures import (
     training,
 )
 from simulator.harness import STEP_S, now, simulated
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -676,3 +677,25 @@ def test_single_worker_does_not_run_ahead_of_its_kill() -> None:
     )
     assert all(one["t"] < 0.08 for one in ended.of("epoch") if one["step"] < 11)
     assert len(times[0]) == 1, "its first life did not finish"
+
+
+def test_a_worker_that_is_alone_may_draw_a_layer_again() -> None:
+    """Raise an error only where others remain: the server would add the change of each worker."""
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = stretto.distribute(net, optimizer, DataLoader(regression(64), batch_size=4))
+        for epoch in range(2):
+            for step, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                if (epoch, step) == (1, 0):
+                    nn.init.normal_(next(net.parameters()))
+        return flat(net)
+
+    fault = "kill worker 1 at 0.05s"
+    assert simulated(2, work, "async_sgd", net=NET, fault=fault).found[0] is not None
+    with pytest.raises(LaunchError, match="a layer was drawn again"):
+        simulated(3, work, "async_sgd", net=NET, fault=fault)
