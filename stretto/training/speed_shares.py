@@ -44,7 +44,7 @@ class StepTimes:
         self._steps: list[tuple[int, float]] = []
         """Samples and seconds of the last steps, whose shares are of about one size."""
         self._before: tuple[float, float] | None = None
-        """The mean samples and the median seconds of earlier steps with another share, until the two are compared."""
+        """The median samples and seconds of earlier steps with another share, until the two are compared."""
         self.fixed = math.nan
         """Number of samples that take as long as the part of a step that does not depend on samples; NaN if unknown."""
         self._widest = 0.0
@@ -60,11 +60,11 @@ class StepTimes:
             self._compare(self._before)
 
     def last(self) -> tuple[float, float] | None:
-        """Return the mean samples and the median seconds of the last steps; None if they are too few."""
+        """Return the median samples and seconds of the last steps, which belong together; None if they are too few."""
         if len(self._steps) < FEWEST_STEPS - 2:
             return None
         samples, seconds = zip(*self._steps, strict=True)
-        return statistics.mean(samples), statistics.median(seconds)
+        return statistics.median(samples), statistics.median(seconds)
 
     def _compare(self, before: tuple[float, float]) -> None:
         now = self.last()

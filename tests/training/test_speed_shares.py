@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from elastic_workers import WorkerKilled, run_elastic_workers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thread_workers import regression, run_workers, sgd, small_net
 from torch import nn
@@ -82,6 +82,7 @@ def test_no_other_division_makes_a_step_faster(paces: list[tuple[float, float]],
 
 @settings(deadline=None)
 @given(st.lists(PACES, min_size=2, max_size=5), st.sampled_from([0, 4]))
+@example([(2.0, 3.625), (2.0, 3.625), (3.0, 1.234375), (3.5, 3.5625), (3.0, 1.234375)], 0)
 def test_shares_reach_the_best_time_of_a_step_and_rest(paces: list[tuple[float, float]], ahead: int) -> None:
     """Also where a fixed cost dominates: shares in proportion to the speeds would run away from it."""
     found = driven([lambda step, pace=pace: pace for pace in paces], 120, ahead)
