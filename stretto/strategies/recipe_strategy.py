@@ -209,8 +209,8 @@ class RecipeStrategy(Strategy):
         self._shown = self._checksums()
 
     def _checksums(self) -> Sequence[int]:
-        with in_buffers(self._parts):
-            return [crc(part.theta) for part in self._parts if not part.width]
+        """Return those of each parameter, where it is: buffers that hold none would take the memory of all."""
+        return [crc(slot.source.local) for part in self._parts if not part.width for slot in part.slots]
 
     def _has_changed_shown(self) -> bool:
         """Return True, once, if the script has changed the parameters since `note_shown`."""

@@ -94,7 +94,9 @@ def test_typo_in_a_recipe_names_the_three_nearest() -> None:
 
 
 def test_wrong_value_is_reported_as_it_was_typed() -> None:
-    with pytest.raises(RecipeError, match=r"^every of local_sgd must be at least 1, got 0\n"):
+    with pytest.raises(
+        RecipeError, match=r"^every of local_sgd must be a whole number at least 1 or overhead\(0.1\), got 0\n"
+    ):
         local_sgd(every=0)
     with pytest.raises(RecipeError, match=r"^outer_lr of diloco must be above 0, got -1\n") as raised:
         diloco(outer_lr=-1)
