@@ -101,7 +101,9 @@ def test_wrong_value_is_reported_as_it_was_typed() -> None:
     with pytest.raises(RecipeError, match=r"^outer_lr of diloco must be above 0, got -1\n") as raised:
         diloco(outer_lr=-1)
     assert "try: diloco(outer_lr=" in str(raised.value)
-    with pytest.raises(RecipeError, match=r"^every of together must be a whole number at least 1, got \"x\"\n"):
+    with pytest.raises(
+        RecipeError, match=r"^every of together must be a whole number at least 1 or overhead\(0.1\), got \"x\"\n"
+    ):
         parse('Recipe(when=together(every="x"))')
 
 
