@@ -144,9 +144,9 @@ def _faults(draw: random.Random, workers: int, ranks: int, has_server: bool) -> 
     for _ in range(draw.choices(range(5), (1, 5, 4, 3, 2))[0]):
         who = draw.choices(("", ":coordinator", ":launcher", ":shard"), (11, 3, 3, 4 if has_server else 0))[0]
         signal = draw.choices(("KILL", "PAUSE", "STOP", "TERM"), (10, 4, 2, 3))[0] if not who else "KILL"
-        signal = "PAUSE" if not who and workers * ranks == 1 else signal  # a single process fails as under `python`
+        if who in ("", ":shard") and workers * ranks == 1:
+            signal = "PAUSE"  # a single process fails as under `python`, and its server with it
         signal = "PAUSE" if who in (":coordinator", ":shard") and draw.random() < 0.2 else signal
-        signal = "PAUSE" if who == ":shard" and workers * ranks == 1 else signal  # no run of one process is recovered
         if signal == "TERM" and (workers == 1 or any("TERM" in strike for strike in strikes)):
             signal = "KILL"
         if who == ":launcher" and any(strike.endswith(who) for strike in strikes):

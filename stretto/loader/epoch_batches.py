@@ -203,9 +203,9 @@ class AssignedEpoch:
         """
         if not self._changed:
             return None
-        departed = self.batch_assignment.samples_of_departed()
-        samples = {worker: departed.get(worker, 0) + self.departed[worker] for worker in {*departed, *self.departed}}
-        return self._since, self.batch_assignment.counts_of_departed(), samples
+        samples = Counter(self.batch_assignment.samples_of_departed())
+        samples.update(self.departed)
+        return self._since, self.batch_assignment.counts_of_departed(), dict(samples)
 
     def change_members(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Assign to other members after global step `after`. Return the number of returned samples by failed worker."""

@@ -44,7 +44,7 @@ class AgreedInterval:
         self._exchange_s -= self._exchanging()
 
     def round_ended(self, step: int) -> None:
-        """Agree on the next round after one that followed this step."""
+        """Agree on the step of the next round, after a round at this step."""
         self._exchange_s += self._exchanging()
         before, self._before = self._before, (self._timer.spent["computing"] + self._timer.spent["loading"], step)
         step_s = math.nan

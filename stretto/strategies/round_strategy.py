@@ -52,7 +52,7 @@ class RoundStrategy(RecipeStrategy):
         parameter_set.has_stepped = True
         assert isinstance(self.recipe.when, together)
         interval = self.intervals[index] if self.intervals else None
-        if not self.is_due(steps) and not (interval is not None and interval.is_due(steps)):
+        if not self.is_due(steps) and (interval is None or not interval.is_due(steps)):
             return False
         if interval is None:
             self._run_round(parameter_set, self.recipe.when.round_of(steps))

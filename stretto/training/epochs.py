@@ -463,7 +463,7 @@ class Epochs:
     # --- end ----------------------------------------------------------------------------------------------------
 
     def end_loops(self) -> None:
-        """End the epoch under way; where workers do not wait, take part in those that other loops still ask for.
+        """End the epoch under way; where workers do not wait, take part in later epochs while other loops ask for any.
 
         A loop that counts over several epochs may end in an earlier one than the loops of slower workers. This worker
         leaves each later epoch before its first batch, so that the others train on all of it.

@@ -7,31 +7,16 @@ from typing import Any
 import pytest
 import torch
 from simulator.harness import Ended, simulated
-from thread_workers import flat, regression, small_net
-from torch import nn
-from torch.utils.data import DataLoader
+from thread_workers import regression, training
 
-import stretto
 from stretto.simulator.engine import CostModel
 
 NET = "100Mbit/s 5ms"
 STEPS = 240
 
 
-def work(worker: int) -> Any:
-    net = small_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    loader: Any = DataLoader(regression(2 * 3 * STEPS), batch_size=2, shuffle=True)
-    loader = stretto.distribute(net, optimizer, loader)
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-    stretto.finish()
-    return flat(net)
-
-
 def trained(recipe: str, step_s: float, speed: str = "1,1,2", **more: Any) -> Ended:
+    work = training(regression(2 * 3 * STEPS), 2, epochs=1, shuffle=True)
     return simulated(3, work, recipe, net=NET, speed=speed, cost_model=CostModel(step_s), **more)
 
 

@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from thread_workers import flat, regression, run_workers, small_net
-from torch import nn
-from torch.utils.data import DataLoader
+from thread_workers import regression, run_workers, training
 
-import stretto
 from stretto.interval import every
 from stretto.recipe.when import overhead
 from stretto.runtime.phase_timer import Stopwatch
@@ -99,18 +96,7 @@ def test_a_resumed_run_does_its_next_round_where_the_first_one_would_have(tmp_pa
 
 
 def run_training(workers: int, run: Path, **options: Any) -> None:
-    def work(worker: int) -> Any:
-        net = small_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        loader: Any = DataLoader(regression(60 * workers * 2), batch_size=2, shuffle=True)
-        loader = stretto.distribute(net, optimizer, loader)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
-        stretto.finish()
-        return flat(net)
-
+    work = training(regression(60 * workers * 2), 2, epochs=1, shuffle=True)
     run.mkdir()
     found = run_workers(workers, work, RECIPE, run=run, checkpoint=every("1 rounds"), keep=99, **options)
     assert all(torch.equal(one, found[0]) for one in found)

@@ -87,9 +87,8 @@ class OwnModules:
         """Return where an imported module is if that is in the folder, as Python asks each finder."""
         spec = None if name.partition(".")[0] in self._imported else PathFinder.find_spec(name, path, target)
         if spec is not None:
-            place = os.path.join(self._folder, *name.split("."))
             found = [spec.origin] if spec.origin is not None else list(spec.submodule_search_locations or ())
-            if any(f"{place}{suffix}" in found for suffix in ("", *MODULE_SUFFIXES)):
+            if any(place in found for place in _places(name, self._folder)):
                 self._names.add(name)
                 return spec
         return None
@@ -100,6 +99,11 @@ class OwnModules:
 
 
 OWN_MODULES = OwnModules()
+
+
+def _places(name: str, folder: str) -> list[str]:
+    """Return the files, and the folder without `__init__.py`, of a module with this name in a folder on sys.path."""
+    return [os.path.join(folder, *name.split(".")) + suffix for suffix in ("", *MODULE_SUFFIXES)]
 
 
 class ProcessState:
@@ -175,10 +179,9 @@ class ProcessSnapshot:
         new_entries = [entry for entry in sys.path if entry not in self._path]
         for name in set(sys.modules) - self._modules:
             origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None)
-            files = [
-                os.path.join(entry, *name.split(".")) + suffix for entry in new_entries for suffix in MODULE_SUFFIXES
-            ]
-            if origin in files:  # and not in packages that are installed below that place
+            if any(
+                origin in _places(name, entry) for entry in new_entries
+            ):  # and not in packages that are installed below that place
                 del sys.modules[name]
 
 
