@@ -39,7 +39,8 @@ PIECE = 65_536
 
 
 def traces() -> list[str]:
-    """Return the memory files that this process has mapped or opened."""
+    """Return the memory files that this process has mapped or opened, without those of garbage."""
+    gc.collect()
     with open("/proc/self/maps") as maps:
         found = [line.split()[-2] for line in maps if "memfd:stretto (" in line]
     for entry in os.listdir("/proc/self/fd"):

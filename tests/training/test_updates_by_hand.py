@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,7 @@ def test_a_single_worker_may_update_by_hand() -> None:
 
 def redrawn(seeded: bool) -> Callable[[int], int]:
     """Return a training that draws a layer again before the second epoch; its result is the last epoch."""
+    random_numbers = threading.Lock()  # the workers, threads here, have one generator
 
     def work(_worker: int) -> int:
         net = small_net()
@@ -66,9 +68,10 @@ def redrawn(seeded: bool) -> Callable[[int], int]:
         loader, reached = stretto.distribute(net, optimizer, DataLoader(regression(48), batch_size=4)), 0
         for epoch in range(3):
             if epoch == 1:
-                if seeded:
-                    torch.manual_seed(5)
-                net.get_submodule("2").reset_parameters()  # type: ignore[operator]
+                with random_numbers:
+                    if seeded:
+                        torch.manual_seed(5)
+                    net.get_submodule("2").reset_parameters()  # type: ignore[operator]
             for x, y in loader:
                 assert epoch == 0 or seeded, "a batch was trained by models that differ"
                 optimizer.zero_grad()
