@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo test test-long test-gpu test-engines check bench bench-gpu docs clean
+.PHONY: help install demo test test-long test-gpu test-engines test-trainers check bench bench-gpu docs clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
@@ -47,6 +47,10 @@ test-gpu: $(READY)  ## the tests that need a GPU, or several
 test-engines: $(READY) ## the tests that need a cluster engine (Slurm: apt-get install slurmctld slurmd slurm-client munge)
 	$(PIP) kubernetes-validate "ray>=2.40" "pyspark>=4.0" "pandas<3"
 	$(BIN)/python -m pytest -m engine tests/engines
+
+test-trainers: $(READY) ## the tests of transformers.Trainer, TRL and PEFT, which it installs
+	$(PIP) -e ".[hf]"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m trainers tests/trainers
 
 check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stretto.recipe.parser import parse
     from stretto.recipe.recipe import Recipe
     from stretto.recipe.whom import check_topology
+    from stretto.trainers import take
     from stretto.training.checkpointed import checkpointed
     from stretto.transport.conformance import check_transport
 
@@ -62,6 +63,7 @@ _FROM = {
     "Recipe": "recipe.recipe",
     "parse": "recipe.parser",
     "StrettoError": "errors",
+    "take": "trainers",
     "ray": "launcher.program",
     "run": "launcher.program",
     "spark": "launcher.program",
@@ -108,6 +110,7 @@ __all__ = [
     "save",
     "spark",
     "steps",
+    "take",
     "then",
     "weight",
     "what",

@@ -115,6 +115,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         LrScale,
         Option("Multiply the script's learning rate by the number of workers, or by its square root.", WORKERS),
     ] = "none"
+    trainers: Annotated[
+        bool,
+        Option(
+            "Leave the loops of other libraries, such as transformers.Trainer, alone.",
+            WORKERS,
+            names=(" /--no-trainers",),
+        ),
+    ] = True
     servers: Annotated[
         int | None,
         Option(

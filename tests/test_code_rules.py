@@ -70,6 +70,8 @@ def test_forbidden_imports_and_calls(file: Path) -> None:
         assert not {one for one in names if one.startswith("torch.distributed")}, "only transport has torch.distributed"
     if file.parent != PACKAGE / "launcher/engines":
         assert not {name.partition(".")[0] for name in names} & {"ray", "pyspark"}, "only their engines import them"
+    if subpackage(file) != "trainers":
+        assert not {name.partition(".")[0] for name in names} & {"transformers", "accelerate", "trl", "peft"}
     assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, "nothing is unpickled"
     script = file.relative_to(PACKAGE) == Path("simulator/isolation/script.py")  # the file that the user asked to run
     assert not calls & {"eval", "torch.load", *(["exec"] * (not script))}, "nothing that came from outside is run"

@@ -7,17 +7,27 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+from types import ModuleType
 
 import pytest
 
 import stretto
+from stretto import trainers
 
 MODULES = sorted(one.name for one in pkgutil.walk_packages(stretto.__path__, "stretto."))
+LIBRARIES = {f"{trainers.__name__}.{file}": name.partition(".")[0] for name, file in trainers.FILES.items()}
+"""By module of the package: the library that it needs."""
+
+
+def imported(name: str) -> ModuleType:
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name])
+    return importlib.import_module(name)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
-    module = importlib.import_module(name)
+    module = imported(name)
     found = contextvars.copy_context().run(doctest.testmod, module)
     assert found.failed == 0
 
@@ -29,7 +39,7 @@ def test_public_api_has_examples(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_public_names_have_docstrings(name: str) -> None:
-    module = importlib.import_module(name)
+    module = imported(name)
     assert module.__doc__
     for thing in vars(module).values():
         if (

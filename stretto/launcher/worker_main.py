@@ -30,6 +30,7 @@ from typing import NoReturn
 
 import msgspec
 
+from stretto import trainers
 from stretto.errors import (
     BrokenTransportError,
     LogError,
@@ -72,6 +73,8 @@ def main() -> None:
     config = begin(config)
     seed_libraries(config.options.seed)
     after_import("torch", _record_creation)
+    if config.options.trainers:
+        trainers.watch(after_import)
     if config.options.private_files is not None:
         files = PrivateFiles(config.options.private_files, os.getcwd(), config.worker)
         files.begin()

@@ -29,7 +29,7 @@ from stretto.recipe.recipe import Recipe
 from stretto.runtime.event_writer import EventWriter
 from stretto.strategies.consistency_check import Rates
 from stretto.training.progress import LoopProgress
-from stretto.training.schedulers import is_initial, length_of, position_of, total_of
+from stretto.training.schedulers import is_initial, length_of, optimizer_of, position_of, total_of
 from stretto.transport import Transport
 
 Mode = Literal["per-sample", "per-step"]
@@ -134,6 +134,10 @@ class Schedules:
             self._divisor = self._run.batch_source.batches_per_step
             self._base = self._counted(self._base[0])
 
+    def trust_lengths(self) -> None:
+        """Write no notices about lengths: a library has derived them from the number of global steps."""
+        self._has_notified = True
+
     def begin_global_step(self, has_stepped: bool, streamed: int) -> None:
         """Begin a global step. `has_stepped` is True if the optimizer has stepped in the one before.
 
@@ -234,9 +238,8 @@ class Schedules:
 
     def call(self, scheduler: LRScheduler, step: Callable[[], Any], has_arguments: bool) -> Any:
         """Step a scheduler of a distributed optimizer as often as a call of its `step` stands for."""
-        if self._inside or not any(
-            getattr(scheduler, "optimizer", None) is optimizer for optimizer in self._optimizers
-        ):
+        own = optimizer_of(scheduler)
+        if self._inside or not any(own is optimizer for optimizer in self._optimizers):
             return step()
         if is_initial(scheduler):
             self._creations[scheduler] = _Creation(self._position(), bool(self._divisor))

@@ -6,13 +6,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stretto.runtime.creation_order import SCHEDULERS
+from stretto.training.other_libraries import unwrapped
 
 TOTALS = ("total_steps", "T_max")
 
 
 def schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
     """Return the schedulers of an optimizer, in the same order at all workers."""
-    return [scheduler for scheduler in SCHEDULERS.all() if getattr(scheduler, "optimizer", None) is optimizer]
+    return [scheduler for scheduler in SCHEDULERS.all() if optimizer_of(scheduler) is optimizer]
+
+
+def optimizer_of(scheduler: LRScheduler) -> object:
+    """Return the optimizer of a scheduler, that within Accelerate's wrapper if it was made with one."""
+    found = getattr(scheduler, "optimizer", None)
+    return unwrapped(found) if isinstance(found, Optimizer) else found
 
 
 def is_initial(scheduler: LRScheduler) -> bool:

@@ -16,7 +16,8 @@ import stretto
 from stretto import api
 from stretto.api import close
 from stretto.errors import LoaderError, ModelError, ScriptError
-from stretto.training.other_libraries import unwrapped
+from stretto.training.other_libraries import TRAINERS, unwrapped
+from stretto.training.schedulers import schedulers_of
 
 
 def of(module: str, name: str, *bases: type, **body: Any) -> type:
@@ -35,6 +36,10 @@ class _Wrapping(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
 
 
 Accelerated = of("accelerate.optimizer", "AcceleratedOptimizer", _Wrapping)
@@ -58,6 +63,12 @@ def test_steps_of_an_optimizer_that_accelerate_has_wrapped_are_exchanged() -> No
     plain, wrapped = (run_workers(2, trained(wrap)) for wrap in (lambda one: one, Accelerated))
     assert torch.equal(wrapped[0], wrapped[1])
     assert torch.equal(plain[0], wrapped[0])
+
+
+def test_scheduler_of_an_optimizer_that_accelerate_has_wrapped_is_that_of_the_optimizer() -> None:
+    optimizer = torch.optim.SGD(small_net().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(Accelerated(optimizer), 3)
+    assert schedulers_of(optimizer) == [scheduler]
 
 
 def test_real_accelerate_is_unwrapped() -> None:
@@ -119,6 +130,8 @@ def test_another_librarys_loop_over_the_distributed_loader_is_refused(module: st
 
 
 def test_the_error_of_a_script_without_distribute_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TRAINERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ScriptError, match="expected: one call before the loop"):
         close()
     for name in ("transformers.trainer", "accelerate.accelerator"):

@@ -1,0 +1,248 @@
+"""Windows: the micro-batches of one optimizer step of another library, which are one batch of a global step.
+
+A library that accumulates gradients takes several micro-batches from its loader and steps once. Here they are one batch
+of the distributed loader, so that a global step, an exchange and a learning rate's step are one step of the library:
+
+    the library's loader       4 samples | 4 samples | 4 samples | 4 samples      accumulation of 4
+    the distributed loader     a window of 16 samples for each worker
+    worker 1 of 2              its share of the global step, 15 samples where an epoch has few: 4 | 4 | 4 | 3
+
+The share is cut by the collate function, in the loader's processes. Every worker has `accumulation` micro-batches in
+each window, as the library counts them: a share of fewer samples is preceded by empty ones, over which no pass is made.
+A process that trains alone has the batches of the script, and fewer in the last window of an epoch.
+
+Batches that mean something as a whole (of a batch sampler, or with `drop_last`) are not cut: there a unit of the window
+is a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count, islice
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+
+from stretto.api import distribute, training
+from stretto.data.shares import portion
+from stretto.loader.epoch_order import samples_in
+from stretto.training.iterators import Batches
+
+
+class Empty(dict[str, Any]):
+    """A micro-batch without a sample: the library counts it, and makes no pass over it."""
+
+    @classmethod
+    def like(cls, batch: Any) -> Empty:
+        """Return an empty micro-batch with the tensors of another one, which have no rows here."""
+        items = batch.items() if isinstance(batch, Mapping) else ()
+        return cls((name, value[:0]) for name, value in items if isinstance(value, Tensor) and value.ndim)
+
+
+class WindowedLoader:
+    """A library's loader, distributed in windows of `accumulation` micro-batches, which it gives one by one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], accumulation: int) -> None:
+        self._inner, self._accumulation = loader, accumulation
+        self._skipped = 0
+        """Windows of the next epoch that were trained before."""
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self._parts = _Parts(loader.collate_fn, accumulation)
+        self._order = None if is_stream else _order_of(loader)
+        windows = _Stream(loader, accumulation) if self._order is None else self._windows(self._order)
+        self._shared = distribute(model, optimizer, windows, schedule="per-step")
+        self._trainer = training()
+        source = self._trainer.batch_source if self._trainer is not None else None
+        self.is_alone = source is None or source.first_workers * source.batches_per_step == 1
+        """True if this process trains alone, with the batches of the script."""
+        if self.is_alone and self._order is not None:
+            self._parts.unit_size = self._order.batch
+        if self._trainer is not None:
+            self._trainer.schedules.trust_lengths()
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+
+    def _windows(self, order: _Order) -> DataLoader[Any]:
+        inner, data = self._inner, self._inner.dataset
+        ahead: dict[str, Any] = {}
+        if inner.num_workers:
+            names = ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+            ahead = {name: getattr(inner, name) for name in names}
+        return DataLoader(
+            _Whole(data) if order.is_whole else data,
+            sampler=order,
+            batch_size=order.batch * self._accumulation,
+            collate_fn=_Joined(self._parts) if order.is_whole else self._parts,
+            pin_memory=inner.pin_memory,
+            worker_init_fn=inner.worker_init_fn,
+            generator=inner.generator,
+            **ahead,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of global steps of an epoch. Raises TypeError for a stream whose length is not known."""
+        return len(self._shared)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of an epoch, as the library counts them."""
+        return len(self._inner) if self.is_alone else self.steps * self._accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the library's loader, whose sampler draws by it."""
+        if hasattr(self._inner, "set_epoch"):
+            self._inner.set_epoch(epoch)
+
+    def begin_at(self, batches: int, leave_out: bool) -> None:
+        """Begin the next epoch after this number of micro-batches, which the library has trained before.
+
+        `leave_out` is False in an epoch that other workers, or a checkpoint, have begun.
+        """
+        self._skipped = batches // self._accumulation
+        if self._order is not None and leave_out:
+            self._order.skipped = self._samples_before(self._skipped)
+
+    def _samples_before(self, step: int) -> int:
+        """Return the number of units before a global step of an epoch."""
+        assert self._order is not None
+        trainer, units = self._trainer, len(self._order)
+        if trainer is not None and trainer.batch_source.has_share_for_each:
+            return portion(units, step, self.steps)[0]
+        batches = 1 if trainer is None else trainer.batch_source.batches_per_step
+        return min(step * batches * self._order.batch * self._accumulation, units)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's micro-batches of an epoch. A section that was over before this worker came has none."""
+        trainer, (skipped, self._skipped) = self._trainer, (self._skipped, 0)
+        if trainer is None or trainer.is_over:
+            return
+        while trainer.agent.is_over(trainer.progress.epochs + 1):
+            list(Batches(trainer))
+        try:
+            steps: Iterable[int] = range(skipped, self.steps)
+        except TypeError:
+            steps = count()
+        for _, window in zip(steps, Batches(trainer), strict=False):
+            if not self.is_alone:
+                yield from [Empty.like(window[0])] * (self._accumulation - len(window))
+            yield from window
+
+
+class _Order(Sampler[Any]):
+    """The library's sampler, of which the next iteration may leave out the first units; `batch` of them make a batch.
+
+    A unit is a sample, or a batch of samples where these belong together.
+    """
+
+    def __init__(self, units: Any, batch: int, is_whole: bool) -> None:
+        self._units, self.batch, self.is_whole, self.skipped = units, batch, is_whole, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.skipped = self.skipped, 0
+        return islice(iter(self._units), skipped, None)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @property
+    def generator(self) -> Any:
+        """The generator that the sampler draws from, which checkpoints keep."""
+        return getattr(self._units, "generator", None)
+
+
+def _order_of(loader: DataLoader[Any]) -> _Order:
+    batches: Any = loader.batch_sampler
+    if type(batches) is BatchSampler and not batches.drop_last:
+        return _Order(batches.sampler, batches.batch_size, is_whole=False)
+    return _Order(_BatchesAsUnits(batches), 1, is_whole=True)
+
+
+class _BatchesAsUnits(Sampler[Any]):
+    """The batches of a batch sampler, each of which is one unit."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return map(tuple, self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class _Whole(Dataset[list[Any]]):
+    """A data set whose samples are the lists of samples of a batch."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, indices: tuple[Any, ...]) -> list[Any]:
+        several = getattr(self.data, "__getitems__", None)
+        found: list[Any] = several(list(indices)) if several is not None else [self.data[index] for index in indices]
+        return found
+
+
+class _Parts:
+    """Collate function of a window: its micro-batches."""
+
+    unit_size = 0
+    """Units of each micro-batch; 0 to cut a window evenly."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], accumulation: int) -> None:
+        self._collate, self._accumulation = collate, accumulation
+
+    def __call__(self, units: Sequence[Any]) -> list[Any]:
+        return [self._collate(list(part)) for part in self.of(units)]
+
+    def of(self, units: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Yield the units of each micro-batch."""
+        parts = min(self._accumulation, len(units))
+        for part in range(-(-len(units) // self.unit_size) if self.unit_size else parts):
+            start, stop = portion(len(units), part, parts)
+            if self.unit_size:
+                start, stop = part * self.unit_size, (part + 1) * self.unit_size
+            yield units[start:stop]
+
+
+class _Joined:
+    """Collate function of a window whose units are lists of samples."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+
+    def __call__(self, units: Sequence[list[Any]]) -> list[Any]:
+        return [self._parts._collate(list(chain(*part))) for part in self._parts.of(units)]
+
+
+class _Stream:
+    """The windows of a loader of a stream: `accumulation` of its batches each."""
+
+    def __init__(self, loader: DataLoader[Any], accumulation: int) -> None:
+        self._loader, self._accumulation = loader, accumulation
+        self.dataset = loader.dataset
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = DataLoader.__iter__(self._loader)  # a library's own iterator takes a batch ahead
+        return iter(lambda: list(islice(batches, self._accumulation)), [])
+
+    def __len__(self) -> int:
+        return -(-len(self._loader) // self._accumulation)
+
+
+def items_in(batch: Any) -> int:
+    """Return the items of a micro-batch that its mean loss is over: labels other than -100, or samples without any.
+
+    >>> import torch
+    >>> items_in({"labels": torch.tensor([[1, -100], [2, 3]])}), items_in({"x": torch.ones(4, 2)})
+    (3, 4)
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return (
+        int(labels.ne(-100).sum())
+        if isinstance(labels, Tensor) and not labels.is_floating_point()
+        else samples_in(batch)
+    )
