@@ -166,7 +166,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_resize: Annotated[
         OnResize,
         Option(
-            "Batch size kept when the number of workers changes: the global one, in shares, or each worker's own.",
+            "Batch size kept when the number of workers changes: the global one, or each worker's own.",
             FAILURES,
         ),
     ] = "global-batch"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ Range: TypeAlias = tuple[int, int]
 Ranges: TypeAlias = tuple[Range, ...]
 """Positions that one worker gets in one global step."""
 
-Rule: TypeAlias = Literal["per-worker-batch", "global-batch", "shares"]
+Rule: TypeAlias = Literal["whole", "shares"]
 """Division of the batches into global steps and parts of them; see `BatchAssignment`."""
 
 SMALLEST_SHARE = 2
@@ -98,12 +98,11 @@ class _ReturnedRanges:
 class _Split:
     """Concatenated ranges that are split evenly, the larger parts first, or as the `paces` of the members say.
 
-    If the parts would have fewer than `smallest` samples, the first members have such parts, and the others none.
+    If the parts would have fewer than `SMALLEST_SHARE` samples, the first members have such parts, the others none.
     """
 
     ranges: Ranges
     members: int
-    smallest: int = 1
     paces: tuple[Pace, ...] = ()
 
     @property
@@ -112,11 +111,11 @@ class _Split:
 
     @property
     def parts(self) -> int:
-        return min(max(self.samples // self.smallest, 1), self.members)
+        return min(max(self.samples // SMALLEST_SHARE, 1), self.members)
 
     def part(self, rank: int) -> Ranges:
-        if self.paces and self.samples >= self.smallest * self.members:
-            return _slice(self.ranges, *cuts(self.samples, self.paces, self.smallest)[rank : rank + 2])
+        if self.paces and self.samples >= SMALLEST_SHARE * self.members:
+            return _slice(self.ranges, *cuts(self.samples, self.paces, SMALLEST_SHARE)[rank : rank + 2])
         return _slice(self.ranges, *portion(self.samples, rank, self.parts)) if rank < self.parts else ()
 
 
@@ -156,9 +155,7 @@ class BatchAssignment:
     """Assigns the batches of one epoch, one global step at a time. `sizes` are their numbers of samples, in order.
 
     In a global step each member gets one part, or none when there are too few; the first in the order of `members` have
-    them. Returned positions are assigned first, lowest first. Under the rule "per-worker-batch" a part is a batch, or a
-    range of returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
-    members, split evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
+    them. Under the rule "whole" a part is a batch, or a range of returned positions, which are assigned first.
 
     Under "shares" each batch is one global step, whose samples are divided evenly among the members of that moment:
     so there are as many global steps as batches. Returned positions are spread over the remaining ones,
@@ -170,7 +167,9 @@ class BatchAssignment:
     as evenly as the larger batches allow: batches that differ by one sample stay so with them. No step gets more than
     the largest batch has; positions that are left then, or returned in the last step, make further steps. A share has
     at least `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` all members
-    need about the same time for their shares (see `cuts`); `move` changes the paces.
+    need about the same time for their shares (see `cuts`); `move` changes the paces. With `share`, a step has at most
+    so many samples for each member: where their number changes, or samples are returned, all that is left is divided
+    again, into as few steps of about one size as that allows.
 
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
@@ -179,10 +178,11 @@ class BatchAssignment:
         self,
         sizes: Sequence[int],
         members: Sequence[int],
-        rule: Rule = "per-worker-batch",
+        rule: Rule = "whole",
         base: int | None = None,
         bounds: array[int] | None = None,
         paces: Paces | None = None,
+        share: int | None = None,
     ) -> None:
         self.global_step = 0
         """Number of global steps assigned so far in this epoch."""
@@ -190,6 +190,10 @@ class BatchAssignment:
         self._members = tuple(members)
         self._rule: Rule = rule
         self._base = base if base is not None else len(self._members)
+        self._share = share
+        self._divided = len(self._members)
+        """Number of members among whom the samples that are left were divided last, with a `share`."""
+        self._shared_steps = len(self._bounds) - 1
         self._committed = 0
         self._next_batch, self._returned = 0, list[Range]()
         self._extra_samples = 0
@@ -227,7 +231,7 @@ class BatchAssignment:
                 self._segments.append(_Segment(self.global_step, self._members, self._next_batch, taken))
                 self._is_open = not taken
             if self._is_open:
-                self._next_batch = min(self._next_batch + self._batches_per_step(self._members), len(self._bounds) - 1)
+                self._next_batch = min(self._next_batch + len(self._members), len(self._bounds) - 1)
         self.global_step += 1
         for change in self._pending:
             self._return_parts(change, self.global_step)
@@ -382,14 +386,21 @@ class BatchAssignment:
             "paces": listed(self._paces),
             "moves": [(step, listed(paces)) for step, paces in self._moves],
             "is_extended": self.is_extended,
+            "divided": self._divided,
+            "steps": self._shared_steps,
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any], members: Sequence[int]) -> BatchAssignment:
+    def restored(cls, state: dict[str, Any], members: Sequence[int], share: int | None = None) -> BatchAssignment:
         """Return an assignment that continues from a state with these members. All work in the state is that of ended
-        incarnations."""
-        paces = unlisted(state.get("paces", []))
-        assignment = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]), paces)
+        incarnations.
+
+        A state of an earlier version, with another rule than today's, continues with whole batches.
+        """
+        paces, rule = unlisted(state.get("paces", [])), cast("Rule", "shares" if state["rule"] == "shares" else "whole")
+        assignment = cls((), members, rule, state["base"], _unpacked(state["sizes"]), paces, share)
+        assignment._divided = state.get("divided", state["base"])
+        assignment._shared_steps = state.get("steps", len(assignment._bounds) - 1)
         assignment._moves = [(step, unlisted(rows)) for step, rows in state.get("moves", [])]
         assignment.global_step = assignment._committed = state["global_step"]
         assignment._next_batch, assignment._extra_samples = state["batch"], state["extra_samples"]
@@ -419,7 +430,7 @@ class BatchAssignment:
             self._bounds[self._next_batch : -1], self._bounds[self._next_batch + 1 :], strict=True
         )
         if self._rule == "shares":
-            whole = [_Split((batch,), self._base, SMALLEST_SHARE) for batch in batches]
+            whole = [_Split((batch,), self._base) for batch in batches]
             batches = chain.from_iterable(one.part(rank) for one in whole for rank in range(one.parts))
         return tuple(sorted([*self.returned_ranges(), *batches]))
 
@@ -440,9 +451,8 @@ class BatchAssignment:
 
     @property
     def steps(self) -> int:
-        """Number of global steps of an epoch in which no worker fails."""
-        batches = len(self._bounds) - 1
-        return batches if self._rule == "shares" else -(-batches // max(self._base, 1))
+        """Number of global steps of an epoch in which no worker fails; with a `share`, as it was divided last."""
+        return self._shared_steps if self._rule == "shares" else -(-(len(self._bounds) - 1) // max(self._base, 1))
 
     @property
     def is_at_end(self) -> bool:
@@ -474,12 +484,12 @@ class BatchAssignment:
         """Members after all known changes."""
         return self._pending[-1].members if self._pending else self._members
 
-    def _batches_per_step(self, members: tuple[int, ...]) -> int:
-        """Return the number of batches in a global step without returned positions."""
-        return len(members) if self._rule == "per-worker-batch" else self._base
-
     def _enter_shares(self) -> bool:
         """Enter the next global step under the rule "shares"; return False if nothing is left to assign."""
+        if not self._is_open and self._share and (self._returned or len(self._members) != self._divided):
+            self._returned = sorted([*self._returned, (self._bounds[self._next_batch], self._bounds[-1])])
+            self._next_batch, self._divided = len(self._bounds) - 1, len(self._members)
+            self._shared_steps = self.global_step + -(-_samples(self._returned) // self.largest_step())
         batches = len(self._bounds) - 1 - self._next_batch
         if not self._is_open:
             returned = _samples(self._returned)
@@ -487,7 +497,7 @@ class BatchAssignment:
                 return False
             taken, steps = returned, batches
             if returned:
-                largest = max(self.largest_batch(), SMALLEST_SHARE)
+                largest = max(self.largest_step(), SMALLEST_SHARE)
                 taken = min(returned, batches * largest) if batches else returned
                 steps = batches or -(-returned // largest)
             ranges, self._returned = _slice(self._returned, 0, taken), list(_slice(self._returned, taken, returned))
@@ -497,8 +507,10 @@ class BatchAssignment:
         self._is_open = self.global_step + 1 < self._segments[-1].after + self._segments[-1].steps
         return True
 
-    def largest_batch(self) -> int:
-        """Return the number of samples of the largest batch."""
+    def largest_step(self) -> int:
+        """Return the largest number of samples of a global step, without returned ones."""
+        if self._share:
+            return self._share * len(self._members)
         return max((stop - start for start, stop in pairwise(self._bounds)), default=0)
 
     def _unspread(self) -> Ranges:
@@ -517,15 +529,9 @@ class BatchAssignment:
         """Remove and return the positions of the next global step if there are returned positions, else ()."""
         if not self._returned:
             return ()
-        if self._rule == "per-worker-batch":
-            self._refill(self._next_batch + len(self._members) - len(self._returned))
-            spans, self._returned = self._returned[: len(self._members)], self._returned[len(self._members) :]
-            return tuple(spans)
-        full = max(self._bounds[min(self._base, len(self._bounds) - 1)], 1)
-        missing_samples = self._bounds[self._next_batch] + full - _samples(self._returned)
-        self._refill(bisect_left(self._bounds, missing_samples, self._next_batch))
-        ranges, self._returned = self._returned, list(_slice(self._returned, full, _samples(self._returned)))
-        return _slice(ranges, 0, full)
+        self._refill(self._next_batch + len(self._members) - len(self._returned))
+        spans, self._returned = self._returned[: len(self._members)], self._returned[len(self._members) :]
+        return tuple(spans)
 
     def _refill(self, stop: int) -> None:
         """Append whole batches up to batch `stop` to the returned positions."""
@@ -543,17 +549,11 @@ class BatchAssignment:
             ranges = _slice(segment.ranges, segment.spread(step), segment.spread(step + 1)) if segment.ranges else ()
             if batch < len(self._bounds) - 1:
                 ranges = *ranges, (self._bounds[batch], self._bounds[batch + 1])
-            return _Split(ranges, members, SMALLEST_SHARE, segment.paces)
+            return _Split(ranges, members, segment.paces)
         if segment.ranges:
-            return (
-                _ReturnedRanges(segment.ranges) if self._rule == "per-worker-batch" else _Split(segment.ranges, members)
-            )
-        step = self._batches_per_step(segment.members)
-        first = segment.batch + (number - segment.after - 1) * step
-        stop = min(first + step, len(self._bounds) - 1)
-        if step == members:
-            return _WholeBatches(self._bounds, first, stop)
-        return _Split(((self._bounds[first], self._bounds[stop]),), members)
+            return _ReturnedRanges(segment.ranges)
+        first = segment.batch + (number - segment.after - 1) * members
+        return _WholeBatches(self._bounds, first, min(first + members, len(self._bounds) - 1))
 
     def _segment_of(self, number: int) -> _Segment:
         """Return the segment that contains a global step."""

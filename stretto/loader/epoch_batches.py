@@ -149,7 +149,7 @@ class AssignedEpoch:
     @property
     def step_samples(self) -> int:
         """Number of samples of the largest global step."""
-        return self.batch_assignment.largest_batch()
+        return self.batch_assignment.largest_step()
 
     @property
     def has_moves(self) -> bool:
@@ -385,7 +385,7 @@ class BatchSource:
             steps = len(self._loader) // self.batches_per_step if self._drops_uneven else 0
             if not steps:
                 return drawn
-            kept = drawn.without_last(steps * self.first_workers)
+            kept = drawn.without_last(steps * self._divided_among())
             if (samples := kept.dropped - drawn.dropped) and not self._has_named_dropped:
                 self._has_named_dropped = True
                 loop.events.notice(
@@ -395,12 +395,12 @@ class BatchSource:
             return kept
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
-            members, base = self._loop.members(), self.first_workers
+            members, base = self._loop.members(), self._divided_among()
             steps = drawn.bounds if self.splits else self._equal_steps(drawn.bounds[-1])
             if steps is None:
-                return BatchAssignment((), members, "per-worker-batch", base, drawn.bounds)
+                return BatchAssignment((), members, "whole", base, drawn.bounds)
             paces, moves = self.shares.of_epoch(self._epoch) if self.shares.moves else (self.paces, [])
-            assignment = BatchAssignment((), members, "shares", base, steps, paces)
+            assignment = BatchAssignment((), members, "shares", base, steps, paces, self.largest_share)
             for move in moves:
                 assignment.move(move.paces, move.after)
             return assignment
@@ -420,7 +420,7 @@ class BatchSource:
         None where whole batches are assigned: those of one process, of samplers of batches, of `drop_last`, of one
         sample, in stretches or for processes that divide them; and where a share would have less than two samples.
         """
-        workers = self.first_workers
+        workers = self._divided_among()
         batches = workers * self._global_batch_of
         if batches == 1 or not self._is_divisible():
             return None
@@ -429,8 +429,24 @@ class BatchSource:
 
     @property
     def has_shares(self) -> bool:
-        """True if the workers share global steps, which are those of the number of workers that the run began with."""
+        """True if the workers share global steps, into which they divide the samples of an epoch."""
         return isinstance(self._sampler, ShardedBatchSampler) and not self.splits and self._is_divisible()
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """True if global steps are those of the number of workers that the run began with."""
+        return self.has_shares and self._division.rule == "global-batch"
+
+    @property
+    def largest_share(self) -> int | None:
+        """Number of samples that a share may have, where a change of the workers changes the global step; else None."""
+        keeps_share = self.has_shares and self._division.rule == "per-worker-batch"
+        return self._loader.batch_sampler.batch_size * self._global_batch_of if keeps_share else None
+
+    def _divided_among(self) -> int:
+        """Return the number of workers by which an epoch that begins is divided into global steps."""
+        is_of_now = self._division.rule == "per-worker-batch" and not self._asynchronous
+        return len(self._loop.members()) if is_of_now else self.first_workers
 
     @property
     def _drops_uneven(self) -> bool:
@@ -445,7 +461,7 @@ class BatchSource:
         """Return True if the samples of an epoch may be divided into other batches than those of the script."""
         sampler = self._loader.batch_sampler
         is_plain = type(sampler) is BatchSampler and not sampler.drop_last and sampler.batch_size >= SMALLEST_SHARE
-        return is_plain and not self._rearranges() and self._division.rule != "per-worker-batch"
+        return is_plain and not self._rearranges()
 
     @property
     def has_share_for_each(self) -> bool:
@@ -609,14 +625,17 @@ class BatchSource:
     @property
     def batches_per_step(self) -> int:
         """The number of the script's batches in a global step of all workers."""
-        return self._global_batch_of * (1 if self.splits else self.first_workers)
+        return self._global_batch_of * (1 if self.splits else self._divided_among())
 
     def resume(self, first_workers: int) -> None:
         """Divide epochs as the run did that is resumed, or joined."""
         self.first_workers = first_workers
 
     def length(self) -> int:
-        """Return the number of global steps of an epoch: the same with any number of workers now."""
+        """Return the number of global steps of an epoch in which no worker fails.
+
+        It is the same with any number of workers now, unless `--on-resize per-worker-batch` goes by these.
+        """
         if self.assignment == "own" or self.splits:
             return len(self._loader)
         batches = self._arrangement.length(self._loader)

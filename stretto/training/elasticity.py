@@ -190,9 +190,10 @@ class ElasticAgent:
         if self._taken is None or number != self._taken.facts["epochs"] or self._taken.facts["order"] is None:
             return None
         facts, transport = self._taken.facts, self._trainer.transport
-        assignment = BatchAssignment.restored(facts["assignment"], transport.members)
-        if self._trainer.batch_source.shares.is_fixed:  # a resumed run has the shares of its own options
-            assignment.move(self._trainer.batch_source.paces, assignment.global_step)
+        source = self._trainer.batch_source  # a resumed run has the shares of its own options
+        assignment = BatchAssignment.restored(facts["assignment"], transport.members, source.largest_share)
+        if source.shares.is_fixed:
+            assignment.move(source.paces, assignment.global_step)
         return unpack(facts["order"]), assignment
 
     def place_in_stream(self) -> StreamPlace | None:

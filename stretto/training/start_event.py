@@ -28,7 +28,7 @@ def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> 
         samples=trainer.progress.samples,
         at=round(context.runtime.clock(), 6),
     )
-    first = source.first_workers if source.has_shares else None
+    first = source.first_workers if source.keeps_global_batch else None
     if recipe is not None and (workers > 1 or (first or 1) > 1):
         batch, waits = batch_of(trainer.loader), not recipe.asynchronous
         added = recipe.step_of_all(workers)

@@ -89,7 +89,7 @@ class Trainer:
         for text in section.notices:
             self.events.notice(text)
         source = self.batch_source
-        factor = context.lr_factor_of(source.first_workers) if source.has_shares else context.lr_factor
+        factor = context.lr_factor_of(source.first_workers) if source.keeps_global_batch else context.lr_factor
         self.global_steps.scale_rates(factor)
         write_start(self, context, factor)
         self.evaluator.announce()

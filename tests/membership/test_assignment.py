@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Ranges, RankBatch, Rule, bounds_of, step_bounds
 from stretto.data.shares import Pace, Paces, of_members, step_s
 
-RULES: list[Rule] = ["per-worker-batch", "global-batch", "shares"]
+RULES: list[Rule] = ["whole", "shares"]
 SIZES = st.one_of(
     st.builds(lambda size, full, last: [size] * full + [last] * (last < size), *[st.integers(1, 9)] * 3),
     st.builds(lambda full, last: [4] * full + [last], st.integers(8, 24), st.integers(1, 4)),
@@ -185,20 +185,8 @@ class Crew(RuleBasedStateMachine):
         assert sorted(at for piece in pieces for at in positions(piece)) == free[: sum(sizes)]
         assert sum(sizes) > 0
         assert sizes == sorted(sizes, key=bool, reverse=True), "the first have the pieces"
-        if self.how == "per-worker-batch":
-            assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
-            assert all(sizes) or sum(sizes) == len(free), "nobody is idle while there is something"
-            return
-        full, plain = self.bounds[min(self.base, len(self.sizes))], not self.given_back
-        allowed = {min(full, len(free))} if self.given_back else set()
-        if free[0] in self.bounds:
-            allowed.add(self.bounds[min(self.bounds.index(free[0]) + self.base, len(self.sizes))] - free[0])
-        assert sum(sizes) in allowed
-        if plain and len(sizes) == self.base:
-            assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
-        elif len(sizes) != self.base:
-            assert max(sizes) - min(sizes) <= 1
-            assert sizes == sorted(sizes, reverse=True)
+        assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
+        assert all(sizes) or sum(sizes) == len(free), "nobody is idle while there is something"
 
     def check_shares(self, number: int, pieces: list[Ranges]) -> None:
         """Check that a global step is a batch with its part of the returned positions, divided by the paces."""
@@ -386,12 +374,11 @@ def test_all_workers_agree_and_every_sample_counts_once_after_any_changes(how: R
     run_state_machine_as_test(machine, settings=settings(max_examples=examples(200), stateful_step_count=20))
 
 
-@pytest.mark.parametrize("how", ["per-worker-batch", "global-batch"])
 @given(sizes=SIZES, workers=st.integers(1, 5))
-def test_without_changes_each_of_n_workers_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
+def test_without_changes_each_of_n_workers_gets_every_nth_batch(sizes: list[int], workers: int) -> None:
     bounds = bounds_of(sizes)
     for me in range(workers):
-        deal = BatchAssignment(sizes, range(workers), how)
+        deal = BatchAssignment(sizes, range(workers))
         for hand, portion in enumerate(hands(deal, me)):
             dealt = sizes[hand * workers : (hand + 1) * workers]
             at = hand * workers + me
@@ -430,7 +417,7 @@ def test_losses_leave_the_number_of_shared_steps_and_equal_sizes(
     steps = 0
     deal = BatchAssignment((), range(workers), "shares", workers, bounds)
     plain, fits, sizes = len(bounds) - 1, True, list[int]()
-    largest = max(deal.largest_batch(), SMALLEST_SHARE)
+    largest = max(deal.largest_step(), SMALLEST_SHARE)
     while (portion := deal.next(-1)) is not None:
         steps += 1
         sizes.append(portion.total)
@@ -477,22 +464,50 @@ def test_shares_returned_in_the_last_step_make_one_more() -> None:
     assert deal.next(0) is None
 
 
-def test_a_global_batch_is_split_evenly_among_the_remaining_workers() -> None:
-    """Global batches of 40; worker 1 fails with steps 2 and 3 uncommitted; one worker learns of it before step 3."""
-    early, late = (
-        BatchAssignment([10] * 24, range(4), "global-batch"),
-        BatchAssignment([10] * 24, range(4), "global-batch"),
-    )
-    for deal, dealt in ((early, 3), (late, 2)):
-        assert [portion.total for portion in islice(hands(deal, 0), dealt)] == [40] * dealt
-        deal.change([0, 2, 3], after=3, committed=1)
-    assert late.next(3) == RankBatch(((110, 120),), 10, 30, ((110, 120),))
-    for deal in (early, late):
-        assert deal.next(0) == RankBatch(((50, 60), (90, 94)), 14, 40, ((50, 60), (90, 94)))
-        assert deal.next(2) == RankBatch(((154, 167),), 13, 40, ((154, 167),))
-        assert deal.counts_of_departed().nonzero()[0].tolist() == list(range(10, 20))
-        assert deal.uncommitted_samples(1) == 0
-        assert deal.uncommitted_samples(3) == 10 + 10 + 13 + 13
+@given(st.data(), st.integers(20, 300), st.integers(2, 8), st.integers(1, 5))
+@settings(max_examples=examples(200))
+def test_where_each_worker_keeps_its_batch_the_rest_is_divided_by_the_workers_of_now(
+    data: st.DataObject, samples: int, batch: int, workers: int
+) -> None:
+    """After each failure, join or resume all that is left has the fewest steps without a share above a batch."""
+    deal = BatchAssignment((), range(workers), "shares", workers, step_bounds(samples, workers * batch), share=batch)
+    left, steps, sizes = samples, -(-samples // (workers * batch)), list[int]()
+    while True:
+        shares = [portion.samples if (portion := deal.copied().next(one)) is not None else 0 for one in deal.members]
+        if (portion := deal.next(deal.members[0])) is None:
+            break
+        assert sum(shares) == portion.total
+        assert max(shares) <= max(batch, SMALLEST_SHARE + 1)
+        sizes, left, steps = [*sizes, portion.total], left - portion.total, steps - 1
+        assert max(sizes) - min(sizes) <= 1
+        event = data.draw(st.sampled_from(["nothing", "commit", "fail", "join", "resume"]))
+        if event in ("commit", "resume"):
+            deal.commit()
+        before, number = deal.members, deal.global_step
+        if event == "resume":
+            members = range(data.draw(st.integers(1, 6)))
+            deal = BatchAssignment.restored(travelled(deal.state()), members, batch)
+        if event == "fail" and len(deal.members) > 1:
+            gone = data.draw(st.sampled_from(deal.members))
+            left += deal.uncommitted_samples(gone)
+            deal.change([one for one in deal.members if one != gone], number, deal.committed)
+        if event == "join":
+            deal.change(sorted({*deal.members, data.draw(st.integers(0, 9))}), number, deal.committed)
+        if len(deal.members) != len(before):
+            steps, sizes = -(-left // (batch * len(deal.members))), []
+    assert (left, steps) == (0, 0)
+
+
+def test_an_epoch_of_an_earlier_version_is_continued_in_whole_batches() -> None:
+    """The state is of a rule that divided global batches of four batches evenly; the first step had been trained."""
+    deal = BatchAssignment([10] * 12, range(4))
+    deal.next(0)
+    deal.commit()
+    earlier = travelled(deal.state()) | {"rule": "global-batch", "returned": [14, 19]}
+    del earlier["divided"]
+    deals = [BatchAssignment.restored(earlier, range(3)) for _ in range(3)]
+    seen = [at for me, deal in enumerate(deals) for portion in hands(deal, me) for at in positions(portion.ranges)]
+    assert sorted(seen) == [*range(14, 19), *range(40, 120)]
 
 
 def test_committed_steps_of_a_removed_worker_are_not_returned() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
 from stretto.errors import LoaderError, RecipeError
+from stretto.events import read_events
 from stretto.interval import every
 from stretto.launcher.worker_main import failure
 
@@ -86,6 +87,35 @@ def test_a_failure_leaves_the_number_of_steps(tmp_path: Path) -> None:
     left = [one for one in found if one is not None]
     assert [(length, len(sizes[0])) for length, sizes, _ in left] == [(9, 9)] * 2
     assert [sum(one) for one in zip(*(sizes[0] for _, sizes, _ in left), strict=True)][:3] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "gossip"])
+def test_where_each_worker_keeps_its_batch_two_share_the_rest_of_three(recipe: str, tmp_path: Path) -> None:
+    """Worker 2 of 3 fails in its fourth step, when 34 of 100 samples are trained; no share is above a batch of 4."""
+    work = counting(100, 4, dies_at=(2, 3))
+    found, _ = run_elastic_workers(3, work, recipe, tmp_path, rule="per-worker-batch")
+    left = [one for one in found if one is not None]
+    assert [(length, *map(len, sizes)) for length, sizes, _ in left] == [(13, 12, 13)] * 2
+    assert max(size for _, sizes, _ in left for epoch in sizes for size in epoch) <= 4
+    counts = [one["sample_counts"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
+    assert counts == [{"once": 100, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize(("now", "steps"), [(1, [11, 25]), (2, [6, 13]), (3, [4, 9]), (5, [3, 5])])
+def test_where_each_worker_keeps_its_batch_others_resume_with_steps_of_their_own(
+    now: int, steps: list[int], tmp_path: Path
+) -> None:
+    """Three workers have trained 56 of 100 samples in 5 of 9 steps."""
+    work, kept = counting(100, 4), {"checkpoint": every("1 rounds"), "keep": 99, "rule": "per-worker-batch"}
+    begun = run_workers(3, work, "allreduce", run=tmp_path, **kept)
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir())[4]
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    found = run_workers(now, work, "allreduce", resume=tmp_path / "first", rule="per-worker-batch")
+    assert [(length, *map(len, sizes)) for length, sizes, _ in found] == [(steps[1], *steps)] * now
+    before = [one for _, sizes, seen in begun for one in seen[: sum(sizes[0][:5])]]
+    after = [one for _, _, seen in found for one in seen]
+    assert sorted([*before, *after]) == [one for one in range(100) for _ in range(2)]
 
 
 def test_uneven_epochs_in_shares_equal_one_process_with_the_same_global_steps() -> None:
