@@ -104,6 +104,16 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "even|speed|N:N:...|RUN",
         ),
     ] = "even"
+    max_batch: Annotated[
+        str | None,
+        Option(
+            "Largest share of a global step that some workers have memory for, under recipes that wait; the others "
+            "have the rest: 0:64,1:16.",
+            WORKERS,
+            "WORKER:SAMPLES,...",
+            "no limit",
+        ),
+    ] = None
     uneven: Annotated[
         Uneven,
         Option(

@@ -32,6 +32,7 @@ FAILED = 1
     "stragglers",
     "global_batch",
     "shares",
+    "max_batch",
     "uneven",
     "lr_scale",
     "servers",

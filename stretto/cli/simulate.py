@@ -51,6 +51,7 @@ CLUSTER, GRID = "Simulated cluster", "Sweep"
     "seed",
     "global_batch",
     "shares",
+    "max_batch",
     "uneven",
     "lr_scale",
     "servers",

@@ -47,7 +47,9 @@ class Question:
         words += [word for layout in layouts for word in ("--layout", layout)]
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        words += typed_options(self.config, ("threads", "stragglers", "global_batch", "shares", "uneven", "lr_scale"))
+        words += typed_options(
+            self.config, ("threads", "stragglers", "global_batch", "shares", "max_batch", "uneven", "lr_scale")
+        )
         return [*words, *masked(typed(self.config.script, self.config.module, self.config.args))]
 
     def describe(self) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class Question:
             "stragglers": self.config.stragglers,
             "global_batch": self.config.global_batch,
             "shares": self.config.shares,
+            "max_batch": self.config.max_batch,
             "uneven": self.config.uneven,
             "lr_scale": self.config.lr_scale,
             "command": self.command(),
@@ -109,6 +112,7 @@ class Trial:
             checkpoint_every=NEVER,
             stragglers=None if self.recipe is None else question.config.stragglers,
             shares=EVEN if self.recipe is None else question.config.shares,
+            max_batch=None if self.recipe is None else question.config.max_batch,
             output="none",
         )
 

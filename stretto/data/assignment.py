@@ -15,12 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.data.shares import Pace, Paces, cuts, listed, of_members, portion, unlisted
+from stretto.data.shares import (
+    SMALLEST_SHARE,
+    UNLIMITED,
+    Limits,
+    Pace,
+    Paces,
+    limits_of,
+    listed,
+    of_members,
+    portion,
+    share_cuts,
+    unlisted,
+)
 
 Range: TypeAlias = tuple[int, int]
 """Half-open range of positions in the epoch's order: first, stop."""
@@ -30,9 +42,6 @@ Ranges: TypeAlias = tuple[Range, ...]
 
 Rule: TypeAlias = Literal["whole", "shares"]
 """Division of the batches into global steps and parts of them; see `BatchAssignment`."""
-
-SMALLEST_SHARE = 2
-"""Fewest samples of a share: a variance over the samples of a batch needs two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ class _ReturnedRanges:
 
 @dataclass(slots=True)
 class _Split:
-    """Concatenated ranges that are split evenly, the larger parts first, or as the `paces` of the members say.
+    """Concatenated ranges that are split evenly, the larger parts first, or as `paces` and `limits` of the members say.
 
     If the parts would have fewer than `SMALLEST_SHARE` samples, the first members have such parts, the others none.
     """
@@ -104,6 +113,7 @@ class _Split:
     ranges: Ranges
     members: int
     paces: tuple[Pace, ...] = ()
+    limits: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -114,8 +124,8 @@ class _Split:
         return min(max(self.samples // SMALLEST_SHARE, 1), self.members)
 
     def part(self, rank: int) -> Ranges:
-        if self.paces and self.samples >= SMALLEST_SHARE * self.members:
-            return _slice(self.ranges, *cuts(self.samples, self.paces, SMALLEST_SHARE)[rank : rank + 2])
+        if (found := share_cuts(self.samples, self.members, self.paces, self.limits)) is not None:
+            return _slice(self.ranges, *found[rank : rank + 2])
         return _slice(self.ranges, *portion(self.samples, rank, self.parts)) if rank < self.parts else ()
 
 
@@ -134,6 +144,8 @@ class _Segment:
     steps: int = 0
     paces: tuple[Pace, ...] = ()
     """Paces of the members, by which they have shares; none for even shares."""
+    limits: tuple[int, ...] = ()
+    """Largest shares of the members; none if no worker has one."""
 
     def spread(self, step: int) -> int:
         """Return the number of returned positions in the first `step` steps; the last steps have the larger parts."""
@@ -167,9 +179,10 @@ class BatchAssignment:
     as evenly as the larger batches allow: batches that differ by one sample stay so with them. No step gets more than
     the largest batch has; positions that are left then, or returned in the last step, make further steps. A share has
     at least `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` all members
-    need about the same time for their shares (see `cuts`); `move` changes the paces. With `share`, a step has at most
-    so many samples for each member: where their number changes, or samples are returned, all that is left is divided
-    again, into as few steps of about one size as that allows.
+    need about the same time for their shares (see `cuts`); `move` changes the paces. `limits` are the largest shares of
+    some workers. With `share`, a step has at most so many samples for each member. Where their number changes then, or
+    samples are returned, or where the limits leave no room for a batch, all that is left is divided again, into as few
+    steps of about one size as that allows.
 
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
@@ -183,6 +196,7 @@ class BatchAssignment:
         bounds: array[int] | None = None,
         paces: Paces | None = None,
         share: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.global_step = 0
         """Number of global steps assigned so far in this epoch."""
@@ -190,9 +204,9 @@ class BatchAssignment:
         self._members = tuple(members)
         self._rule: Rule = rule
         self._base = base if base is not None else len(self._members)
-        self._share = share
-        self._divided = len(self._members)
-        """Number of members among whom the samples that are left were divided last, with a `share`."""
+        self._share, self._limits = share, limits or {}
+        self._divided = self.largest_step()
+        """Largest step by which the samples that are left were divided last."""
         self._shared_steps = len(self._bounds) - 1
         self._committed = 0
         self._next_batch, self._returned = 0, list[Range]()
@@ -391,15 +405,18 @@ class BatchAssignment:
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any], members: Sequence[int], share: int | None = None) -> BatchAssignment:
+    def restored(
+        cls, state: dict[str, Any], members: Sequence[int], share: int | None = None, limits: Limits | None = None
+    ) -> BatchAssignment:
         """Return an assignment that continues from a state with these members. All work in the state is that of ended
         incarnations.
 
         A state of an earlier version, with another rule than today's, continues with whole batches.
         """
-        paces, rule = unlisted(state.get("paces", [])), cast("Rule", "shares" if state["rule"] == "shares" else "whole")
-        assignment = cls((), members, rule, state["base"], _unpacked(state["sizes"]), paces, share)
-        assignment._divided = state.get("divided", state["base"])
+        rule: Rule = "shares" if state["rule"] == "shares" else "whole"
+        paces = unlisted(state.get("paces", []))
+        assignment = cls((), members, rule, state["base"], _unpacked(state["sizes"]), paces, share, limits)
+        assignment._divided = state.get("divided", assignment.largest_batch())
         assignment._shared_steps = state.get("steps", len(assignment._bounds) - 1)
         assignment._moves = [(step, unlisted(rows)) for step, rows in state.get("moves", [])]
         assignment.global_step = assignment._committed = state["global_step"]
@@ -451,7 +468,7 @@ class BatchAssignment:
 
     @property
     def steps(self) -> int:
-        """Number of global steps of an epoch in which no worker fails; with a `share`, as it was divided last."""
+        """Number of global steps of an epoch in which no worker fails, as it was divided last."""
         return self._shared_steps if self._rule == "shares" else -(-(len(self._bounds) - 1) // max(self._base, 1))
 
     @property
@@ -486,10 +503,8 @@ class BatchAssignment:
 
     def _enter_shares(self) -> bool:
         """Enter the next global step under the rule "shares"; return False if nothing is left to assign."""
-        if not self._is_open and self._share and (self._returned or len(self._members) != self._divided):
-            self._returned = sorted([*self._returned, (self._bounds[self._next_batch], self._bounds[-1])])
-            self._next_batch, self._divided = len(self._bounds) - 1, len(self._members)
-            self._shared_steps = self.global_step + -(-_samples(self._returned) // self.largest_step())
+        if not self._is_open:
+            self._divide_again()
         batches = len(self._bounds) - 1 - self._next_batch
         if not self._is_open:
             returned = _samples(self._returned)
@@ -498,20 +513,44 @@ class BatchAssignment:
             taken, steps = returned, batches
             if returned:
                 largest = max(self.largest_step(), SMALLEST_SHARE)
-                taken = min(returned, batches * largest) if batches else returned
+                room = min(largest, self._room - largest)
+                taken = min(returned, batches * room) if batches else returned
                 steps = batches or -(-returned // largest)
             ranges, self._returned = _slice(self._returned, 0, taken), list(_slice(self._returned, taken, returned))
-            paces = of_members(self._paces, self._members)
-            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, ranges, steps, paces))
+            paces, limits = of_members(self._paces, self._members), limits_of(self._limits, self._members)
+            self._segments.append(
+                _Segment(self.global_step, self._members, self._next_batch, ranges, steps, paces, limits)
+            )
         self._next_batch += batches > 0
         self._is_open = self.global_step + 1 < self._segments[-1].after + self._segments[-1].steps
         return True
 
+    def _divide_again(self) -> None:
+        """Divide all that is left into other steps, if the members have other room than that of the batches."""
+        largest, end = self.largest_step(), len(self._bounds) - 1
+        has_changed = self._share is not None and (bool(self._returned) or largest != self._divided)
+        if has_changed or (self._next_batch < end and largest < self.largest_batch()):
+            self._returned = sorted([*self._returned, (self._bounds[self._next_batch], self._bounds[-1])])
+            self._next_batch, self._divided = end, largest
+            self._shared_steps = self.global_step + -(-_samples(self._returned) // largest)
+
     def largest_step(self) -> int:
         """Return the largest number of samples of a global step, without returned ones."""
-        if self._share:
-            return self._share * len(self._members)
-        return max((stop - start for start, stop in pairwise(self._bounds)), default=0)
+        return min(self._share * len(self._members) if self._share else self.largest_batch(), self._room)
+
+    @property
+    def _room(self) -> int:
+        """Number of samples for which the members of the next global step have room."""
+        return sum(limits_of(self._limits, self._members)) if self._limits else UNLIMITED
+
+    @property
+    def has_room(self) -> bool:
+        """True if the members after all known changes have room for the largest batch."""
+        return not self._limits or sum(limits_of(self._limits, self._latest_members)) >= self.largest_batch()
+
+    def largest_batch(self) -> int:
+        """Return the number of samples of the largest batch."""
+        return int(np.diff(np.frombuffer(self._bounds, np.int64)).max(initial=0))
 
     def _unspread(self) -> Ranges:
         """Return the positions that the last segment spreads over global steps which are not assigned yet."""
@@ -549,7 +588,7 @@ class BatchAssignment:
             ranges = _slice(segment.ranges, segment.spread(step), segment.spread(step + 1)) if segment.ranges else ()
             if batch < len(self._bounds) - 1:
                 ranges = *ranges, (self._bounds[batch], self._bounds[batch + 1])
-            return _Split(ranges, members, segment.paces)
+            return _Split(ranges, members, segment.paces, segment.limits)
         if segment.ranges:
             return _ReturnedRanges(segment.ranges)
         first = segment.batch + (number - segment.after - 1) * members

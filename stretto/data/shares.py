@@ -1,6 +1,7 @@
 """Division of a global step's samples among its members, by the time that each takes for a step and for a sample.
 
-`parse` reads `--shares`: even, in ratios, or by speed; or the moves of a run, which are repeated.
+`parse` reads `--shares`: even, in ratios, or by speed; or the moves of a run, which are repeated. `parse_limits` reads
+`--max-batch`, the largest shares of some workers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ Pace: TypeAlias = tuple[float, float]
 
 Paces: TypeAlias = Mapping[int, Pace]
 """Pace of each worker, by its number."""
+
+Limits: TypeAlias = Mapping[int, int]
+"""Largest share of some workers, by their numbers."""
+
+SMALLEST_SHARE = 2
+"""Fewest samples of a share: a variance over the samples of a batch needs two."""
+UNLIMITED = 2**62
+"""Limit of a worker that has none."""
 
 
 class Move(NamedTuple):
@@ -79,6 +88,24 @@ def parse(text: str) -> Shares:
     return Shares({worker: (0.0, 1 / ratio) for worker, ratio in enumerate(ratios)})
 
 
+def parse_limits(text: str | None) -> Limits:
+    """Return the largest shares that `--max-batch` allows. Raises LaunchError.
+
+    >>> parse_limits("0:64,1:16")
+    {0: 64, 1: 16}
+    """
+    limits = dict[int, int]()
+    for word in text.split(",") if text else ():
+        worker, _, samples = word.partition(":")
+        is_pair = worker.strip().isdecimal() and samples.strip().isdecimal() and int(worker) not in limits
+        if not is_pair or int(samples) <= SMALLEST_SHARE:
+            expected = f"WORKER:SAMPLES for each worker that has a limit, of more than {SMALLEST_SHARE} samples"
+            problem = f"--max-batch cannot be {text}"
+            raise LaunchError(explain(problem, got=word, expected=expected, to_type="--max-batch 0:64,1:16"))
+        limits[int(worker)] = int(samples)
+    return limits
+
+
 def spelled(moves: Sequence[Move]) -> str:
     """Return the text of moves, which `parse` reads."""
     return MOVES + json.dumps([(move.epoch, move.after, listed(move.paces)) for move in moves])
@@ -120,33 +147,42 @@ def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def cuts(samples: int, paces: tuple[Pace, ...], least: int) -> tuple[int, ...]:
+def cuts(samples: int, paces: tuple[Pace, ...], limits: tuple[int, ...]) -> tuple[int, ...]:
     """Return where each share begins, and the end: of all divisions one with the least time of a step.
 
     With seconds a_i a step and b_i a sample, the shares s_i minimise `max_i (a_i + b_i s_i)`, where `sum_i s_i` is the
-    number of samples and no share is below `least`. Shares in proportion to speeds would run away where a_i matters:
-    a smaller share makes a worker look slower. Among equals the first have the larger shares. `samples` is at least
-    `least` for each worker.
+    number of samples and no share is below `SMALLEST_SHARE` or above its limit. Shares in proportion to speeds would
+    run away where a_i matters: a smaller share makes a worker look slower. Among equals the first have the larger
+    shares. `samples` is at least the smallest share for each worker, and at most the sum of the limits.
 
-    >>> cuts(16, ((0.0, 1.0), (0.0, 1.0), (0.0, 5.0)), 2), cuts(16, ((1.0, 1.0), (5.0, 1.0)), 2)
+    >>> free = (UNLIMITED,) * 3
+    >>> cuts(16, ((0.0, 1.0), (0.0, 1.0), (0.0, 5.0)), free), cuts(16, ((1.0, 1.0), (5.0, 1.0)), free[:2])
     ((0, 7, 14, 16), (0, 10, 16))
+    >>> cuts(16, ((0.0, 1.0), (0.0, 1.0), (0.0, 1.0)), (UNLIMITED, 4, UNLIMITED))
+    (0, 6, 10, 16)
     """
 
     def within(seconds: float) -> list[int]:
         """Return the largest shares with which each worker has done its step within this time."""
-        return [max(least, int((seconds - fixed) / each)) for fixed, each in paces]
+        return [
+            min(max(SMALLEST_SHARE, int((seconds - fixed) / each)), limit)
+            for (fixed, each), limit in zip(paces, limits, strict=True)
+        ]
 
     low, high = 0.0, max(fixed + each * (samples + 1) for fixed, each in paces)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(within(middle)) <= samples else (low, middle)
     shares = within(low)
-    ends = [(fixed + each * (shares[rank] + 1), rank) for rank, (fixed, each) in enumerate(paces)]
+    ends = [
+        (fixed + each * (shares[rank] + 1) if shares[rank] < limits[rank] else math.inf, rank)
+        for rank, (fixed, each) in enumerate(paces)
+    ]
     heapify(ends)
     for _ in range(samples - sum(shares)):
         end, rank = ends[0]
         shares[rank] += 1
-        heapreplace(ends, (end + paces[rank][1], rank))
+        heapreplace(ends, (end + paces[rank][1] if shares[rank] < limits[rank] else math.inf, rank))
     return tuple(accumulate(shares, initial=0))
 
 
@@ -179,14 +215,24 @@ def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
     return {worker: found[worker] for worker in timed if worker in found}
 
 
-def shares_of(samples: int, paces: tuple[Pace, ...], members: int, least: int) -> list[int]:
-    """Return the shares of members; even ones without paces, or where there are too few samples."""
-    is_even = not paces or samples < least * members
-    ranges = (
-        [portion(samples, rank, members) for rank in range(members)]
-        if is_even
-        else pairwise(cuts(samples, paces, least))
-    )
+def limits_of(limits: Limits, members: Sequence[int]) -> tuple[int, ...]:
+    """Return the limits of these workers, in order; none if no worker has one."""
+    return tuple(limits.get(worker, UNLIMITED) for worker in members) if limits else ()
+
+
+def share_cuts(
+    samples: int, members: int, paces: tuple[Pace, ...] = (), limits: tuple[int, ...] = ()
+) -> Sequence[int] | None:
+    """Return where each share begins, and the end; None for even shares of any size, or of too few samples."""
+    if not (paces or limits) or samples < SMALLEST_SHARE * members:
+        return None
+    return cuts(samples, paces or ((0.0, 1.0),) * members, limits or (UNLIMITED,) * members)
+
+
+def shares_of(samples: int, members: int, paces: tuple[Pace, ...], limits: tuple[int, ...]) -> list[int]:
+    """Return the shares of members; even ones without paces and limits, or where there are too few samples."""
+    found = share_cuts(samples, members, paces, limits)
+    ranges = pairwise(found) if found else [portion(samples, rank, members) for rank in range(members)]
     return [stop - start for start, stop in ranges]
 
 
@@ -199,19 +245,19 @@ class Proposal(NamedTuple):
     even_s: float
 
 
-def proposed(now: Paces, measured: Paces, members: Sequence[int], samples: int, least: int) -> Proposal:
+def proposed(now: Paces, measured: Paces, members: Sequence[int], samples: int, limited: Limits) -> Proposal:
     """Return the move from the present shares to shares that fit the measured paces better.
 
     No share changes by more than a factor of `LARGEST_MOVE`. The shares stay if the move gains little: measured times
     vary, and shares that follow each variation would never be at rest.
     """
-    count, paces = len(members), of_members(measured, members)
-    present = shares_of(samples, of_members(now, members), count, least)
-    even = shares_of(samples, (), count, least)
-    if not paces or samples < least * count:
+    count, paces, limits = len(members), of_members(measured, members), limits_of(limited, members)
+    present = shares_of(samples, count, of_members(now, members), limits)
+    even = shares_of(samples, count, (), limits)
+    if not paces or samples < SMALLEST_SHARE * count:
         return Proposal(None, present, math.nan, math.nan)
     present_s, even_s = step_s(present, paces), step_s(even, paces)
-    target = shares_of(samples, paces, count, least)
+    target = shares_of(samples, count, paces, limits)
     moved: Paces = dict(zip(members, paces, strict=True))
     if even_s <= LEAST_GAIN * step_s(target, paces):
         target, moved = even, {}
@@ -224,7 +270,7 @@ def proposed(now: Paces, measured: Paces, members: Sequence[int], samples: int, 
     if part < 1.0:
         between = [before + part * (after - before) for before, after in zip(present, target, strict=True)]
         moved = {worker: (0.0, 1 / share) for worker, share in zip(members, between, strict=True)}
-        target = shares_of(samples, of_members(moved, members), count, least)
+        target = shares_of(samples, count, of_members(moved, members), limits)
     target_s = step_s(target, paces)
     needed = LEAST_GAIN if now else LEAST_GAIN**2
     if target == present or present_s < needed * target_s:

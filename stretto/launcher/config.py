@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from stretto.checkpoint.folder import CheckpointFolder
-from stretto.data.shares import EVEN, Move, unlisted
+from stretto.data.shares import EVEN, Move, parse_limits, unlisted
 from stretto.data.shares import parse as parse_shares
 from stretto.data.shares import spelled as spelled_moves
 from stretto.errors import LaunchError, explain
@@ -363,6 +363,19 @@ def _check_batch(config: RunConfig) -> None:
             problem, expected = "--shares has a number for each worker", f"{config.initial_workers} numbers"
             to_type = "--shares " + ":".join("1" * config.initial_workers) if config.initial_workers > 1 else "-n 2"
             raise LaunchError(explain(problem, got=f"--shares {config.shares}", expected=expected, to_type=to_type))
+    if config.max_batch is not None:
+        from stretto.recipe.parser import parse
+        from stretto.recipe.recipe import refuse_shares
+
+        asked, largest = f"--max-batch {config.max_batch}", max(parse_limits(config.max_batch), default=0)
+        if (recipe := settled(config).recipe) is not None:
+            refuse_shares(parse(recipe), asked)
+        if not 0 < largest < config.initial_workers and config.host is None:
+            problem, expected = (
+                "--max-batch limits shares of several workers",
+                f"numbers below {config.initial_workers}",
+            )
+            raise LaunchError(explain(problem, got=asked, expected=expected, to_type="-n 2 --max-batch 1:16"))
     if config.global_batch == "split" and config.lr_scale != "none":
         problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
         got, to_type = f"--batch split --lr-scale {config.lr_scale}", "--batch split, or --lr-scale alone"

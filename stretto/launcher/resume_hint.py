@@ -10,7 +10,17 @@ from stretto.run_config import RunConfig, options
 from stretto.run_dir import CHECKPOINTS, read_run
 from stretto.units import spelled
 
-DECIDE_WHAT_IS_TRAINED = ("recipe", "seed", "global_batch", "shares", "uneven", "lr_scale", "on_nan", "on_resize")
+DECIDE_WHAT_IS_TRAINED = (
+    "recipe",
+    "seed",
+    "global_batch",
+    "shares",
+    "max_batch",
+    "uneven",
+    "lr_scale",
+    "on_nan",
+    "on_resize",
+)
 
 
 def left_in(folder: Path, config: RunConfig) -> str:

@@ -10,7 +10,7 @@ import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Range, step_bounds
+from stretto.data.assignment import BatchAssignment, Range, step_bounds
 from stretto.data.leases import PlanName
-from stretto.data.shares import EVEN, Paces, parse
+from stretto.data.shares import EVEN, SMALLEST_SHARE, Limits, Paces, parse
 from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
@@ -150,6 +150,11 @@ class AssignedEpoch:
     def step_samples(self) -> int:
         """Number of samples of the largest global step."""
         return self.batch_assignment.largest_step()
+
+    @property
+    def has_room(self) -> bool:
+        """True if the workers' limits leave room for the largest step."""
+        return self.batch_assignment.has_room
 
     @property
     def has_moves(self) -> bool:
@@ -318,6 +323,8 @@ class Division:
     """Way to continue a stream of a resumed run; None to bring it to its place."""
     drops_uneven: bool = False
     """True if a last step that has fewer whole batches than workers is dropped."""
+    limits: Limits = field(default_factory=dict)
+    """Largest share of some workers."""
     has_checkpoints: bool = True
     """True if checkpoints are written from the start, which need what proves a place in a stream."""
 
@@ -339,6 +346,7 @@ class BatchSource:
         self.first_workers = division.initial_workers
         """Number of workers that the run first began with, by which an epoch is divided into global steps."""
         self.shares = parse(division.shares if transport.workers > 1 else EVEN)
+        self.limits = division.limits if transport.workers > 1 else {}
         self.paces, self._epoch = self.shares.paces, 1
         """Paces on which the workers have agreed last; none for even shares."""
         self._clock = runtime.clock
@@ -374,9 +382,11 @@ class BatchSource:
         elif assignment is None and transport.workers > 1:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
-        is_divided = transport.workers > 1 and division.shares != EVEN
-        if is_divided and not (self._sampler is not None and (self.splits or self._is_divisible())):
-            raise _whole_batches(division.shares, loader, self._sampler is not None)
+        asked = f"--shares {division.shares}" if division.shares != EVEN else "--max-batch" if division.limits else ""
+        if asked and transport.workers > 1:
+            if not (self._sampler is not None and (self.splits or self._is_divisible())):
+                raise _whole_batches(asked, loader, self._sampler is not None)
+            _refuse_small_limits(division, loader.batch_sampler.batch_size)
 
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
@@ -400,7 +410,7 @@ class BatchSource:
             if steps is None:
                 return BatchAssignment((), members, "whole", base, drawn.bounds)
             paces, moves = self.shares.of_epoch(self._epoch) if self.shares.moves else (self.paces, [])
-            assignment = BatchAssignment((), members, "shares", base, steps, paces, self.largest_share)
+            assignment = BatchAssignment((), members, "shares", base, steps, paces, self.largest_share, self.limits)
             for move in moves:
                 assignment.move(move.paces, move.after)
             return assignment
@@ -649,7 +659,27 @@ def _refuse_assignment(got: str, expected: str) -> None:
     raise LoaderError(explain(problem, got=got, expected=expected, to_type="stretto.distribute(...) without deal="))
 
 
-def _whole_batches(shares: str, loader: Any, has_index: bool) -> LoaderError:
+def _refuse_small_limits(division: Division, batch: int) -> None:
+    """Raise LoaderError if the workers that the run begins with have no room for the samples of a global step."""
+    workers = range(division.initial_workers)
+    samples = batch * division.global_batch_of * (1 if division.split else len(workers))
+    room = sum(division.limits.get(worker, samples) for worker in workers)
+    if room < samples:
+        typed = ",".join(f"{worker}:{limit}" for worker, limit in division.limits.items())
+        smaller = room // (samples // batch)
+        raise LoaderError(
+            explain(
+                "--max-batch leaves no room for the samples of a global step",
+                got=f"--max-batch {typed}, {room} samples in all, for steps of {samples}",
+                expected=f"at least {samples} in all, or a worker without a limit",
+                to_type=f"DataLoader(..., batch_size={smaller})"
+                if smaller >= SMALLEST_SHARE
+                else "a larger --max-batch",
+            )
+        )
+
+
+def _whole_batches(asked: str, loader: Any, has_index: bool) -> LoaderError:
     """Return the error for shares of batches that are not divided."""
     got = "a stream, whose samples have no index"
     if has_index:
@@ -657,10 +687,10 @@ def _whole_batches(shares: str, loader: Any, has_index: bool) -> LoaderError:
         got = "drop_last=True" if is_dropped else "whole batches: of one sample, of a batch sampler, in stretches"
     return LoaderError(
         explain(
-            f"--shares {shares} divides the samples of each global step, and this loader's batches stay whole",
+            f"{asked} divides the samples of each global step, and this loader's batches stay whole",
             got=got,
             expected="a DataLoader over a map-style data set, with batch_size=2 or more, without drop_last",
-            to_type="no --shares; or --batch split" if has_index else "no --shares",
+            to_type=f"no {asked.split()[0]}; or --batch split" if has_index else f"no {asked.split()[0]}",
         )
     )
 

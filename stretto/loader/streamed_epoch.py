@@ -18,8 +18,9 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from stretto.data.assignment import SMALLEST_SHARE, Range
+from stretto.data.assignment import Range
 from stretto.data.leases import Lease
+from stretto.data.shares import SMALLEST_SHARE
 from stretto.data.stream_order import StreamOrder, first_untrained, merged, without
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement

@@ -114,8 +114,8 @@ def has_shares(recipe: Recipe) -> bool:
     return not recipe.asynchronous and isinstance(recipe.whom, everyone | server)
 
 
-def refuse_shares(recipe: Recipe, shares: str) -> None:
-    """Raise RecipeError for shares under a recipe whose workers do not wait for all others."""
+def refuse_shares(recipe: Recipe, asked: str) -> None:
+    """Raise RecipeError for an option on shares under a recipe whose workers do not wait for all others."""
     if has_shares(recipe):
         return
     why = (
@@ -125,10 +125,10 @@ def refuse_shares(recipe: Recipe, shares: str) -> None:
     )
     raise RecipeError(
         explain(
-            f"--shares {shares} does not fit {recipe}: {why}",
-            got=f"--shares {shares} --recipe {recipe}",
-            expected="a recipe whose workers wait for all others, or no --shares",
-            to_type=f'--shares {shares} --recipe "local_sgd(every=16)"',
+            f"{asked} does not fit {recipe}: {why}",
+            got=f"{asked} --recipe {recipe}",
+            expected=f"a recipe whose workers wait for all others, or no {asked.split()[0]}",
+            to_type=f'{asked} --recipe "local_sgd(every=16)"',
         )
     )
 

@@ -191,7 +191,9 @@ class ElasticAgent:
             return None
         facts, transport = self._taken.facts, self._trainer.transport
         source = self._trainer.batch_source  # a resumed run has the shares of its own options
-        assignment = BatchAssignment.restored(facts["assignment"], transport.members, source.largest_share)
+        assignment = BatchAssignment.restored(
+            facts["assignment"], transport.members, source.largest_share, source.limits
+        )
         if source.shares.is_fixed:
             assignment.move(source.paces, assignment.global_step)
         return unpack(facts["order"]), assignment
@@ -471,11 +473,17 @@ class ElasticAgent:
                 "batch does not fit its stretches until the next epoch"
             )
         current = self._trainer.epochs.current
-        if isinstance(current, AssignedEpoch) and not current.has_shares and self._context.rule == "global-batch":
-            events.notice(
-                "the workers have changed, and whole batches are dealt: each worker has one in a step, so the steps of "
-                "this epoch are other ones than len(loader) says"
-            )
+        if isinstance(current, AssignedEpoch) and self._context.rule == "global-batch":
+            if not current.has_shares:
+                events.notice(
+                    "the workers have changed, and whole batches are dealt: each worker has one in a step, so the steps "
+                    "of this epoch are other ones than len(loader) says"
+                )
+            elif not current.has_room:
+                events.notice(
+                    "the workers have changed, and --max-batch leaves no room for a whole global step: this epoch has "
+                    "more steps than len(loader) says"
+                )
         events.write("generation_changed", **facts, members=list(change.members))
         for worker, incarnation in zip(change.gone, change.incarnations, strict=True):
             events.write(

@@ -66,7 +66,9 @@ class Epochs:
         self._progress, self._transport, self._timer = trainer.progress, trainer.transport, trainer.timer
         evaluates, workers = bool(arguments.evaluate_every and arguments.evaluate), trainer.transport.workers
         if trainer.recipe is not None and context.shares != EVEN:
-            refuse_shares(trainer.recipe, context.shares)
+            refuse_shares(trainer.recipe, f"--shares {context.shares}")
+        if trainer.recipe is not None and context.limits:
+            refuse_shares(trainer.recipe, "--max-batch")
         division = Division(
             trainer.recipe.when if trainer.recipe else None,
             context.global_batch_of,
@@ -78,6 +80,7 @@ class Epochs:
             context.shares,
             context.resume_stream,
             context.drops_uneven,
+            context.limits,
             context.checkpoint is not None and not context.checkpoint.follows_cost,
         )
         self.source = BatchSource(

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.data.assignment import SMALLEST_SHARE
 from stretto.data.shares import Paces, Timed, listed, paces_of, proposed
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.parallel.rank_parts import RankParts
@@ -172,7 +171,7 @@ class SpeedShares:
         source, members = self._trainer.batch_source, self._trainer.transport.members
         if epoch.has_moves or any(math.isnan(one.seconds) for one in timed.values()):
             return  # the last move has no measured steps yet
-        proposal = proposed(source.paces, measured, members, epoch.step_samples, SMALLEST_SHARE)
+        proposal = proposed(source.paces, measured, members, epoch.step_samples, source.limits)
         if proposal.paces is not None:
             source.paces = proposal.paces
             epoch.move(proposal.paces, ahead)

@@ -16,7 +16,7 @@ import torch
 from stretto.checkpoint.file_client import FileClient
 from stretto.checkpoint.folder import KEPT_CHECKPOINTS
 from stretto.checkpoint.run_files import LocalFiles, RemoteFiles, RunFiles
-from stretto.data.shares import EVEN
+from stretto.data.shares import EVEN, Limits, parse_limits
 from stretto.events import EventLog, LineStore
 from stretto.interval import Interval
 from stretto.loader.epoch_batches import Rule
@@ -88,6 +88,8 @@ class WorkerContext:
     """True if all workers share each batch of the script."""
     shares: str = EVEN
     """Division of each global step among the workers, as typed."""
+    limits: Limits = field(default_factory=dict)
+    """Largest share of some workers."""
     drops_uneven: bool = False
     """True if a last step that has fewer whole batches than workers is dropped."""
     lr_factor: float = 1.0
@@ -200,6 +202,7 @@ def fields_of(options: RunConfig) -> dict[str, Any]:
         "global_batch_of": options.global_batch_of,
         "split": options.global_batch == "split",
         "shares": options.shares,
+        "limits": parse_limits(options.max_batch),
         "drops_uneven": options.uneven == "drop",
         "lr_factor": options.lr_factor,
         "lr_scale": options.lr_scale,

@@ -39,6 +39,7 @@ VALUES: dict[str, Any] = {
     "max_workers": 8,
     "wait_for": 5,
     "on_resize": "per-worker-batch",
+    "max_batch": "0:64,1:16",
     "host": "10.0.0.1",
     "hosts": "a:2,b",
     "hostfile": Path("hosts"),

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from stretto.data.assignment import SMALLEST_SHARE, BatchAssignment, Ranges, RankBatch, Rule, bounds_of, step_bounds
-from stretto.data.shares import Pace, Paces, of_members, step_s
+from stretto.data.assignment import BatchAssignment, Ranges, RankBatch, Rule, bounds_of, step_bounds
+from stretto.data.shares import SMALLEST_SHARE, Pace, Paces, of_members, step_s
 
 RULES: list[Rule] = ["whole", "shares"]
 SIZES = st.one_of(
@@ -496,6 +496,50 @@ def test_where_each_worker_keeps_its_batch_the_rest_is_divided_by_the_workers_of
         if len(deal.members) != len(before):
             steps, sizes = -(-left // (batch * len(deal.members))), []
     assert (left, steps) == (0, 0)
+
+
+@given(
+    st.data(),
+    st.integers(20, 300),
+    st.integers(2, 8),
+    st.integers(1, 5),
+    st.booleans(),
+    st.dictionaries(st.integers(0, 6), st.integers(3, 12)),
+)
+@settings(max_examples=examples(200))
+def test_no_share_is_above_the_limit_of_its_worker(
+    data: st.DataObject, samples: int, batch: int, workers: int, keeps_share: bool, limits: dict[int, int]
+) -> None:
+    """Each sample is trained once, and a step is no larger than the others have room for."""
+    share = batch if keeps_share else None
+    deal = BatchAssignment(
+        (), range(workers), "shares", workers, step_bounds(samples, workers * batch), None, share, limits
+    )
+    seen = list[int]()
+    while True:
+        portions = {one: deal.copied().next(one) for one in deal.members}
+        if deal.next(-1) is None:
+            break
+        for one, portion in portions.items():
+            assert portion is not None
+            assert portion.samples <= limits.get(one, samples)
+            seen += positions(portion.ranges)
+        event, number = data.draw(st.sampled_from(["nothing", "move", "fail", "join", "resume"])), deal.global_step
+        if event != "fail":
+            deal.commit()
+        if event == "move":
+            deal.move(data.draw(PACES), number)
+        if event == "resume":
+            members = range(data.draw(st.integers(1, 6)))
+            deal = BatchAssignment.restored(travelled(deal.state()), members, share, limits)
+        if event == "fail" and len(deal.members) > 1:
+            gone = data.draw(st.sampled_from(deal.members))
+            deal.change([one for one in deal.members if one != gone], number, number - 1)
+            returned = portions[gone]
+            seen = [at for at in seen if returned is None or at not in positions(returned.ranges)]
+        if event == "join":
+            deal.change(sorted({*deal.members, data.draw(st.integers(0, 9))}), number, number)
+    assert sorted(seen) == [*range(samples)]
 
 
 def test_an_epoch_of_an_earlier_version_is_continued_in_whole_batches() -> None:

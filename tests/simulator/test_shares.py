@@ -88,7 +88,7 @@ def test_shares_by_speed_are_the_best_where_a_step_has_a_fixed_cost(fixed_s: flo
     cost = CostModel(fixed_s, sample_s=sample_s)
     ended = simulated(4, counting(2560, 16), "allreduce", speed=SLOW, cost_model=cost, asks=asks)
     paces = tuple((fixed_s * factor, sample_s * factor + 1e-9) for factor in (1, 1, 1, 5))
-    best = step_s(shares_of(64, paces, 4, 2), paces)
+    best = step_s(shares_of(64, 4, paces, ()), paces)
     assert step_times(ended)[20:] == pytest.approx([best] * 20, rel=0.1)
 
 

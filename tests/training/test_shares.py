@@ -283,6 +283,41 @@ def test_shares_of_whole_batches_are_refused(loader: Any, got: str) -> None:
         run_workers(2, work, "allreduce", shares="2:1")
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+@pytest.mark.parametrize("shares", ["even", "1:1:5"])
+def test_no_worker_has_more_samples_than_it_has_memory_for(recipe: str, shares: str) -> None:
+    found = run_workers(3, counting(300, 20), recipe, shares=shares, limits={2: 8})
+    assert sizes_of(found) == sizes_of(found, 1) == [(26, 26, 8)] * 5
+    assert sorted(one for _, _, seen in found for one in seen) == [one for one in range(300) for _ in range(2)]
+
+
+def test_limited_shares_equal_one_process_with_the_same_global_steps() -> None:
+    work: Any = training(regression(97, torch.float64), 12, epochs=3, dtype=torch.float64)
+    whole = run_single_process(work, join=3)
+    found = run_workers(3, work, "allreduce", limits={0: 20, 1: 5})
+    assert all(relative_distance(one, whole) <= 1e-12 for one in found)
+
+
+def test_an_epoch_has_more_steps_where_those_left_have_no_room_for_its_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Worker 2 fails in the fourth of 5 steps of 60 samples; the others have room for 40, and 80 samples to train."""
+    work = counting(300, 20, epochs=1, dies_at=(2, 3))
+    found, _ = run_elastic_workers(3, work, "allreduce", tmp_path, limits={0: 30, 1: 10, 2: 20})
+    assert sizes_of([one for one in found if one is not None]) == [(30, 10)] * 6
+    assert "more steps than len(loader) says" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "got"), [(False, "0:8,1:8, 16 samples in all, for steps of 24"), (True, "drop_l")]
+)
+def test_limits_that_leave_no_room_are_refused(drop_last: bool, got: str) -> None:
+    with pytest.raises(LoaderError, match=f"(?s)--max-batch.*{got}"):
+        run_workers(2, counting(60, 12, drop_last=drop_last), "allreduce", limits={0: 8, 1: 8})
+
+
 def test_shares_do_not_fit_gossip() -> None:
+    with pytest.raises(RecipeError, match="--max-batch does not fit gossip"):
+        run_workers(2, counting(40, 4), "gossip", limits={0: 4})
     with pytest.raises(RecipeError, match="--shares 2:1 does not fit gossip"):
         run_workers(2, counting(40, 4), "gossip", shares="2:1")

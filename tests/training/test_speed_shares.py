@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import stretto
-from stretto.data.shares import Paces, Timed, cuts, of_members, paces_of, proposed, shares_of, step_s
+from stretto.data.shares import UNLIMITED, Paces, Timed, cuts, of_members, paces_of, proposed, shares_of, step_s
 from stretto.events import read_events
 from stretto.interval import every
 from stretto.training.speed_shares import FEWEST_STEPS, StepTimes
@@ -42,7 +42,7 @@ def driven(
     for step in range(steps):
         while waiting and waiting[0][0] <= step:
             division = waiting.pop(0)[1]
-        shares = shares_of(SAMPLES, of_members(division, members), len(times), LEAST)
+        shares = shares_of(SAMPLES, len(times), of_members(division, members), ())
         found.append(shares)
         for worker, share in enumerate(shares):
             fixed, each = times[worker](step)
@@ -52,7 +52,7 @@ def driven(
             if waiting or None in last:
                 continue
             timed = {worker: Timed(*(last[worker] or (0, 0)), one.fixed) for worker, one in enumerate(own)}
-            proposal = proposed(now, paces_of(timed, now), members, SAMPLES, LEAST)
+            proposal = proposed(now, paces_of(timed, now), members, SAMPLES, {})
             if proposal.paces is not None:
                 now = dict(proposal.paces)
                 waiting.append((step + 1 + ahead, now))
@@ -69,7 +69,7 @@ PACES = st.tuples(st.floats(0, 5), st.floats(0.05, 5))
 @given(st.lists(PACES, min_size=2, max_size=6), st.integers(12, 300))
 def test_no_other_division_makes_a_step_faster(paces: list[tuple[float, float]], samples: int) -> None:
     """A sample that moves from one worker to another makes no step faster, and shares sum to the samples."""
-    ends = cuts(samples, tuple(paces), LEAST)
+    ends = cuts(samples, tuple(paces), (UNLIMITED,) * len(paces))
     shares = [stop - start for start, stop in pairwise(ends)]
     assert (ends[0], ends[-1]) == (0, samples) and min(shares) >= LEAST
     best = step_s(shares, paces)
@@ -86,7 +86,7 @@ def test_no_other_division_makes_a_step_faster(paces: list[tuple[float, float]],
 def test_shares_reach_the_best_time_of_a_step_and_rest(paces: list[tuple[float, float]], ahead: int) -> None:
     """Also where a fixed cost dominates: shares in proportion to the speeds would run away from it."""
     found = driven([lambda step, pace=pace: pace for pace in paces], 120, ahead)
-    best = step_s(shares_of(SAMPLES, tuple(paces), len(paces), LEAST), paces)
+    best = step_s(shares_of(SAMPLES, len(paces), tuple(paces), ()), paces)
     assert step_s(found[-1], paces) <= 1.15 * best
     assert moves_of(found[80:]) == 0
 
@@ -100,7 +100,7 @@ def test_a_change_of_speed_by_2_is_followed_within_20_steps_without_oscillation(
 
     found = driven([changing, *[lambda _: (0.1, 0.01)] * 3], 150, ahead, noise=0.02)
     paces = [(0.1 * factor, 0.01 * factor), *[(0.1, 0.01)] * 3]
-    best = step_s(shares_of(SAMPLES, tuple(paces), 4, LEAST), paces)
+    best = step_s(shares_of(SAMPLES, 4, tuple(paces), ()), paces)
     assert {tuple(shares) for shares in found[:50]} == {(16, 16, 16, 16)}
     assert step_s(found[50 + 20 + ahead], paces) <= 1.1 * best or best >= 0.95 * step_s([16] * 4, paces)
     assert moves_of(found[50 + 40 + 2 * ahead :]) == 0

@@ -41,6 +41,7 @@ COMMON = (
     "min_workers",
     "global_batch",
     "shares",
+    "max_batch",
     "uneven",
     "lr_scale",
     "on_resize",
