@@ -345,8 +345,9 @@ class BatchSource:
         self._loader, self._transport, self._loop, self._arrangement = loader, transport, loop, arrangement
         self.first_workers = division.initial_workers
         """Number of workers that the run first began with, by which an epoch is divided into global steps."""
-        self.shares = parse(division.shares if transport.workers > 1 else EVEN)
-        self.limits = division.limits if transport.workers > 1 else {}
+        has_several = division.initial_workers > 1  # also if others have failed, who return
+        self.shares = parse(division.shares if has_several else EVEN)
+        self.limits = division.limits if has_several else {}
         self.paces, self._epoch = self.shares.paces, 1
         """Paces on which the workers have agreed last; none for even shares."""
         self._clock = runtime.clock
@@ -383,7 +384,7 @@ class BatchSource:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
         asked = f"--shares {division.shares}" if division.shares != EVEN else "--max-batch" if division.limits else ""
-        if asked and transport.workers > 1:
+        if asked and has_several:
             if not (self._sampler is not None and (self.splits or self._is_divisible())):
                 raise _whole_batches(asked, loader, self._sampler is not None)
             _refuse_small_limits(division, loader.batch_sampler.batch_size)

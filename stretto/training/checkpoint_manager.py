@@ -17,7 +17,6 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import in_words
-from stretto.data.shares import listed
 from stretto.errors import StrettoError, TransportError
 from stretto.loader.epoch_batches import AssignedEpoch
 from stretto.loader.epoch_order import pack
@@ -283,7 +282,7 @@ class CheckpointManager:
             "workers": list(trainer.transport.members),
             **counts,
             "first_workers": trainer.batch_source.first_workers,
-            "paces": listed(trainer.batch_source.paces),
+            "shares": trainer.shares.state(),
             "closing_epoch": trainer.epochs.closing is not None,
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,
             "assignment": assignment.state() if assignment is not None else None,

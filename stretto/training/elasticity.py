@@ -17,7 +17,6 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
-from stretto.data.shares import unlisted
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
@@ -136,7 +135,7 @@ class ElasticAgent:
             order = unpack(lost)
             self._lost = order.among(tuple(itertools.pairwise(order.bounds)))
         trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
-        trainer.shares.resume(unlisted(facts.get("paces", [])))
+        trainer.shares.resume(facts.get("shares", {"paces": facts.get("paces", [])}))
         trainer.evaluator.restore(facts["evaluator"])
         trainer.epochs.restore_lost(facts.get("lost", []))
         self.checkpoints.restore(facts["saved"])
@@ -476,8 +475,8 @@ class ElasticAgent:
         if isinstance(current, AssignedEpoch) and self._context.rule == "global-batch":
             if not current.has_shares:
                 events.notice(
-                    "the workers have changed, and whole batches are dealt: each worker has one in a step, so the steps "
-                    "of this epoch are other ones than len(loader) says"
+                    "the workers have changed, and whole batches are dealt: each worker has one in a step, so the "
+                    "steps of this epoch are other ones than len(loader) says"
                 )
             elif not current.has_room:
                 events.notice(

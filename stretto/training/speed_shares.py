@@ -6,9 +6,9 @@ import math
 import statistics
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from stretto.data.shares import Paces, Timed, listed, paces_of, proposed
+from stretto.data.shares import Paces, Timed, listed, paces_of, proposed, unlisted
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe, has_shares
@@ -122,12 +122,17 @@ class SpeedShares:
         self._own_s = None
         self._of_epoch = 0, 0, 0.0
 
-    def resume(self, paces: Paces) -> None:
-        """Continue from the speeds on which the workers have agreed last."""
+    def state(self) -> dict[str, Any]:
+        """Return the speeds on which the workers have agreed last, and when they do next; equal at all workers."""
+        return {"paces": listed(self._trainer.batch_source.paces), "steps": self._steps, "interval": self._interval}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from the state of another worker, or of a checkpoint."""
         source = self._trainer.batch_source
         if source.shares.is_fixed:
             return
-        source.paces = paces
+        paces = source.paces = unlisted(state.get("paces", []))
+        self._steps, self._interval = state.get("steps", 0), state.get("interval", FEWEST_STEPS)
         fixed, each = paces.get(self._trainer.transport.number, (0.0, 0.0))
         self._times.fixed = fixed / each if each else math.nan
 

@@ -127,6 +127,22 @@ def test_the_shares_of_a_run_with_even_ones_are_refused(tmp_path: Path) -> None:
         simulated(2, counting(64, 16), "allreduce", asks={"shares": str(tmp_path / "run")})
 
 
+@pytest.mark.parametrize(("recipe", "at"), [("allreduce", 60), ("allreduce", 687), ("local_sgd(every=4)", 231)])
+def test_a_worker_that_returns_agrees_on_speeds_when_the_others_do(recipe: str, at: int) -> None:
+    ended = simulated(
+        4,
+        counting(1280, 16, 2),
+        recipe,
+        speed=SLOW,
+        cost_model=CostModel(0.005, sample_s=0.001),
+        fault=f"kill worker {at % 4} at {at}ms, back after {40 + at % 130}ms",
+        asks={"shares": "speed"},
+    )
+    counts = [one["sample_counts"] for one in ended.of("epoch")]
+    assert counts == [{"once": 1280, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert [one["shares"] for one in ended.of("shares") if one["after"] is not None and one["t"] > 0.001 * at]
+
+
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)"])
 def test_every_sample_is_trained_once_where_workers_fail_and_return_while_shares_move(recipe: str) -> None:
     ended = simulated(

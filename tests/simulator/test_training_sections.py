@@ -97,6 +97,23 @@ def test_every_sample_of_each_section_counts_once_whenever_a_worker_is_killed(re
         assert parse(recipe).asynchronous or all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("asks", [{}, {"shares": "1:4"}, {"max_batch": "0:7,1:4"}, {"shares": "speed"}])
+def test_a_section_that_begins_with_one_worker_has_the_shares_of_all(asks: dict[str, str], tmp_path: Path) -> None:
+    """Worker 1 returns in the section that worker 0 has begun alone: both know the same shares."""
+    length = simulate("allreduce", tmp_path / "whole", "kill worker 1 at 1h", 2, asks=asks).seconds
+    fault = f"kill worker 1 at {0.25 * length:.6f}s, back after {0.35 * length:.6f}s"
+    ended = simulate("allreduce", tmp_path / "here", fault, 2, asks=asks)
+    are_whole(tmp_path / "here" / "run")
+    starts = [
+        one["worker"]
+        for folder in sections(tmp_path / "here" / "run")
+        for one in read_events(folder / "events.jsonl")
+        if one["event"] == "start"
+    ]
+    assert starts == [0, 1, 0, 0, 1]
+    assert torch.equal(ended.found[0][-1], ended.found[1][-1])
+
+
 def test_worker_that_joins_a_later_section_has_the_earlier_models(tmp_path: Path) -> None:
     tmp_path = tmp_path / "here"
     length = simulate("allreduce", tmp_path.with_name("whole"), "kill worker 1 at 1h").seconds
