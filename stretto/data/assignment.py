@@ -180,9 +180,9 @@ class BatchAssignment:
     the largest batch has; positions that are left then, or returned in the last step, make further steps. A share has
     at least `SMALLEST_SHARE` samples, so a step of fewer samples goes to the first members. With `paces` all members
     need about the same time for their shares (see `cuts`); `move` changes the paces. `limits` are the largest shares of
-    some workers. With `share`, a step has at most so many samples for each member. Where their number changes then, or
-    samples are returned, or where the limits leave no room for a batch, all that is left is divided again, into as few
-    steps of about one size as that allows.
+    some workers. With `share`, a step has at most that number of samples for each member. Where the number of members
+    changes then, or samples are returned, or where the limits leave no room for a batch, all that is left is divided
+    again, into as few steps of about one size as that allows.
 
     `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
