@@ -35,6 +35,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 | generation_changed | generation, departed, joined, members: workers of the generation that starts |
 | shares | epoch, after, paces, members, shares, speeds, measured_s, predicted_s, even_s: shares by speed, which move |
 | | after this global step of the epoch; null where they stay (written by the first worker) |
+| interval | step, local_steps, step_s, exchange_s: a new number of local steps between rounds, from the seconds of a |
+| | step and of an exchange, on which the workers have agreed (written by the first worker) |
 | written | host, paths: files outside the run directory that this worker has opened for writing |
 | checkpoint | step, round, samples: a checkpoint is being written |
 | section | section, folder, at: a further `distribute` of the script has started, with its own log in this folder |

@@ -196,11 +196,6 @@ def test_catalogue_follows_the_code() -> None:
     assert "2311.08105" in " ".join(entries["diloco"].papers)
 
 
-def test_steps_at_which_an_exchange_is_due() -> None:
-    assert [n for n in range(1, 13) if together(every=4).due(n)] == [4, 8, 12]
-    assert [n for n in range(1, 13) if together(every=4, after=3).due(n)] == [1, 2, 3, 7, 11]
-
-
 @pytest.mark.parametrize("name", sorted(named.NAMED))
 def test_the_strategy_of_each_named_recipe_can_be_imported(name: str) -> None:
     assert issubclass(strategy_of(named.NAMED[name]()), RecipeStrategy)

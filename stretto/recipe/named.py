@@ -41,7 +41,7 @@ from stretto.recipe.then import (
 )
 from stretto.recipe.then import delay_compensated as compensated
 from stretto.recipe.what import gradient_differences, gradients, momenta, parameters, updates
-from stretto.recipe.when import on_arrival, overhead, together
+from stretto.recipe.when import Every, on_arrival, together
 from stretto.recipe.whom import neighbours, server
 from stretto.spec import FieldError, literal, sentence, signature
 
@@ -86,7 +86,7 @@ def allreduce(how: Codec = exact()) -> Recipe:
 
 @named
 def local_sgd(
-    every: int | overhead = 16,
+    every: Every = 16,
     optimizer_state: str = "keep",
     after: int = 0,
     how: Codec = exact(),
@@ -101,7 +101,7 @@ def local_sgd(
 
 @named
 def diloco(
-    every: int | overhead = 500,
+    every: Every = 500,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     how: Codec = exact(),
@@ -267,7 +267,7 @@ def ef21(how: Codec = top_k(0.01)) -> Recipe:
 
 
 @named
-def gradient_sharing(tau: float = 1e-3, every: int | overhead = 1) -> Recipe:
+def gradient_sharing(tau: float = 1e-3, every: Every = 1) -> Recipe:
     """Send only which components of the update have reached a threshold, and their sign (gradient sharing).
 
     `r += D_i`; where `|r| >= tau` send `+-tau` and take it from r. tau adapts, so that 0.01% to 1% are sent.
@@ -306,7 +306,7 @@ def power_sgd(rank: int = 4) -> Recipe:
 
 @named
 def sparse_loco(
-    every: int | overhead = 30,
+    every: Every = 30,
     chunk: int = 4096,
     k: int = 64,
     bits: int = 2,

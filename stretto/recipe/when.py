@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeAlias
 
 from stretto.spec import Answer, Range
 
@@ -30,6 +30,10 @@ class overhead(Answer):
         return max(min(math.ceil(wanted - 1e-9), 2 * before), -(-before // 2))
 
 
+Every: TypeAlias = Annotated[int, Range(least=1)] | overhead
+"""Number of local steps between two exchanges: as typed, or as measured."""
+
+
 class When(Answer):
     """Base of the answers to *when*."""
 
@@ -44,7 +48,7 @@ class together(When):
     Until step `after` they exchange at every step; from there on at every k-th. `every=overhead(0.1)` measures k.
     """
 
-    every: Annotated[int, Range(least=1)] | overhead = 1
+    every: Every = 1
     after: Annotated[int, Range(least=0)] = 0
 
     papers = ("Lin et al. 2018 (1808.07217)",)
@@ -52,23 +56,6 @@ class together(When):
     def sources(self) -> tuple[str, ...]:
         """Return the paper of `after` if it is used."""
         return self.papers if self.after else ()
-
-    def due(self, step: int) -> bool:
-        """Return True if an exchange follows local step `step`, counted from 1, where k is typed.
-
-        >>> [step for step in range(1, 11) if together(every=3, after=2).due(step)]
-        [1, 2, 5, 8]
-        """
-        return step <= self.after or (isinstance(self.every, int) and (step - self.after) % self.every == 0)
-
-    def round_of(self, step: int) -> int:
-        """Return the number of exchanges that were due until local step `step`, where k is typed.
-
-        >>> [together(every=3, after=2).round_of(step) for step in (1, 2, 5, 8)]
-        [1, 2, 3, 4]
-        """
-        later = max(step - self.after, 0) // self.every if isinstance(self.every, int) else 0
-        return min(step, self.after) + later
 
 
 @dataclass(frozen=True, repr=False)

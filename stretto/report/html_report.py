@@ -17,6 +17,7 @@ from stretto.errors import LogError
 from stretto.report import (
     formatting,
     incidents,
+    interval_section,
     plot_style,
     run_log,
     shares_section,
@@ -236,6 +237,7 @@ def _tables(record: Record, history: History) -> list[Sheet]:
     coverage = [_coverage(history)] if history.epochs else []
     tables = [
         *shares_section.sheets(history),
+        *interval_section.sheets(history),
         *stages_section.sheets(history),
         *traffic_section.sheet(record),
         *staleness_section.sheet(record, history),

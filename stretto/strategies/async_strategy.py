@@ -14,6 +14,7 @@ from stretto.errors import ModelError, explain
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
+from stretto.recipe.when import on_arrival
 from stretto.strategies.asynchronous import AsyncServer, Outcome
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.context import ExchangeObserver, StrategyContext
@@ -54,6 +55,8 @@ class AsyncStrategy(RecipeStrategy):
     ) -> None:
         if context.transport.server is None:
             raise TypeError(f"{recipe} needs a transport to a server")
+        assert isinstance(recipe.when, on_arrival)
+        self._when = recipe.when
         if context.transport.join_position is not None:
             parameter_sets = max(context.transport.join_position.parameter_set - 1, 0)
         super().__init__(model, optimizers, recipe, context, observer, parameter_sets)
@@ -128,7 +131,7 @@ class AsyncStrategy(RecipeStrategy):
     def after_step(self, index: int, steps: int) -> bool:
         """Push an update if it is due. Return False: the parameters of the workers differ."""
         self.server.stepped()
-        if len(self._optimizers) == 1 and self.is_due(steps):
+        if len(self._optimizers) == 1 and self._when.due(steps):
             self._observer.push(self.server.run)
         return False
 
@@ -138,7 +141,7 @@ class AsyncStrategy(RecipeStrategy):
             return
         if len(self._optimizers) > 1:
             self._steps += 1
-            if self.is_due(self._steps):
+            if self._when.due(self._steps):
                 self._observer.push(self.server.run)
         self.server.merge_if_arrived()
 

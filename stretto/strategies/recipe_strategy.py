@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import momenta
-from stretto.recipe.when import on_arrival, together
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
 from stretto.strategies.collective_runner import finish
@@ -64,10 +63,6 @@ class RecipeStrategy(Strategy):
             return False
         self._rebuild(parameter_set, [(slot.name, slot.parameter) for slot in reversed(flat_parameters.slots)])
         return True
-
-    def is_due(self, steps: int) -> bool:
-        """Return True if an exchange is due after this number of steps."""
-        return isinstance(self.recipe.when, together | on_arrival) and self.recipe.when.due(steps)
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from stretto.errors import RecipeError, explain
 from stretto.recipe.when import overhead, together
-from stretto.strategies.agreed_interval import AgreedInterval
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.recipe_strategy import RecipeStrategy
+from stretto.strategies.round_intervals import interval_of
 from stretto.transport.interface import Change, Transport
 
 Found = TypeVar("Found")
@@ -29,9 +29,7 @@ class RoundStrategy(RecipeStrategy):
         """Create an exchange of each set of parameters, and what decides when its rounds are due."""
         super().attach()
         assert isinstance(self.recipe.when, together)
-        if not isinstance(every := self.recipe.when.every, overhead):
-            return
-        if self._transport.siblings is not None:
+        if isinstance(self.recipe.when.every, overhead) and self._transport.siblings is not None:
             raise RecipeError(
                 explain(
                     f"the ranks of a worker could disagree on the local steps of {self.recipe}, by their own times",
@@ -40,7 +38,9 @@ class RoundStrategy(RecipeStrategy):
                     to_type='no --layout, or --recipe "local_sgd(every=16)"',
                 )
             )
-        self.intervals = [AgreedInterval(every, self._transport, self._context.timer) for _ in self.sets]
+        self.intervals = [
+            interval_of(self.recipe.when, self._transport, self._context.timer, self._context.events) for _ in self.sets
+        ]
 
     def before_step(self, index: int, is_carried: bool) -> None:
         """Raise ModelError if the optimizer steps parameters that no exchange includes."""
@@ -50,16 +50,11 @@ class RoundStrategy(RecipeStrategy):
         """Do a round of this optimizer's parameters if it is due. Return True if it was."""
         parameter_set = self.sets[index]
         parameter_set.has_stepped = True
-        assert isinstance(self.recipe.when, together)
-        interval = self.intervals[index] if self.intervals else None
-        if not self.is_due(steps) and (interval is None or not interval.is_due(steps)):
+        interval = self.intervals[index]
+        if not interval.is_due(steps):
             return False
-        if interval is None:
-            self._run_round(parameter_set, self.recipe.when.round_of(steps))
-        else:
-            interval.round_begins()
-            self._run_round(parameter_set, interval.number)
-            interval.round_ended(steps)
+        self._run_round(parameter_set, interval.round_begins(steps))
+        interval.round_ended(steps)
         return True
 
     def _run_round(self, parameter_set: ParameterSet, number: int) -> None:

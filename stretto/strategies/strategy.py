@@ -12,13 +12,13 @@ from stretto.errors import ModelError, explain
 from stretto.loader.global_step import Parts
 from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
-from stretto.strategies.agreed_interval import AgreedInterval
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.consistency_check import NO_RATES, Rates
 from stretto.strategies.context import ExchangeObserver, StrategyContext
 from stretto.strategies.local_updates import RoundRange
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_set import ParameterSet
+from stretto.strategies.round_intervals import RoundInterval
 from stretto.strategies.strategy_state import StrategyState
 from stretto.strategies.tensor_sync import MovingBuffers
 from stretto.transport.interface import Change
@@ -35,8 +35,8 @@ class Strategy:
     """True if a server applies updates on arrival, so that workers do not wait for each other."""
     in_rounds = False
     """True if workers that wait for each other exchange parameters, each optimizer's as a set of its own."""
-    intervals: Sequence[AgreedInterval] = ()
-    """Numbers of local steps to the next rounds, by optimizer, where the workers agree on them."""
+    intervals: Sequence[RoundInterval] = ()
+    """Local steps between rounds, by optimizer."""
 
     def __init__(
         self,

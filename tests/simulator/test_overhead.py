@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from simulator.harness import Ended, simulated
 from thread_workers import regression, training
 
+from stretto.report import interval_section, run_log
+from stretto.report.html_report import write
 from stretto.simulator.engine import CostModel
 
 NET = "100Mbit/s 5ms"
@@ -37,6 +41,17 @@ def test_exchanges_take_the_fraction_of_the_slowest_worker(recipe: str, step_s: 
     assert part < 1.3 * fraction  # the first rounds follow each other sooner
     assert rounds_of(ended) == STEPS or part > 0.6 * fraction
     assert all(torch.equal(one, ended.found[0]) for one in ended.found)
+
+
+def test_the_page_names_the_local_steps_on_which_the_workers_have_agreed(tmp_path: Path) -> None:
+    ended = trained("local_sgd(every=overhead(0.1))", 0.005, folder=tmp_path)
+    agreed = [one["local_steps"] for one in ended.of("interval")]
+    assert {one["process"] for one in ended.of("interval")} == {"worker 0"}
+    assert all(before != after for before, after in itertools.pairwise([1, *agreed]))
+    (sheet,) = interval_section.sheets(run_log.read(tmp_path / "run"))
+    assert [row[2].text for row in sheet.rows] == list(map(str, agreed[-len(sheet.rows) :]))
+    assert float(sheet.rows[-1][5].text.rstrip("%")) <= 10
+    assert interval_section.INTERVAL in write(tmp_path / "run").read_text()
 
 
 def test_rounds_are_rarer_on_a_slower_network_and_more_frequent_with_slower_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from thread_workers import regression, run_workers, training
 from stretto.interval import every
 from stretto.recipe.when import overhead
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.agreed_interval import AgreedInterval
+from stretto.strategies.round_intervals import AgreedInterval
 
 RECIPE = "local_sgd(every=overhead(0.3))"
 STEPS = 60
@@ -38,7 +39,8 @@ class Meeting:
         self._barrier, self._messages = threading.Barrier(2, timeout=30), dict[int, bytes]()
 
     def transport(self, worker: int) -> Any:
-        return SimpleNamespace(all_gather_bytes=functools.partial(self._gather, worker))
+        gather = functools.partial(self._gather, worker)
+        return SimpleNamespace(all_gather_bytes=gather, number=worker, members=(0, 1))
 
     def _gather(self, worker: int, message: bytes) -> list[bytes]:
         self._messages[worker] = message
@@ -48,18 +50,19 @@ class Meeting:
         return found
 
 
-def rounds_of(transport: Any, clock_speed: float, step_s: float) -> list[int]:
+def rounds_of(transport: Any, clock_speed: float, step_s: float, events: list[tuple[int, int]]) -> list[int]:
     """Return the steps that rounds follow, each of which takes half a second."""
     now, found = 0.0, list[int]()
     timer = Stopwatch(lambda: now * clock_speed)
-    interval = AgreedInterval(overhead(0.1), transport, timer)
+    noted: Any = SimpleNamespace(write=lambda _event, step, local_steps, **_: events.append((step, local_steps)))
+    interval = AgreedInterval(overhead(0.1), 0, transport, timer, noted)
     for step in range(1, 400):
         timer.switch("computing")
         now += step_s
         timer.switch("other")
         if interval.is_due(step):
             found.append(step)
-            interval.round_begins()
+            interval.round_begins(step)
             timer.switch("exchanging")
             now += 0.5
             timer.switch("other")
@@ -69,12 +72,15 @@ def rounds_of(transport: Any, clock_speed: float, step_s: float) -> list[int]:
 
 def test_workers_whose_clocks_differ_agree_on_the_same_steps() -> None:
     """One worker's clock is three times as fast, and its steps take seven times as long: of 0.21 s by its clock."""
-    meeting = Meeting()
+    meeting, noted = Meeting(), [list[tuple[int, int]](), list[tuple[int, int]]()]
     with ThreadPoolExecutor(2) as pool:
-        one = pool.submit(rounds_of, meeting.transport(0), 1.0, 0.01)
-        other = pool.submit(rounds_of, meeting.transport(1), 3.0, 0.07)
+        one = pool.submit(rounds_of, meeting.transport(0), 1.0, 0.01, noted[0])
+        other = pool.submit(rounds_of, meeting.transport(1), 3.0, 0.07, noted[1])
     assert one.result() == other.result()
     assert one.result()[-1] - one.result()[-2] == math.ceil(0.5 * 9 / 0.21)
+    lengths = [later - step for step, later in itertools.pairwise(one.result())]
+    changes = [length for before, length in itertools.pairwise([1, *lengths]) if length != before]
+    assert ([steps for _, steps in noted[0]], noted[1]) == (changes, [])
 
 
 @pytest.mark.parametrize("workers", [2, 3])
