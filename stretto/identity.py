@@ -82,20 +82,21 @@ def barrier() -> None:
 
 
 @contextmanager
-def main_first() -> Iterator[None]:
+def main_first() -> Iterator[bool]:
     """Let the main worker run the block first, and the others when it has left the block, with an error or without.
 
-    If main fails in the block before training begins, the others wait for its restart.
+    If main fails in the block before training begins, the others wait for its restart; later the next worker is first.
+    The value of the block is True at the worker that runs it first.
 
     >>> with main_first():
     ...     pass
     """
     position = _position("main_first")
     if not _is_to_act(position, "main_first"):
-        yield
+        yield False
         return
     try:
-        yield
+        yield True
     finally:
         _announce(position)
 

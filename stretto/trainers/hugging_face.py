@@ -23,6 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,8 @@ METHODS = (
 )
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "PPOTrainer", "NashMDTrainer", "XPOTrainer")
 Plain = Callable[..., Any]
+_acts: ContextVar[bool] = ContextVar("acts", default=False)
+"""True while this worker acts for the main worker, which has failed within a block that was its own."""
 
 
 def install(module: ModuleType) -> None:
@@ -105,7 +108,7 @@ def _number_processes() -> None:
     def numbered(state: Any, *given: Any, **named: Any) -> None:
         begin(state, *given, **named)
         if state.num_processes == 1:
-            state.process_index = state.local_process_index = 0 if is_main() else max(rank(), 1)
+            state.process_index = state.local_process_index = 0 if _acts.get() or is_main() else max(rank(), 1)
 
     PartialState.__init__ = numbered
 
@@ -126,10 +129,7 @@ class Hooks:
         """Weight of the micro-batch under way, where the library takes the mean of means."""
         self._items = 0.0
         """Labels or samples of this worker in the window under way."""
-        self._losses: dict[int, tuple[float, Any]] = {}
-        """By global step since the last log: this worker's weight, and its loss."""
-        self._sum, self._count = 0.0, 0
-        """Sum and number of the mean losses of all workers so far."""
+        self._losses = _Losses()
         if (missing := [name for name in METHODS if not hasattr(trainer, name)]) != []:
             raise ScriptError(_missing(missing[0]))
         for name in METHODS:
@@ -147,8 +147,8 @@ class Hooks:
         trainer.create_optimizer()
         steps = trainer.args.gradient_accumulation_steps
         self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps)
-        self._losses, self._sum, self._count = {}, 0.0, 0
-        counters = checkpointed(trainer=_Counters(trainer)).trainer
+        self._losses = _Losses()
+        counters = checkpointed(trainer=_Counters(trainer), losses=self._losses).trainer
         _renumber()
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             self._batches.is_continued = counters.write(Path(folder) / STATE)
@@ -159,7 +159,8 @@ class Hooks:
             finally:
                 self._batches.loader = None
         finish()
-        return done._replace(training_loss=self._sum / self._count) if self._count else done
+        mean = self._losses.mean
+        return done._replace(training_loss=mean) if mean is not None else done
 
     def hyperparameter_search(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Refuse a search: its trials belong to processes of their own."""
@@ -189,7 +190,6 @@ class Hooks:
         self._items = sum(map(items_in, found)) if items is None or self._is_mean(items) else float(items)
         if found:
             weight(self._items)
-            self._losses[self._trainer.state.global_step] = self._items, 0.0
         return window[: len(window) - len(full)] + found, items
 
     def _is_mean(self, items: Any) -> bool:
@@ -214,8 +214,7 @@ class Hooks:
             loss = self._last_exchanges(plain, model, inputs, items)
         finally:
             self._factor = None
-        step = self._trainer.state.global_step
-        self._losses[step] = self._items, self._losses[step][1] + loss
+        self._losses.add(self._trainer.state.global_step, self._items, loss)
         return loss
 
     def _last_exchanges(self, plain: Plain, *given: Any) -> Any:
@@ -271,13 +270,17 @@ class Hooks:
 
     def save_checkpoint(self, plain: Plain, *given: Any, **named: Any) -> None:
         """Write a checkpoint at the main worker, then what belongs to each other one."""
-        with self._agreed(), main_first() if _together() is not None else nullcontext():
-            _renumber()
-            plain(*given, **named)
+        with self._agreed(), main_first() if _together() is not None else nullcontext(is_main()) as acts:
+            token = _acts.set(acts)
+            try:
+                _renumber()
+                plain(*given, **named)
+            finally:
+                _acts.reset(token)
 
     def save_rng_state(self, plain: Plain, folder: str) -> None:
         """Write this worker's random states: those of the main worker where the library looks for them."""
-        plain(folder if is_main() else _own_folder(folder))
+        plain(folder if _acts.get() else _own_folder(folder))
 
     def load_rng_state(self, plain: Plain, folder: str | None) -> None:
         """Read this worker's random states of a checkpoint."""
@@ -291,27 +294,58 @@ class Hooks:
         """Log the mean losses of all workers, and the numbers of the main worker's evaluation."""
         together = _together()
         if together is not None and not self._batches.is_alone and ("loss" in logs or "train_loss" in logs):
-            means = self._mean_losses(together)
+            means = self._losses.agree(together)
             if "loss" in logs and means:
                 logs["loss"] = sum(means) / len(means)
-            if "train_loss" in logs and self._count:
-                logs["train_loss"] = self._sum / self._count
+            if "train_loss" in logs and self._losses.mean is not None:
+                logs["train_loss"] = self._losses.mean
         plain(logs, *given, **named)
         if together is not None and any(name.startswith("eval_") for name in logs):  # a subclass may have added some
             logs |= json.loads(together.transport.broadcast_bytes(lambda: json.dumps(logs, default=float).encode()))
         log(**{name: value for name, value in logs.items() if isinstance(value, int | float) and math.isfinite(value)})
 
-    def _mean_losses(self, together: Training) -> list[float]:
+
+class _Losses:
+    """The losses of this worker since the last log, and the means of all workers before."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, tuple[float, Any]] = {}
+        """By step: this worker's weight, and its loss."""
+        self._sum, self._count = 0.0, 0
+
+    def add(self, step: int, items: float, loss: Any) -> None:
+        """Add the loss of a micro-batch; those of a window add up to the mean over its items."""
+        self._own[step] = items, self._own.get(step, (items, 0.0))[1] + loss
+
+    @property
+    def mean(self) -> float | None:
+        """The mean loss of all steps and workers up to the last log."""
+        return self._sum / self._count if self._count else None
+
+    def agree(self, together: Training) -> list[float]:
         """Return the mean loss over all workers of each step since the last log."""
-        own = {step: (items, float(loss)) for step, (items, loss) in self._losses.items() if items}
-        self._losses = {}
-        each = [json.loads(one) for one in together.transport.all_gather_bytes(json.dumps(own).encode())]
+        each = [json.loads(one) for one in together.transport.all_gather_bytes(json.dumps(self._plain()).encode())]
+        self._own = {}
         means = []
         for step in sorted({step for one in each for step in one}, key=int):
             weighed = [one[step] for one in each if step in one]
             means.append(sum(items * loss for items, loss in weighed) / sum(items for items, _ in weighed))
         self._sum, self._count = self._sum + sum(means), self._count + len(means)
         return means
+
+    def _plain(self) -> dict[str, tuple[float, float]]:
+        return {str(step): (items, float(loss)) for step, (items, loss) in self._own.items() if items}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses as plain values."""
+        return {"sum": self._sum, "count": self._count, "own": json.dumps(self._plain())}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take the losses of a checkpoint; those since the last log are another worker's where this one has joined."""
+        self._sum, self._count = saved["sum"], saved["count"]
+        trainer = training()
+        if trainer is not None and not trainer.transport.arrives:
+            self._own = {int(step): (items, loss) for step, (items, loss) in json.loads(saved["own"]).items()}
 
 
 class _Batches:

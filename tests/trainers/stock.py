@@ -2,11 +2,21 @@
 
 import argparse
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import torch
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
@@ -14,6 +24,8 @@ parser.add_argument("--samples", type=int, default=103)
 parser.add_argument("--set", type=json.loads, default={})
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--resume", default=None)
+parser.add_argument("--trains", type=int, default=1)
+parser.add_argument("--kill", default="-1:0:none", help="worker, step and event at which it is killed, once")
 given = parser.parse_args()
 
 set_seed(7)
@@ -35,6 +47,38 @@ def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([len(one["input_ids"]) for one in batch])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+class Killer(TrainerCallback):
+    """Kills this process once: at an event of the library, or while it saves its files after the model."""
+
+    def __init__(self) -> None:
+        worker, step, self.event = given.kill.split(":")
+        self.worker, self.step, self.flag = int(worker), int(step), Path(f"{given.out}.killed")
+
+    def meet(self, event: str, step: int) -> None:
+        """Kill this process if it is time."""
+        import stretto
+
+        if event == self.event and step >= self.step and stretto.rank() == self.worker and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Take the place of a tokenizer, whose files are written after those of the model."""
+        self.meet("saving", trainer.state.global_step)
+
+    def on_substep_end(self, args, state, control, **named):  # type: ignore[no-untyped-def]
+        self.meet("substep", state.global_step)
+
+    def on_step_end(self, args, state, control, **named):  # type: ignore[no-untyped-def]
+        self.meet("step", state.global_step)
+
+    def on_prediction_step(self, args, state, control, **named):  # type: ignore[no-untyped-def]
+        self.meet("evaluating", state.global_step)
+
+    def on_epoch_end(self, args, state, control, **named):  # type: ignore[no-untyped-def]
+        self.meet("epoch", state.global_step)
 
 
 options = {
@@ -59,9 +103,11 @@ trainer = Trainer(
     data_collator=collate,
     train_dataset=rows(given.samples),
     eval_dataset=rows(24),
-    callbacks=[EarlyStoppingCallback(20)],
+    callbacks=[EarlyStoppingCallback(20), killer := Killer()],
+    processing_class=killer,
 )
-done = trainer.train(resume_from_checkpoint=given.resume)
+for _ in range(given.trains):
+    done = trainer.train(resume_from_checkpoint=given.resume)
 trainer.save_model(str(given.out / "final"))
 losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
 rate = trainer.lr_scheduler.get_last_lr()[0]

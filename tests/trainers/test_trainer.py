@@ -3,74 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_runs import EMBEDDING, Trained, train
 
 from stretto.errors import ScriptError
-from stretto.events import read_events
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.trainers
-
-STOCK = Path(__file__).parent / "stock.py"
-LIMIT_S = 400
-EMBEDDING = "transformer.wte.weight"
-ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-@dataclass
-class Trained:
-    """Result of a run of the script: its files and its output."""
-
-    code: int
-    output: str
-    folder: Path
-    run: Path
-
-    @property
-    def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        return found
-
-    @property
-    def model(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "final/model.safetensors")
-
-    def apart(self, other: Trained) -> float:
-        """Return the distance of two models, as a part of their norm."""
-        mine, theirs = (torch.cat([one.flatten() for one in each.model.values()]) for each in (self, other))
-        return float((mine - theirs).norm() / theirs.norm())
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in read_events(self.run / "events.jsonl") if one["event"] == kind]
-
-
-def train(folder: Path, name: str, command: list[str], *script: str, stock: Path = STOCK) -> Trained:
-    """Run the script by `python`, or by a command of Stretto."""
-    out, run = folder / name, folder / f"run-{name}"
-    line = [sys.executable]
-    if command:
-        line += ["-m", "stretto.cli", "run", "--threads", "1", "--out", str(run), *command]
-    done = subprocess.run(
-        [*line, str(stock), str(out), *script],
-        env=os.environ | ALONE,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0 or command, done.stderr
-    return Trained(done.returncode, done.stdout + done.stderr, out, run)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +55,60 @@ def test_three_workers_with_fewer_samples_than_micro_batches_and_local_steps(tmp
     assert three.result["losses"][-1] < three.result["losses"][0]
     epochs = three.events("epoch")
     assert [one["sample_counts"]["once"] for one in epochs] == [100, 100]
+
+
+def test_a_second_training_equals_that_of_one_process(tmp_path: Path) -> None:
+    script = ["--trains", "2", "--set", '{"max_steps": 7, "eval_steps": 3, "save_steps": 3}']
+    alone, two = train(tmp_path, "alone", [], *script), train(tmp_path, "two", ["-n", "2", "--batch", "split"], *script)
+    assert two.code == 0, two.output
+    assert two.apart(alone) < 1e-6
+    assert two.result["loss"] == pytest.approx(alone.result["loss"], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("worker", "event", "recipe"),
+    [
+        (0, "saving", "allreduce"),
+        (0, "evaluating", "local_sgd(every=4)"),
+        (1, "substep", "allreduce"),
+        (1, "epoch", "diloco(every=5)"),
+    ],
+)
+def test_a_killed_worker_costs_no_step_no_sample_and_no_checkpoint(
+    worker: int, event: str, recipe: str, tmp_path: Path
+) -> None:
+    often = {"max_steps": 60, "eval_steps": 13, "save_steps": 13}
+    script = ["--kill", f"{worker}:10:{event}", "--set", json.dumps(often)]
+    killed = train(tmp_path, "killed", ["-n", "3", "--recipe", recipe], *script)
+    assert killed.code == 0, killed.output
+    assert "(killed by SIGKILL)" in killed.output
+    assert (killed.result["steps"], killed.result["rate"]) == (60, 0)
+    checkpoints = [killed.folder / f"checkpoint-{step}" for step in (13, 26, 39, 52)]
+    for one in checkpoints:
+        names = {path.name for path in one.iterdir()}
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth"} <= names
+    logged = json.loads((killed.folder / "checkpoint-60/trainer_state.json").read_text())["log_history"]
+    best = min((one for one in logged if "eval_loss" in one), key=lambda one: one["eval_loss"])
+    assert killed.result["best"] == best["step"]
+    best_model = load_file(killed.folder / f"checkpoint-{best['step']}/model.safetensors")
+    assert all(torch.equal(one, best_model[name]) for name, one in killed.model.items())
+    assert {one["sample_counts"]["once"] for one in killed.events("epoch")[:-1]} == {103}
+
+
+@pytest.mark.parametrize("way", ["resume_from_checkpoint", "--resume"])
+def test_a_training_that_continues_within_an_epoch_has_the_bits_of_the_whole(way: str, tmp_path: Path) -> None:
+    script = ["--dropout", "0.1"]
+    whole = train(tmp_path, "whole", ["-n", "3"], *script)
+    if way == "--resume":
+        every = ["--checkpoint-every", "3 rounds"]
+        ends = ["--restarts", "0", "--min-workers", "3", *every]
+        assert train(tmp_path, "ends", ["-n", "3", *ends], *script, "--kill", "1:11:step").code == 1
+        later = train(tmp_path, "later", ["-n", "3", "--resume", str(tmp_path / "run-ends"), *every], *script)
+    else:
+        later = train(tmp_path, "later", ["-n", "3"], *script, "--resume", str(whole.folder / "checkpoint-10"))
+    assert later.code == 0, later.output
+    assert later.apart(whole) == 0
+    assert later.result["losses"] == whole.result["losses"]
 
 
 def test_without_trainers_the_run_ends_with_an_error(tmp_path: Path) -> None:
