@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from stretto.codecs.conformance import check_codec
     from stretto.errors import StrettoError
-    from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
+    from stretto.identity import barrier, broadcast, is_main, main_first, print, rank, save, world_size
     from stretto.launcher.program import ray, run, spark
     from stretto.recipe import layout as layouts
     from stretto.recipe import named as recipes
@@ -57,6 +57,7 @@ _FROM = {
     "world_size": "identity",
     "is_main": "identity",
     "barrier": "identity",
+    "broadcast": "identity",
     "main_first": "identity",
     "print": "identity",
     "save": "identity",
@@ -86,6 +87,7 @@ __all__ = [
     "StrettoError",
     "agreed",
     "barrier",
+    "broadcast",
     "check_codec",
     "check_topology",
     "check_transport",

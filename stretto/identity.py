@@ -1,4 +1,4 @@
-"""Identity of a worker, and actions of one worker only: rank, barrier, main_first, print, save.
+"""Identity of a worker, and actions of one worker for all: rank, barrier, main_first, broadcast, print, save.
 
 They work before and after `distribute`, live and simulated. In a single process (`python train.py`) they return 0, 1
 and True, and never wait.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from stretto.api import connected, is_resuming, skipped
@@ -25,6 +26,9 @@ from stretto.membership.barriers import EVERYBODY, Position
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext, find_context
 from stretto.whole_files import written_whole
+
+BROADCAST_BYTES = 1 << 20
+"""Maximum size of a value of `broadcast`."""
 
 
 def rank() -> int:
@@ -99,6 +103,51 @@ def main_first() -> Iterator[bool]:
         yield True
     finally:
         _announce(position)
+
+
+def broadcast(value: Any = None) -> Any:
+    """Return the main worker's value, at all workers: numbers, text, bytes, None, or lists and dicts of such values.
+
+    All workers call it; only main's argument counts. Before `distribute` a restarted or joining worker gets the
+    value that the others got; in training main sends it to the workers that train, and a restarted worker has its
+    own until it trains with them. If main fails first, it is the value of the next worker. A tuple is returned as a
+    list. A value has at most 1 MiB; before `distribute`, and where workers do not wait, the coordinator keeps them.
+
+    Raises ScriptError for other values and where `barrier` does, and TransportError after `--timeout`.
+
+    >>> broadcast({"seed": 7})
+    {'seed': 7}
+    """
+    packed, found = _packed(value), connected()
+    if found is not None:
+        _require_all_workers(found, "broadcast")
+        if found.agent.is_catching_up():
+            return msgspec.msgpack.decode(packed)
+    if found is not None and not found.is_over and not found.strategy.asynchronous:
+        packed = found.transport.broadcast_bytes(packed, found.transport.members.index(_main()))
+    elif (others := _barrier()) is not None:
+        mend = found.agent.mend if found is not None else lambda: None
+        packed = others[1].give(_position("broadcast"), _main(), packed, mend)
+    elif not _is_first_rank():
+        problem = "stretto.broadcast before stretto.distribute, in a process that has a part of a worker's model"
+        to_type = "stretto.broadcast after distribute, or a layout of one process a worker"
+        raise ScriptError(explain(problem, got="several processes a worker", expected="one", to_type=to_type))
+    return msgspec.msgpack.decode(packed)
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        packed = msgspec.msgpack.encode(value)
+        msgspec.msgpack.decode(packed)
+    except (TypeError, OverflowError, msgspec.MsgspecError):
+        problem, got = "stretto.broadcast can't send this value", f"a {type(value).__name__}: {value!r:.60}"
+        expected, to_type = "numbers, text, bytes, None, lists, dicts", "stretto.broadcast(str(path))"
+        raise ScriptError(explain(problem, got=got, expected=expected, to_type=to_type)) from None
+    if len(packed) > BROADCAST_BYTES:
+        problem, got = "stretto.broadcast is for small values", f"{len(packed):,} bytes"
+        expected, to_type = f"at most {BROADCAST_BYTES:,} bytes", "stretto.save, and torch.load after it"
+        raise ScriptError(explain(problem, got=got, expected=expected, to_type=to_type))
+    return packed
 
 
 def print(*values: object, **options: Any) -> None:
@@ -226,6 +275,11 @@ def _wait(position: Position, of: int, called: str) -> bool:
         return False
     if trainer is None:
         return found[1].wait(position, of, lambda: None)
+    _require_all_workers(trainer, called)
+    return not trainer.agent.is_catching_up() and found[1].wait(position, of, trainer.agent.mend)
+
+
+def _require_all_workers(trainer: Trainer, called: str) -> None:
     if _is_unequal(trainer):
         problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
         expected = "a call between epochs, or a recipe whose workers wait for each other"
@@ -235,7 +289,6 @@ def _wait(position: Position, of: int, called: str) -> bool:
         expected = "a function that waits for no other worker"
         to_type = f"stretto.{called} after the loop, between two epochs"
         raise ScriptError(explain(problem, got=f"{called} at this worker only", expected=expected, to_type=to_type))
-    return not trainer.agent.is_catching_up() and found[1].wait(position, of, trainer.agent.mend)
 
 
 def _is_unequal(trainer: Trainer) -> bool:

@@ -50,6 +50,13 @@ class Barrier(Protocol):
         """
         ...
 
+    def give(self, position: Position, of: int, value: bytes, mend: Callable[[], None]) -> bytes:
+        """Return the value of worker `of` at this position, where each worker gives its own.
+
+        That is the one of the first worker in its place if it failed before. Raises TransportError as `wait`.
+        """
+        ...
+
 
 class CoordinatorBarrier:
     """Barriers at the coordinator. The first one connects."""
@@ -68,23 +75,30 @@ class CoordinatorBarrier:
 
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
         """Ask the coordinator, and wait."""
-        return self._ask_until(Arrive(position, of), mend)
+        return self._ask_until(Arrive(position, of), mend).workers != []
 
-    def _ask_until(self, message: Arrive, mend: Callable[[], None]) -> bool:
+    def give(self, position: Position, of: int, value: bytes, mend: Callable[[], None]) -> bytes:
+        """Ask the coordinator for the value, and give this worker's own where no other worker will."""
+        found = self._ask_until(Arrive(position, of), mend).value if of != self._worker else None
+        while found is None:
+            found = self._ask_until(Arrive(position, NOBODY, value), mend).value
+        return found
+
+    def _ask_until(self, message: Arrive, mend: Callable[[], None]) -> Missing:
         limit, pause_s = time.monotonic() + self._limit_s, FIRST_S
         missing: list[int] | None = None
         while time.monotonic() < limit:
             reply = self._ask(message)
-            missing = reply if reply is not None else missing
-            if reply in ([], [self._worker]):
-                return bool(reply)
+            missing = reply.workers if reply is not None else missing
+            if reply is not None and reply.workers in ([], [self._worker]):
+                return reply
             mend()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_S)
         raise late(self._worker, missing, self._limit_s)
 
-    def _ask(self, message: Arrive) -> list[int] | None:
-        """Return the missing workers; None without a reply in time."""
+    def _ask(self, message: Arrive) -> Missing | None:
+        """Return the reply; None without one in time."""
         dealer = self._connected()
         try:
             dealer.send(_ENCODER.encode(message), zmq.NOBLOCK)
@@ -93,7 +107,7 @@ class CoordinatorBarrier:
         reply = None
         while dealer.poll(0 if reply is not None else int(ANSWER_S * 1000)):  # the last one is the newest
             reply = dealer.recv() or reply
-        return _MISSING.decode(reply).workers if reply is not None else None
+        return _MISSING.decode(reply) if reply is not None else None
 
     def _connected(self) -> Any:
         if self._dealer is None:
@@ -125,15 +139,25 @@ class StoreBarrier:
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> bool:
         """Report a position and wait. No worker can be replaced here, so `mend` is not called."""
         self.announce(position)
-        awaited = (worker for worker in range(self._workers) if worker != self._worker and of in (worker, EVERYBODY))
+        awaited = [worker for worker in range(self._workers) if worker != self._worker and of in (worker, EVERYBODY)]
         limit = time.monotonic() + self._limit_s
         for awaited_worker in awaited:
-            left_s = max(limit - time.monotonic(), 0.001)
-            try:
-                self._connected().wait([_key(position, awaited_worker)], timedelta(seconds=left_s))
-            except RuntimeError:
-                raise late(self._worker, [awaited_worker], self._limit_s) from None
+            self._wait_for(position, awaited_worker, limit)
         return False
+
+    def give(self, position: Position, of: int, value: bytes, mend: Callable[[], None]) -> bytes:
+        """Return the value that worker `of` has stored."""
+        if of == self._worker:
+            self._connected().set(_key(position, of), value.hex())
+        self._wait_for(position, of, time.monotonic() + self._limit_s)
+        return bytes.fromhex(self._connected().get(_key(position, of)).decode())
+
+    def _wait_for(self, position: Position, worker: int, limit: float) -> None:
+        left_s = max(limit - time.monotonic(), 0.001)
+        try:
+            self._connected().wait([_key(position, worker)], timedelta(seconds=left_s))
+        except RuntimeError:
+            raise late(self._worker, [worker], self._limit_s) from None
 
     def _connected(self) -> Store:
         if self._store is None:

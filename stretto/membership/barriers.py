@@ -12,6 +12,9 @@ is as far, or its heartbeats show a collective operation that the asking worker 
 the asking one there. A worker that failed, has left, or is being restarted is not waited for once training has begun.
 A position of one worker `of`, which acts for all, is noted when it has acted; if it failed before, the first of the
 others acts in its place.
+
+A worker that acts may give a value. The first one of a position is that of all workers, also of a
+restarted worker that comes to it again; it is kept in the coordinator's log.
 """
 
 from __future__ import annotations
@@ -50,12 +53,16 @@ class Arrive(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
     position: Position
     of: int = EVERYBODY
+    value: bytes | None = None
+    """Value that this worker gives to all, unless another one has."""
 
 
 class Missing(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Workers that have not reached the position; the asking one alone, if it is to act in place of one that failed."""
 
     workers: list[int]
+    value: bytes | None = None
+    """Value of the position, once it was given."""
 
 
 class Awaited(NamedTuple):
@@ -71,6 +78,27 @@ class Attendees(Protocol):
     def awaited(self, in_training: bool, now: float) -> Mapping[int, Awaited]:
         """Return the workers that can still reach a barrier or are past it, before training or in it."""
         ...
+
+
+class Values(Protocol):
+    """The values that workers have given, by position."""
+
+    def give(self, position: Position, value: bytes | None) -> bytes | None:
+        """Give a value, unless it is None or the position has one; return that of the position, if there is one."""
+        ...
+
+
+class FirstValues:
+    """The first value of each position."""
+
+    def __init__(self) -> None:
+        self._values: dict[Position, bytes] = {}
+
+    def give(self, position: Position, value: bytes | None) -> bytes | None:
+        """Give a value, unless it is None or the position has one; return that of the position, if there is one."""
+        if value is not None:
+            self._values.setdefault(position, value)
+        return self._values.get(position)
 
 
 class _Reached:
@@ -128,21 +156,23 @@ class Positions:
 class Barriers:
     """The coordinator's replies to workers at barriers."""
 
-    def __init__(self, attendees: Attendees) -> None:
-        self._attendees, self._positions = attendees, Positions()
+    def __init__(self, attendees: Attendees, values: Values) -> None:
+        self._attendees, self._values, self._positions = attendees, values, Positions()
 
     def receive(self, worker: int, incarnation: int, message: Arrive, now: float) -> Missing:
-        """Note a worker's position; reply with the workers that have not reached it."""
+        """Note a worker's position; reply with the workers that have not reached it, and its value."""
+        value = self._values.give(message.position, message.value)
+        return Missing(self._missing(worker, incarnation, message, now) if value is None else [], value)
+
+    def _missing(self, worker: int, incarnation: int, message: Arrive, now: float) -> list[int]:
         position, of = message.position, message.of
         if of in (EVERYBODY, NOBODY):
             self._positions.note(worker, incarnation, position)
         if of == NOBODY:
-            return Missing([])
+            return []
         awaited = self._attendees.awaited(position.section > 0, now)
         of = self._positions.acting_for(of, worker, awaited, position) if of != EVERYBODY else of
         if of == worker:
-            return Missing([worker])
+            return [worker]
         expected = (member for member in awaited if member != worker and of in (member, EVERYBODY))
-        return Missing(
-            sorted(member for member in expected if not self._positions.is_past(member, awaited[member], position))
-        )
+        return sorted(member for member in expected if not self._positions.is_past(member, awaited[member], position))

@@ -23,12 +23,14 @@ from typing import Literal, TypeAlias
 
 from stretto.events import COORDINATOR, Event, of_process
 from stretto.membership.announcements import Announcements
+from stretto.membership.barriers import FirstValues, Position
 from stretto.membership.coordinator_records import (
     AnyRecord,
     ContinuedTo,
     Ended,
     EndedByRank,
     Formed,
+    Gave,
     NumbersGiven,
     Started,
     Stopped,
@@ -118,6 +120,8 @@ class MembershipCoordinator:
         """True if the generation was aborted because its members did not connect."""
         self.uneven: str | None = None
         """Reason why the run cannot continue, if the workers' loops are of unequal length."""
+        self._values = FirstValues()
+        """Values that workers have given at positions of the script."""
         self._outgoing: list[Outgoing] = []
         self._records: list[bytes] = []
         self.announcements = Announcements()
@@ -176,6 +180,12 @@ class MembershipCoordinator:
         """Return the records that must be on disk before any further message is sent; each once."""
         records, self._records = self._records, []
         return records
+
+    def give(self, position: Position, value: bytes | None) -> bytes | None:
+        """Give a value, unless it is None or the position has one; return that of the position, if there is one."""
+        if value is not None and self._values.give(position, None) is None:
+            self._record(Gave(position, value))
+        return self._values.give(position, value)
 
     # --- inputs ------------------------------------------------------------------------------------------------------
 
@@ -747,6 +757,8 @@ class MembershipCoordinator:
                 self._continue_to = global_step
             case NumbersGiven(launcher):
                 self.workers.given[launcher] = record
+            case Gave(position, value):
+                self._values.give(position, value)
             case Ended():
                 self._replay_end(record, now)
             case Stopped(why, uneven):

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stretto.membership.barriers import Position
 from stretto.membership.messages import GenerationView, MemberRanks, RankReport, ReadyReport, ViewOfRanks
 from stretto.run_config import RunConfig
 
@@ -175,6 +176,13 @@ class NumbersGiven(Record, frozen=True):
         return tuple(range(self.first, self.first + self.count))
 
 
+class Gave(Record, frozen=True):
+    """Log record of the value that a worker has given at a position of the script."""
+
+    position: Position
+    value: bytes
+
+
 class Stopped(Record, frozen=True):
     """Log record that the run cannot continue."""
 
@@ -192,6 +200,7 @@ AnyRecord: TypeAlias = (
     | Ended
     | EndedByRank
     | NumbersGiven
+    | Gave
     | Stopped
 )
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)

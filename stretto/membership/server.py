@@ -270,7 +270,7 @@ class _AtBarriers:
     needs_log = False
 
     def __init__(self, coordinator: MembershipCoordinator) -> None:
-        self._barriers = Barriers(coordinator.workers)
+        self._barriers = Barriers(coordinator.workers, coordinator)
 
     def reply(self, name: bytes, message: bytes) -> bytes | None:
         """Return the workers that have not reached the barrier."""

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from simulator.harness import simulated
-from thread_workers import regression, small_net
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, ScriptError
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)", "stale_synchronous(bound=1)"]
 LIMIT_S = 240
@@ -246,6 +246,70 @@ def test_a_barrier_that_one_worker_skips_fails_with_its_number() -> None:
         simulated(3, script, "allreduce", asks={"timeout_s": 60.0})
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)"])
+@pytest.mark.parametrize("at", [None, "35ms", "70ms"])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_all_workers_have_the_value_of_main_also_where_one_fails_and_restarts(
+    recipe: str, at: str | None, worker: int
+) -> None:
+    def work(worker: int) -> list[Any]:
+        found = [stretto.broadcast({"folder": f"version_{worker}", "of": [worker, None, 1.5]}) for _ in range(2)]
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(41), batch_size=4), recipe=recipe)
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            found.append(stretto.broadcast([epoch, flat(net).sum().item()]))
+        stretto.finish()
+        found.append(stretto.broadcast(flat(net).sum().item()))
+        return found
+
+    fault = f"kill worker {worker} at {at}, back after 20ms" if at else None
+    ended = simulated(3, work, recipe, fault=fault)
+    assert bool(ended.of("fault_injected")) == (at is not None)
+    always = [{"folder": "version_0", "of": [0, None, 1.5]}] * 2
+    assert all(one[:2] == always for one in ended.found)
+    steady = [one for one in range(3) if at is None or one != worker]
+    assert all(ended.found[one] == ended.found[steady[0]] for one in steady)
+    assert [one for one, _ in ended.found[steady[0]][2:5]] == [0, 1, 2]
+    assert ended.found[worker][4:] == ended.found[steady[0]][4:], "a restarted worker has the later values"
+
+
+def test_next_worker_gives_the_value_if_main_fails_in_training(tmp_path: Path) -> None:
+    script = f"""
+        import pathlib, time
+        import stretto
+        from thread_workers import regression, small_net, sgd
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            if stretto.steps() == 1:
+                if stretto.rank() == 0:
+                    time.sleep(1000)
+                found = stretto.broadcast(stretto.rank())
+                pathlib.Path({str(tmp_path)!r}, str(stretto.rank())).write_text(str(found))
+    """
+    simulated(3, script, "allreduce", fault="kill worker 0 at 100s", asks={"timeout_s": 500.0})
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {"1": "1", "2": "1"}
+
+
+def test_what_cannot_be_broadcast_is_named() -> None:
+    assert stretto.broadcast((1, "two", {"three": b"4"})) == [1, "two", {"three": b"4"}]
+    with pytest.raises(ScriptError, match=r"a Tensor(.*\n)*.*numbers, text"):
+        stretto.broadcast(torch.ones(2))
+    with pytest.raises(ScriptError, match="at most 1,048,576 bytes"):
+        stretto.broadcast("x" * (1 << 20))
+
+
 LIVE = """
 import json, os, pathlib, sys
 from stretto.process_config import worker_config
@@ -259,6 +323,7 @@ with stretto.main_first():
         torch.save(torch.arange(48.0).reshape(12, 4), "data.pt")
     x = torch.load("data.pt")
 stretto.print("seen once by", stretto.world_size())
+assert stretto.broadcast(f"logs/{stretto.rank()}") == "logs/0"
 net = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 loader = stretto.distribute(net, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2))
@@ -272,6 +337,7 @@ for epoch in range(3):
     assert found["epoch"] == epoch, (found["epoch"], epoch)
     net.load_state_dict(found["state"])
     stretto.barrier()
+    assert stretto.broadcast(stretto.rank()) == 0
 pathlib.Path(f"here-{stretto.rank()}").touch()
 """
 

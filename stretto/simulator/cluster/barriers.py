@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from stretto.membership.barrier_client import late
-from stretto.membership.barriers import EVERYBODY, NOBODY, PAST, Awaited, Position, Positions
+from stretto.membership.barriers import EVERYBODY, NOBODY, PAST, Awaited, FirstValues, Position, Positions
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
 
@@ -29,7 +29,7 @@ class SimBarriers:
 
     def __init__(self, engine: Engine, returning: Callable[[], Collection[int]]) -> None:
         self.engine, self._returning = engine, returning
-        self.positions = Positions()
+        self.positions, self.values = Positions(), FirstValues()
         self._training: dict[int, _Trainee] = {}
         self._blocked: dict[int, set[Worker]] = {}
 
@@ -102,6 +102,17 @@ class SimBarrier:
             self._wait_for(waited_for := of, position, mend, limit)
             of = barriers.positions.acting_for(of, own, barriers.awaited(), position)
         return of == own
+
+    def give(self, position: Position, of: int, value: bytes, mend: Callable[[], None]) -> bytes:
+        """Wait for worker `of`, or the one in its place, and return its value; it gives its own."""
+        barriers, found = self._barriers, None
+        if of != self._worker.number and not self.wait(position, of, mend):
+            found = barriers.values.give(position, None)
+        if found is None:
+            found = barriers.values.give(position, value)
+            self.announce(position)
+        assert found is not None
+        return found
 
     def _wait_for(self, number: int, position: Position, mend: Callable[[], None], limit: float) -> None:
         worker, pause_s = self._worker, FIRST_S
