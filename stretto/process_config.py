@@ -98,6 +98,8 @@ class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
     """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
     relay: str | None = None
     """Address of the relay, host:port; None where the run has none, or is not encrypted."""
+    share_limit: int = 0
+    """Largest share of a global step that this worker has memory for, after it has run out of it; 0 if it has not."""
     servers_by_relay: bool = False
     """True if the relay passes the traffic with the parameter server on, whose ports this machine does not reach."""
 

@@ -325,18 +325,20 @@ def run_elastic_workers(
     run: Path | None = None,
     again: int = 0,
     coordinator: ThreadCoordinator | None = None,
+    share_limit: int = 0,
     **context: Any,
 ) -> tuple[list[Any], ThreadCoordinator]:
     """Return the coordinator and the result of `work(worker)` of each worker; None if the worker was killed.
 
-    A killed worker is restarted, at most `again` times.
+    A killed worker is restarted, at most `again` times, with this limit of its share.
     """
     coordinator = coordinator or ThreadCoordinator(workers)
     if run is not None:
         run.mkdir(exist_ok=True)
 
     def run_incarnation(worker: int, incarnation: int) -> Any:
-        transport = ElasticTransport(worker, ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator))
+        meeting = ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator)
+        transport = ElasticTransport(worker, *meeting, share_limit=share_limit if incarnation else 0)
         current_context.set(
             WorkerContext(
                 worker,

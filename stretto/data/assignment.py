@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ from stretto.data.shares import (
     of_members,
     portion,
     share_cuts,
+    stricter,
     unlisted,
 )
 
@@ -160,6 +162,7 @@ class _PendingChange:
     members: tuple[int, ...]
     after: int
     committed: int
+    limits: Limits
     returned: list[Range] = field(default_factory=list)
 
 
@@ -257,19 +260,21 @@ class BatchAssignment:
         """Note that all global steps assigned so far are in the agreed state."""
         self._committed = max(self._committed, self.global_step)
 
-    def change(self, members: Sequence[int], after: int, committed: int) -> None:
+    def change(self, members: Sequence[int], after: int, committed: int, limits: Limits = MappingProxyType({})) -> None:
         """Replace the members from the global step after `after` on; earlier steps are assigned as before.
 
         Global steps up to `committed` count, with the work of removed members; the parts of removed members in later
         steps up to `after` are returned. A worker that is removed and joins again counts as a new member. A change
-        takes effect after all earlier changes, even if the remaining members have not reached these yet.
+        takes effect after all earlier changes, even if the remaining members have not reached these yet. From then on
+        `limits` hold, too.
         """
         effective_after = max([after, *(change.after for change in self._pending)])
         if not (self.global_step <= after and self._committed <= committed <= effective_after):
             state = f"{self.global_step} are assigned and {self._committed} committed"
             raise ValueError(f"change after {after} global steps with {committed} committed, but {state}")
         previous_members, self._committed = self._latest_members, committed
-        self._pending.append(_PendingChange(tuple(members), effective_after, committed))
+        limits = stricter(self._latest_limits, limits)
+        self._pending.append(_PendingChange(tuple(members), effective_after, committed, limits))
         for number in range(committed + 1, self.global_step + 1):
             self._return_parts(self._pending[-1], number)
         former = set(previous_members)
@@ -501,6 +506,11 @@ class BatchAssignment:
         """Members after all known changes."""
         return self._pending[-1].members if self._pending else self._members
 
+    @property
+    def _latest_limits(self) -> Limits:
+        """Limits after all known changes."""
+        return self._pending[-1].limits if self._pending else self._limits
+
     def _enter_shares(self) -> bool:
         """Enter the next global step under the rule "shares"; return False if nothing is left to assign."""
         if not self._is_open:
@@ -546,7 +556,8 @@ class BatchAssignment:
     @property
     def has_room(self) -> bool:
         """True if the members after all known changes have room for the largest batch."""
-        return not self._limits or sum(limits_of(self._limits, self._latest_members)) >= self.largest_batch()
+        limits = limits_of(self._latest_limits, self._latest_members)
+        return not limits or sum(limits) >= self.largest_batch()
 
     def largest_batch(self) -> int:
         """Return the number of samples of the largest batch."""
@@ -633,7 +644,7 @@ class BatchAssignment:
         while self._pending and self._pending[0].after == self.global_step:
             change = self._pending.pop(0)
             self._close_segment()
-            self._members = change.members
+            self._members, self._limits = change.members, change.limits
             self._returned = sorted(self._returned + change.returned)
 
     def _unrestarted(self, segment: _Segment) -> set[int]:

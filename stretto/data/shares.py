@@ -215,6 +215,20 @@ def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
     return {worker: found[worker] for worker in timed if worker in found}
 
 
+def smaller_share(samples: int) -> int:
+    """Return the limit of a worker that has run out of memory with this share; 0 if it can't be smaller."""
+    return samples // 2 if samples // 2 > SMALLEST_SHARE else 0
+
+
+def stricter(limits: Limits, others: Limits) -> Limits:
+    """Return the limits of both, the smaller one of a worker that both have.
+
+    >>> stricter({0: 64, 1: 16}, {1: 8, 2: 4})
+    {0: 64, 1: 8, 2: 4}
+    """
+    return {**limits, **{worker: min(limit, limits.get(worker, limit)) for worker, limit in others.items()}}
+
+
 def limits_of(limits: Limits, members: Sequence[int]) -> tuple[int, ...]:
     """Return the limits of these workers, in order; none if no worker has one."""
     return tuple(limits.get(worker, UNLIMITED) for worker in members) if limits else ()

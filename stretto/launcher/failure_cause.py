@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stretto.errors import UnevenLoopsError
 from stretto.events import process_name
 from stretto.launcher.engines.interface import Exited
-from stretto.launcher.worker_main import EVICTED, STAYS_OUT, UNREACHABLE, WAITS_OUT
+from stretto.launcher.worker_main import EVICTED, OUT_OF_MEMORY, STAYS_OUT, UNREACHABLE, WAITS_OUT
 from stretto.membership.loop_positions import COMING, LoopPosition
 from stretto.membership.worker_status import ReportedError
 
@@ -120,6 +120,8 @@ def in_words(end: Exited) -> str:
         return "could not connect with others and ended"
     if end.code in (STAYS_OUT, WAITS_OUT) and end.worker >= 0:
         return "could not join the epoch under way and ended"
+    if end.code == OUT_OF_MEMORY and end.worker >= 0:
+        return "ran out of memory and ended"
     is_evicted = end.code == EVICTED and end.worker >= 0
     return "was declared failed and ended" if is_evicted else f"ended with exit code {end.code}"
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
+from msgspec.structs import replace
+
 from stretto.events import COORDINATOR, RELAY, process_name
 from stretto.launcher.config import codec_folder, is_asynchronous
 from stretto.launcher.endpoints import Servers, address
@@ -104,20 +106,22 @@ class ProcessPlan:
             numbers.insert(1, RELAY)
         return (part for number in numbers for part in self.parts(number, self.incarnation))
 
-    def parts(self, number: int, incarnation: int = 0) -> list[ProcessSpec]:
+    def parts(self, number: int, incarnation: int = 0, share_limit: int = 0) -> list[ProcessSpec]:
         """Return the specifications of the ranks of a worker, or of a service, for its first start or a restart."""
         ranks = range(self.config.ranks if number >= 0 else 1)
-        return [self.part(number, incarnation, rank) for rank in ranks]
+        return [self.part(number, incarnation, rank, share_limit) for rank in ranks]
 
-    def part(self, number: int, incarnation: int = 0, rank: int = 0) -> ProcessSpec:
+    def part(self, number: int, incarnation: int = 0, rank: int = 0, share_limit: int = 0) -> ProcessSpec:
         """Return the specification of one process."""
         if number == COORDINATOR:
             return self._coordinator()
         if number == RELAY:
             return self._relay()
-        return self._worker(number, incarnation, rank) if number >= 0 else self._server(number, incarnation)
+        return (
+            self._worker(number, incarnation, rank, share_limit) if number >= 0 else self._server(number, incarnation)
+        )
 
-    def _worker(self, number: int, incarnation: int, rank: int) -> ProcessSpec:
+    def _worker(self, number: int, incarnation: int, rank: int, share_limit: int) -> ProcessSpec:
         """Return a rank of a worker. Worker 0 inherits the listening socket of the rendezvous: its port stays free."""
         config, listener = self.config, None if number or rank else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
@@ -125,7 +129,7 @@ class ProcessPlan:
         workers = max(config.initial_workers, *(joined + 1 for joined in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number * config.ranks + rank, config)
-        process = self._worker_config(number, incarnation, rank, listener)
+        process = replace(self._worker_config(number, incarnation, rank, listener), share_limit=share_limit)
         return ProcessSpec(number, workers, command, environment, process, fds, rank, self.workdir)
 
     def _worker_config(self, number: int, incarnation: int, rank: int, listener: socket | None) -> WorkerConfig:

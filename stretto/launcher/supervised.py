@@ -52,6 +52,10 @@ class Supervised:
     """Ranks that have exited since they are no longer members."""
     waits_out: int = 0
     """Number of incarnations that could not join an epoch under way, and count as no restart."""
+    share_limit: int = 0
+    """Largest share of a global step that it has memory for, after it has run out of it; 0 if it has not."""
+    out_of_memory: int = 0
+    """Number of incarnations that have run out of memory and were given a smaller share, which count as no restart."""
     faults: int = 0
     """Number of faults that were injected, the ends of pauses apart."""
 

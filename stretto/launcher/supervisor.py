@@ -13,6 +13,7 @@ from queue import Empty
 
 import msgspec
 
+from stretto.data.shares import smaller_share
 from stretto.errors import LaunchError, LogError
 from stretto.events import COORDINATOR, RELAY, LogFile, of_process, process_name
 from stretto.faults.plan import FaultEvent
@@ -22,12 +23,13 @@ from stretto.launcher.engines.interface import Engine, EngineLost, Exited, Inbox
 from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, for_others, in_words
 from stretto.launcher.log_relay import LogRelay
+from stretto.launcher.oom_kills import oom_kills
 from stretto.launcher.process_specs import ProcessPlan, ProcessSpec, server_of
 from stretto.launcher.remote_workers import RemoteWorkers
 from stretto.launcher.signals import TERMINATED, Stopped
 from stretto.launcher.silence import Silence
 from stretto.launcher.supervised import State, Supervised
-from stretto.launcher.worker_main import EVICTED, STAYS_OUT, UNREACHABLE, WAITS_OUT
+from stretto.launcher.worker_main import EVICTED, OUT_OF_MEMORY, STAYS_OUT, UNREACHABLE, WAITS_OUT
 from stretto.membership.messages import Failures, MembersView
 from stretto.membership.worker_status import ReportedError
 
@@ -71,6 +73,8 @@ class Supervisor:
         """Signal after which the workers leave."""
         coordinator_at = plan.servers.coordinator_at
         self._exit_notifier = ExitNotifier(plan.servers, first) if coordinator_at is not None else None
+        self._oom_kills = oom_kills()
+        """Number of processes that had been killed for want of memory when a process failed last."""
         self._silence = Silence(coordinator_at or "", plan.config, relay.note)
 
     def start(self) -> None:
@@ -205,7 +209,7 @@ class Supervisor:
         if not self._config.elastic:
             return False
         return end.code < 0 or (
-            end.code in (EVICTED, UNREACHABLE, STAYS_OUT, WAITS_OUT)
+            end.code in (EVICTED, UNREACHABLE, STAYS_OUT, WAITS_OUT, OUT_OF_MEMORY)
             if end.worker >= 0
             else end.code == 0 or end.worker in (COORDINATOR, RELAY)
         )
@@ -214,7 +218,8 @@ class Supervisor:
         """Report a failure and schedule the restart; return the cause if the run cannot continue."""
         is_ending = self._is_ending() or self._stop is not None
         member.waits_out += end.code == WAITS_OUT and member.number >= 0
-        has_restarts = member.incarnation - member.waits_out < self._config.restarts
+        self._shrink_share(member, end)
+        has_restarts = member.incarnation - member.waits_out - member.out_of_memory < self._config.restarts
         returns = has_restarts and not (member.number >= 0 and (is_ending or end.code in (UNREACHABLE, STAYS_OUT)))
         member.state = "restarting" if returns else "lost"
         if member.is_declared_failed and end.code != UNREACHABLE:
@@ -230,6 +235,18 @@ class Supervisor:
             self._later(now + pause_s, lambda: self._restart(member))
             return None
         return self._too_few(end)
+
+    def _shrink_share(self, member: Supervised, end: Exited) -> None:
+        """Halve the share of a worker that has run out of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        is_killed = end.code == -signal.SIGKILL and not end.injected and self._oom_kills > before
+        limit = smaller_share(end.record.share) if is_killed or end.code == OUT_OF_MEMORY else 0
+        if limit:
+            member.out_of_memory, member.share_limit = member.out_of_memory + 1, limit
+            self._relay.note(
+                f"worker {member.number} has run out of memory with {end.record.share} samples of a global step: it "
+                f"returns with at most {limit}, and others have the rest"
+            )
 
     def _report(self, member: Supervised, why: str, returns: bool, rank: int) -> None:
         """Report a failure: of a worker's rank to the coordinator; of a server or the coordinator to the event log."""
@@ -353,7 +370,7 @@ class Supervisor:
         if member.state != "restarting":
             return
         member.restart(time.perf_counter())
-        parts = self._plan.parts(member.number, member.incarnation)
+        parts = self._plan.parts(member.number, member.incarnation, member.share_limit)
         member.processes = [self._started(part, member.incarnation) for part in parts]
         if member.number < 0:
             self._write(

@@ -31,6 +31,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto import trainers
+from stretto.data.shares import smaller_share
 from stretto.errors import (
     BrokenTransportError,
     LogError,
@@ -57,6 +58,8 @@ UNREACHABLE = 76
 """Exit code of a worker that could not connect with others: it is not restarted, and the others continue."""
 STAYS_OUT, WAITS_OUT = 77, 78
 """Exit codes of a worker that can't continue any work of the run, and of a worker that may in a later epoch."""
+OUT_OF_MEMORY = 79
+"""Exit code of a worker that has run out of memory, and asks to be restarted with a smaller share."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
@@ -95,7 +98,9 @@ def main() -> None:
         if os.getpid() != own_pid:
             end_forked(error)
         _report_written(written, config)
-        fail(error, config.worker, log_of(config), config.rank)
+        fail(
+            error, config.worker, log_of(config), config.rank, config.coordinator is not None and config.world_size > 1
+        )
 
 
 def _record_creation(_torch: ModuleType) -> None:
@@ -230,15 +235,17 @@ def end_forked(error: BaseException | None, exit_functions: bool = True) -> NoRe
     os._exit(code if isinstance(code, int) else 0)
 
 
-def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> NoReturn:
+def fail(error: BaseException, number: int, log: LineStore, rank: int = 0, may_shrink: bool = False) -> NoReturn:
     """Record the error and exit, without waiting for threads or exit handlers, which may hang.
 
     `number` is that of the process, or that of its worker. A worker that was evicted is no failure of the run, and
-    writes a warning instead.
+    writes a warning instead; so does a worker that has run out of memory and `may_shrink`, if its share allows it.
     """
     is_evicted, is_unreachable = (
         isinstance(error, kinds) for kinds in (MemberOutError | BrokenTransportError, UnreachableError)
     )
+    is_out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    returns_smaller = may_shrink and is_out_of_memory and smaller_share(status.share) > 0
     try:
         is_consequence = isinstance(error, TransportError) and not is_unreachable
         report = ReportedError(type(error).__name__, _text(error), short(error), is_consequence)
@@ -247,15 +254,17 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0) -> No
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         event: Event = {"event": "error", **msgspec.structs.asdict(report), "at": round(time.perf_counter(), 6)}
-        if is_evicted:
-            event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {error}"}
-        cause = None if is_evicted or is_unreachable else f"{report.kind}: {report.text}"
+        if is_evicted or returns_smaller:
+            event = {"event": "warning", "text": f"{process_name(number, rank)} stops itself: {report.text}"}
+        cause = None if is_evicted or is_unreachable or returns_smaller else f"{report.kind}: {report.text}"
         _append(log, {**event, "t": _leave_training(cause), **of_process(number, rank)})
     except BaseException as problem:
         print(f"{failure(error)}\nNot in the event log: {problem}", file=sys.stderr)
         sys.stderr.flush()
     if isinstance(error, StaysOutError):
         os._exit(WAITS_OUT if error.returns else STAYS_OUT)
+    if returns_smaller:
+        os._exit(OUT_OF_MEMORY)
     os._exit(EVICTED if is_evicted else UNREACHABLE if is_unreachable else 1)
 
 

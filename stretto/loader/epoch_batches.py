@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.data.assignment import BatchAssignment, Range, step_bounds
 from stretto.data.leases import PlanName
-from stretto.data.shares import EVEN, SMALLEST_SHARE, Limits, Paces, parse
+from stretto.data.shares import EVEN, SMALLEST_SHARE, Limits, Paces, parse, stricter
 from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
@@ -259,7 +259,7 @@ class AssignedEpoch:
             else {}
         )
         self.batch_assignment.change(
-            [worker for worker in change.members if worker not in change.came], after, committed
+            [worker for worker in change.members if worker not in change.came], after, committed, change.share_limits
         )
         if change.came:
             self.batch_assignment.change(change.members, after, committed)
@@ -296,6 +296,10 @@ class EpochLoop(LeasingLoop, Protocol):
 
     def members(self) -> Sequence[int]:
         """Return the members that an epoch which begins is assigned to."""
+        ...
+
+    def share_limits(self) -> Limits:
+        """Return the largest share of each of these members that has run out of memory."""
         ...
 
     def kept(self) -> bytes:
@@ -347,7 +351,7 @@ class BatchSource:
         """Number of workers that the run first began with, by which an epoch is divided into global steps."""
         has_several = division.initial_workers > 1  # also if others have failed, who return
         self.shares = parse(division.shares if has_several else EVEN)
-        self.limits = division.limits if has_several else {}
+        self._typed_limits: Limits = division.limits if has_several else {}
         self.paces, self._epoch = self.shares.paces, 1
         """Paces on which the workers have agreed last; none for even shares."""
         self._clock = runtime.clock
@@ -442,6 +446,11 @@ class BatchSource:
     def has_shares(self) -> bool:
         """True if the workers share global steps, into which they divide the samples of an epoch."""
         return isinstance(self._sampler, ShardedBatchSampler) and not self.splits and self._is_divisible()
+
+    @property
+    def limits(self) -> Limits:
+        """Largest share of some workers: as typed, and of workers that have run out of memory."""
+        return stricter(self._typed_limits, self._loop.share_limits())
 
     @property
     def keeps_global_batch(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stretto.membership.barriers import Position
-from stretto.membership.messages import GenerationView, MemberRanks, RankReport, ReadyReport, ViewOfRanks
+from stretto.membership.messages import AnyReport, GenerationView, MemberRanks, ReadyReport, ViewOfRanks
 from stretto.run_config import RunConfig
 
 RETURN_S = 60.0
@@ -106,7 +106,7 @@ class FormedOfRanks(Formed, frozen=True):
     `others` are the reports of the ranks 1, 2, ... of each member; those of rank 0 are in the view.
     """
 
-    others: list[list[ReadyReport | RankReport]] = []
+    others: list[list[AnyReport]] = []
 
     def view_of(self, rank: int) -> GenerationView:
         """Return the generation as the ranks of this number see it. A member with fewer is shown by its rank 0."""

@@ -135,15 +135,32 @@ class ReadyReport(_Message, frozen=True):
         """Number of operations of tensors that it has committed together with the other ranks of its replica."""
         return 0
 
+    @property
+    def share_limit(self) -> int:
+        """Largest share of a global step that it has memory for, after it has run out of memory; 0 if it has not."""
+        return 0
+
+
+class LimitedReport(ReadyReport, frozen=True):
+    """Report of a worker that has run out of memory; `limit` is its `share_limit`."""
+
+    limit: int = 0
+
+    @property
+    def share_limit(self) -> int:
+        return self.limit
+
 
 class RankReport(ReadyReport, frozen=True):
     """Report of a rank of a worker with several ranks; `committed_together` are its `agreements`.
 
-    `own_address` is where the other ranks of its worker reach it, which connect in its first generation.
+    `own_address` is where the other ranks of its worker reach it, which connect in its first generation. `limit` is its
+    `share_limit`.
     """
 
     committed_together: int = 0
     own_address: str = ""
+    limit: int = 0
 
     @property
     def address_of_rank(self) -> str:
@@ -152,6 +169,14 @@ class RankReport(ReadyReport, frozen=True):
     @property
     def agreements(self) -> int:
         return self.committed_together
+
+    @property
+    def share_limit(self) -> int:
+        return self.limit
+
+
+AnyReport: TypeAlias = ReadyReport | LimitedReport | RankReport
+"""Report of a worker or of one of its ranks."""
 
 
 class Quit(_Message, frozen=True):
@@ -239,7 +264,7 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 
     worker: int
     incarnation: int
-    report: ReadyReport | RankReport
+    report: AnyReport
 
 
 class MemberRanks(msgspec.Struct, array_like=True, frozen=True):
@@ -368,7 +393,7 @@ class MembersView(_Message, frozen=True):
 
 LauncherMessage: TypeAlias = ProcessExited | Save | EndRun | RunEnded | WatchFailures | WatchMembers | LauncherEnded
 LauncherReply: TypeAlias = Failures | MembersView | RunEnded
-WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | RankReport | Quit | Leave
+WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | LimitedReport | RankReport | Quit | Leave
 CoordinatorMessage: TypeAlias = (
     Registered | AbortGeneration | PauseRequest | Continue | GenerationView | ViewOfRanks | Evicted | Shutdown
 )

@@ -19,10 +19,10 @@ import msgspec
 
 from stretto.membership.loop_positions import LoopPosition
 
-_HEADER = struct.Struct("<iii???BI")
-"""Position, three flags, state of the kept model, and the length of the error, which follows."""
-_POSITION, _LENGTH = struct.Struct("<iii"), struct.Struct("<I")
-_FINISHED, _JOINED, _LEFT, _MODEL, _LENGTH_AT = 12, 13, 14, 15, 16
+_HEADER = struct.Struct("<iii???BiI")
+"""Position, three flags, state of the kept model, share of the step, and the length of the error, which follows."""
+_POSITION, _SHARE, _LENGTH = struct.Struct("<iii"), struct.Struct("<i"), struct.Struct("<I")
+_FINISHED, _JOINED, _LEFT, _MODEL, _SHARE_AT, _LENGTH_AT = 12, 13, 14, 15, 16, 20
 SIZE = 1 << 18
 """Bytes of a record; the memory is taken when it is written."""
 
@@ -53,7 +53,8 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """State of a process as it has recorded it.
 
     `finished` is True once its training has finished, `joined` once it has been a member, `left` if it left before the
-    end as it was asked to. `model` is the state of the model that it keeps.
+    end as it was asked to. `model` is the state of the model that it keeps, `share` the number of its samples in the
+    global step if that may be smaller, else 0.
     """
 
     finished: bool = False
@@ -62,6 +63,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     left: bool = False
     error: ReportedError | None = None
     model: KeptModel = KeptModel.WRITTEN
+    share: int = 0
 
 
 class Status:
@@ -81,10 +83,16 @@ class Status:
         self._page[_KEYS_AT:] = bytes(SIZE - _KEYS_AT)
         return msgspec.json.decode(keys, type=tuple[str, ...]) if keys else ()
 
-    def note(self, place: LoopPosition) -> None:
-        """Store this worker's position."""
+    def note(self, place: LoopPosition, share: int = 0) -> None:
+        """Store this worker's position, and its samples in the global step if it may have fewer."""
         if self._page is not None:
             _POSITION.pack_into(self._page, 0, place.phase, place.epoch, place.step)
+            _SHARE.pack_into(self._page, _SHARE_AT, share)
+
+    @property
+    def share(self) -> int:
+        """Number of this worker's samples in the global step if it may have fewer, else 0."""
+        return int(_SHARE.unpack_from(self._page, _SHARE_AT)[0]) if self._page is not None else 0
 
     def finish(self) -> None:
         """Note that the training has finished."""
@@ -137,10 +145,10 @@ def make_record(keys: Sequence[str] | None = None) -> int:
 
 def read_record(descriptor: int) -> ProcessRecord:
     """Return what a process has recorded."""
-    *place, finished, joined, left, model, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    *place, finished, joined, left, model, share, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
     data = os.pread(descriptor, length, _HEADER.size)
     error = msgspec.msgpack.decode(data, type=ReportedError) if data else None
-    return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model))
+    return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model), share)
 
 
 def ask_for_model(descriptor: int) -> None:

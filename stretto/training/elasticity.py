@@ -17,6 +17,7 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
+from stretto.data.shares import Limits
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
@@ -42,14 +43,14 @@ class ElasticAgent:
         self._trainer, self._context = trainer, context
         self._taken: State | None = None
         """State to continue from, until its epoch has begun."""
-        self._late: tuple[Change, tuple[int, ...]] | None = None
-        """Membership change, and the members before it, in an epoch that this worker has not begun."""
+        self._late: tuple[Change, tuple[int, ...], Limits] | None = None
+        """Membership change, and members and limits before it, in an epoch that this worker has not begun."""
         self._epochs_over, self._asked = 0, False
         self.left = False
         """True if this worker has left the run gracefully."""
         self.checkpoints = CheckpointManager(trainer, context)
         self._residuals = ResidualHandover(trainer, context.files)
-        self._members = trainer.transport.members
+        self._members, self._share_limits = trainer.transport.members, trainer.transport.share_limits
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
         self._streamed: list[StreamedEpoch] = []
@@ -220,10 +221,16 @@ class ElasticAgent:
             return self._late[1]
         return self._trainer.transport.members
 
+    def share_limits(self) -> Limits:
+        """Return the limits of the members of a new epoch that have run out of memory."""
+        if self._late is not None and self._late[0].global_step > self._trainer.progress.step_requests:
+            return self._late[2]
+        return self._trainer.transport.share_limits
+
     def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
         self.checkpoints.begin()
-        (late, _), self._late = self._late or (None, ()), None
+        late, self._late = self._late[0] if self._late is not None else None, None
         epoch_batches, progress = self._trainer.epochs.current, self._trainer.progress
         if late is not None and isinstance(epoch_batches, AssignedEpoch):
             ahead = late.global_step - progress.step_requests_before
@@ -410,6 +417,7 @@ class ElasticAgent:
         current, closing = trainer.epochs.current, trainer.epochs.closing
         behind = trainer.section.rounds + progress.rounds < change.rounds
         before, self._members = self._members, change.members
+        limits, self._share_limits = self._share_limits, change.share_limits
         back: dict[int, int] = {}
         lost_shards: dict[int, int] = {}
         ahead = change.global_step - progress.step_requests_before
@@ -432,7 +440,7 @@ class ElasticAgent:
         if isinstance(closing, AssignedEpoch):
             closing.change_members_at_end(change)
         if current is None and change.global_step > progress.step_requests:
-            self._late = (change, before)
+            self._late = (change, before, limits)
         if isinstance(closing, StreamedEpoch):
             closing.depart(change.gone)
         trainer.strategy.on_generation(change, behind)
@@ -480,7 +488,7 @@ class ElasticAgent:
                 )
             elif not current.has_room:
                 events.notice(
-                    "the workers have changed, and --max-batch leaves no room for a whole global step: this epoch has "
+                    "the workers have changed, and their memory leaves no room for a whole global step: this epoch has "
                     "more steps than len(loader) says"
                 )
         events.write("generation_changed", **facts, members=list(change.members))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from stretto.checkpoint.state_transfer import pack_own
-from stretto.data.shares import EVEN
+from stretto.data.shares import EVEN, Limits
 from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
@@ -127,6 +127,10 @@ class Epochs:
     def members(self) -> Sequence[int]:
         """Return the members that an epoch which begins is assigned to."""
         return self._trainer.agent.members()
+
+    def share_limits(self) -> Limits:
+        """Return the largest share of each of these members that has run out of memory."""
+        return self._trainer.agent.share_limits()
 
     def kept(self) -> bytes:
         """Return the script's own values, where a worker that joins receives them with the order of the epoch."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stretto.data.leases import Lease
 from stretto.errors import ModelError, NotFiniteError, ReplicasDifferError, explain
-from stretto.loader.epoch_batches import BatchSource, EpochBatches
+from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, EpochBatches
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
@@ -208,7 +208,9 @@ class GlobalSteps:
         if self._left_out is not None:
             self._left_out.begin_global_step()
         self._rounds_before = self._progress.rounds
-        status.note(self._progress.place())
+        current = self._trainer.epoch_batches
+        has_share = isinstance(current, AssignedEpoch) and current.has_shares
+        status.note(self._progress.place(), global_step.own if has_share else 0)
         self._accumulated = False
         self._drop_void()
         if global_step.lease is not None:

@@ -266,7 +266,8 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
 
 def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
     """Return a transport over the generations of a coordinator."""
-    return ElasticTransport(config.worker, _membership(config), _rendezvous(config, device), _siblings(config))
+    meeting = _membership(config), _rendezvous(config, device), _siblings(config)
+    return ElasticTransport(config.worker, *meeting, config.share_limit)
 
 
 def _rendezvous(config: WorkerConfig, device: torch.device) -> Rendezvous:
@@ -337,9 +338,8 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         if not recipe.asynchronous:
             from stretto.transport.rendezvous import ServerRendezvous
 
-            return ElasticTransport(
-                config.worker, membership, ServerRendezvous(open_client(config.incarnation, away_s))
-            )
+            meeting = ServerRendezvous(open_client(config.incarnation, away_s))
+            return ElasticTransport(config.worker, membership, meeting, share_limit=config.share_limit)
         siblings = _siblings(config)
         report = ReadyReport(0) if siblings is None else RankReport(0, own_address=siblings.address)
         view = membership.await_generation(report)

@@ -33,7 +33,7 @@ from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Exchange
 from stretto.errors import BrokenTransportError, MemberOutError, TransportError, UnreachedError, explain
 from stretto.membership.client_state import GenerationObserver
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
-from stretto.membership.messages import EXCHANGING, Continue, GenerationView, RankReport, ReadyReport
+from stretto.membership.messages import EXCHANGING, Continue, GenerationView, LimitedReport, RankReport, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
 from stretto.transport.interface import Change, Collectives, Found, Handle, Message, Traffic, Transport, made
 from stretto.transport.peer_group import PeerGroup
@@ -160,8 +160,14 @@ class ElasticTransport(Transport):
     repeats_attempts = can_leave = True
 
     def __init__(
-        self, number: int, coordinator: GenerationSource, rendezvous: Rendezvous, ranks: Siblings | None = None
+        self,
+        number: int,
+        coordinator: GenerationSource,
+        rendezvous: Rendezvous,
+        ranks: Siblings | None = None,
+        share_limit: int = 0,
     ) -> None:
+        self._share_limit = share_limit
         self._number, self._coordinator, self._rendezvous, self._ranks = number, coordinator, rendezvous, ranks
         self._agreements = 0
         """Number of attempts that all ranks have committed."""
@@ -194,6 +200,11 @@ class ElasticTransport(Transport):
     def worker(self) -> int:
         """Rank in this generation."""
         return self.members.index(self._number)
+
+    @property
+    def share_limits(self) -> dict[int, int]:
+        """Largest share of each member of this generation that has run out of memory."""
+        return {one.worker: one.report.share_limit for one in self._form.members if one.report.share_limit}
 
     @property
     def workers(self) -> int:
@@ -478,11 +489,13 @@ class ElasticTransport(Transport):
         global_step, rounds = self._loop.counts()
         waits = None if between_steps else self._waits
         address = self._rendezvous.address
-        if self._ranks is None:
-            return ReadyReport(self._generation, self._commits, global_step, between_steps, address, rounds, waits)
-        counts = self._generation, self._commits, global_step
-        own_address = self._ranks.address
-        return RankReport(*counts, between_steps, address, rounds, waits, self._agreements, own_address)
+        counts, limit = (self._generation, self._commits, global_step), self._share_limit
+        if self._ranks is not None:
+            ranks = self._agreements, self._ranks.address, limit
+            return RankReport(*counts, between_steps, address, rounds, waits, *ranks)
+        if limit:
+            return LimitedReport(*counts, between_steps, address, rounds, waits, limit)
+        return ReadyReport(*counts, between_steps, address, rounds, waits)
 
     def _recover(self, why: str) -> None:
         """Report a broken attempt, and enter the next generation."""
@@ -546,7 +559,18 @@ class ElasticTransport(Transport):
         incarnations = tuple(
             member.incarnation for number in gone for member in before.members if member.worker == number
         )
-        return Change(form.generation, self.members, gone, came, global_step, rounds, form.save, incarnations, behind)
+        return Change(
+            form.generation,
+            self.members,
+            gone,
+            came,
+            global_step,
+            rounds,
+            form.save,
+            incarnations,
+            behind,
+            self.share_limits,
+        )
 
     def _let_go(self) -> None:
         if self._inner is not None:

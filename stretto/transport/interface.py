@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -109,6 +109,8 @@ class Change:
     """Incarnations of the workers in `gone`."""
     behind: bool = False
     """True if other workers have committed the attempt that this worker is in."""
+    share_limits: Mapping[int, int] = field(default_factory=dict)
+    """Largest share of each member that has run out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,11 @@ class Transport(Collectives):
     def members(self) -> tuple[int, ...]:
         """Permanent numbers of the present workers."""
         return tuple(range(self.workers))
+
+    @property
+    def share_limits(self) -> Mapping[int, int]:
+        """Largest share of each present worker that has run out of memory."""
+        return {}
 
     @property
     def has_others(self) -> bool:

@@ -454,6 +454,17 @@ def test_returned_samples_are_spread_over_the_remaining_steps() -> None:
     assert deal.next(0) is None
 
 
+def test_a_limit_holds_from_the_step_after_its_change() -> None:
+    """48 samples in four steps of two workers; worker 1 has run out of memory, and returns at the third step."""
+    deal = BatchAssignment((), range(2), "shares", bounds=step_bounds(48, 12))
+    deal.next(0)
+    deal.commit()
+    deal.change([0], after=2, committed=1, limits={1: 3})
+    deal.change([0, 1], after=2, committed=1)
+    sizes = [[portion.samples for portion in hands(deal.copied(), me)] for me in (0, 1)]
+    assert sizes == [[6, 12, 12], [0, 3, 3]]
+
+
 def test_shares_returned_in_the_last_step_make_one_more() -> None:
     deal = BatchAssignment((), range(3), "shares", bounds=step_bounds(46, 12))
     while deal.global_step < 4:

@@ -298,6 +298,21 @@ def test_limited_shares_equal_one_process_with_the_same_global_steps() -> None:
     assert all(relative_distance(one, whole) <= 1e-12 for one in found)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_a_worker_that_has_run_out_of_memory_returns_with_a_smaller_share(recipe: str, tmp_path: Path) -> None:
+    """Worker 2 of 3 fails in its fourth step of 20 samples, and has room for 8; the others have the rest."""
+    failures = iter([(2, 3)])
+
+    def work(worker: int) -> Any:
+        return counting(1200, 20, dies_at=next(failures, None) if worker == 2 else None)(worker)
+
+    found, _ = run_elastic_workers(3, work, recipe, tmp_path, again=1, share_limit=8)
+    assert set(found[2][1][-1]) == {8}
+    assert [found[worker][1][-1][-1] for worker in (0, 1)] == [26, 26]
+    counts = [one["sample_counts"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
+    assert counts == [{"once": 1200, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
 def test_an_epoch_has_more_steps_where_those_left_have_no_room_for_its_steps(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
