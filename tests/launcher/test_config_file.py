@@ -40,6 +40,7 @@ VALUES: dict[str, Any] = {
     "wait_for": 5,
     "on_resize": "per-worker-batch",
     "max_batch": "0:64,1:16",
+    "trainers": False,
     "host": "10.0.0.1",
     "hosts": "a:2,b",
     "hostfile": Path("hosts"),
