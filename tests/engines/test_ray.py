@@ -236,11 +236,12 @@ def test_launcher_that_ends_leaves_nothing_on_the_cluster(
     assert not psutil.wait_procs(carried, LIMIT_S)[1]
 
 
-def test_error_of_the_script_ends_the_run_with_its_traceback(start: Callable[..., Run]) -> None:
+def test_error_after_training_ends_the_run_with_its_traceback_and_the_last_model(start: Callable[..., Run]) -> None:
     run = start(2)
-    (run.folder.parent / "train.py").write_text("1 / 0\n")
+    (run.folder.parent / "train.py").write_text(script(epochs=1) + "1 / 0\n")
     output = run.process.communicate(timeout=LIMIT_S)[0]
     assert run.process.returncode == 1 and "ZeroDivisionError: division by zero" in output, output
+    assert (run.folder / "last.safetensors").exists() and "last.safetensors" in output.splitlines()[-1], output
 
 
 def test_function_of_a_notebook_runs_on_the_cluster_of_the_notebook(nodes: Any, tmp_path: Path) -> None:

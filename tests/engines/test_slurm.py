@@ -126,6 +126,14 @@ def test_requeued_job_continues_from_the_checkpoint_of_its_end(place: Path, envi
     assert_each_sample_counts_once([run, second], output=output)
 
 
+def test_error_after_training_leaves_the_last_model(place: Path, environment: dict[str, str]) -> None:
+    (place / "train.py").write_text(script(epochs=1) + "1 / 0\n")
+    step = srun(environment, "train.py")
+    output = step.communicate(timeout=LIMIT_S)[0]
+    assert step.returncode not in (0, None) and "ZeroDivisionError: division by zero" in output, output
+    assert (run_of(place) / "last.safetensors").exists() and "last.safetensors" in output, output
+
+
 def test_plain_script_under_srun_is_distributed(place: Path, environment: dict[str, str]) -> None:
     (place / "enough").touch()
     variables = {**environment, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_RECIPE": "allreduce"}

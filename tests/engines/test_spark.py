@@ -197,8 +197,9 @@ def test_output_of_the_first_worker_is_shown(start: Callable[..., Run], capfd: p
     assert capfd.readouterr().out.splitlines().count("trained") == 1
 
 
-def test_error_of_a_script_ends_the_run(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_error_after_training_ends_the_run_and_leaves_the_last_model(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start(2)
-    (tmp_path / "train.py").write_text("raise ValueError('boom')")
+    (tmp_path / "train.py").write_text(script(epochs=1) + "raise ValueError('boom')")
     with pytest.raises(LaunchError, match="ValueError: boom"):
         run.end()
+    assert list(tmp_path.rglob("last.safetensors"))
