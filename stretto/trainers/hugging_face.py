@@ -43,6 +43,7 @@ from stretto.notices import say_once
 from stretto.process_config import VARIABLE
 from stretto.trainers.windows import Empty, WindowedLoader, items_in
 from stretto.training.checkpointed import checkpointed
+from stretto.training.schedule import Mode
 from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import current_context, find_context
 
@@ -146,7 +147,9 @@ class Hooks:
         loader = trainer.get_train_dataloader()
         trainer.create_optimizer()
         steps = trainer.args.gradient_accumulation_steps
-        self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps)
+        is_given = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
+        schedule: Mode = "per-sample" if is_given and trainer.args.max_steps < 0 else "per-step"
+        self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps, schedule)
         self._losses = _Losses()
         counters = checkpointed(trainer=_Counters(trainer), losses=self._losses).trainer
         _renumber()

@@ -27,8 +27,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from stretto.api import distribute, training
 from stretto.data.shares import portion
+from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_order import samples_in
 from stretto.training.iterators import Batches
+from stretto.training.schedule import Mode
+from stretto.training.worker_context import find_context
 
 
 class Empty(dict[str, Any]):
@@ -42,9 +45,20 @@ class Empty(dict[str, Any]):
 
 
 class WindowedLoader:
-    """A library's loader, distributed in windows of `accumulation` micro-batches, which it gives one by one."""
+    """A library's loader, distributed in windows of `accumulation` micro-batches, which it gives one by one.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], accumulation: int) -> None:
+    `schedule` is "per-sample" if the script has made the learning-rate scheduler, by the batches of one process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: DataLoader[Any],
+        accumulation: int,
+        schedule: Mode = "per-step",
+    ) -> None:
+        _refuse_changing_length()
         self._inner, self._accumulation = loader, accumulation
         self._skipped = 0
         """Windows of the next epoch that were trained before."""
@@ -52,14 +66,14 @@ class WindowedLoader:
         self._parts = _Parts(loader.collate_fn, accumulation)
         self._order = None if is_stream else _order_of(loader)
         windows = _Stream(loader, accumulation) if self._order is None else self._windows(self._order)
-        self._shared = distribute(model, optimizer, windows, schedule="per-step")
+        self._shared = distribute(model, optimizer, windows, schedule=schedule)
         self._trainer = training()
         source = self._trainer.batch_source if self._trainer is not None else None
         self.is_alone = source is None or source.first_workers * source.batches_per_step == 1
         """True if this process trains alone, with the batches of the script."""
         if self.is_alone and self._order is not None:
             self._parts.unit_size = self._order.batch
-        if self._trainer is not None:
+        if self._trainer is not None and schedule == "per-step":
             self._trainer.schedules.trust_lengths()
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
 
@@ -231,6 +245,20 @@ class _Stream:
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._accumulation)
+
+
+def _refuse_changing_length() -> None:
+    """Raise ScriptError if the number of global steps of an epoch follows the number of workers."""
+    context = find_context()
+    if context is not None and context.rule == "per-worker-batch":
+        raise ScriptError(
+            explain(
+                "a library's loop counts the steps of an epoch beforehand, and they would change with the workers",
+                got="--on-resize per-worker-batch",
+                expected="steps that are the same whatever fails or joins",
+                to_type="--on-resize global-batch, which is the default",
+            )
+        )
 
 
 def items_in(batch: Any) -> int:

@@ -112,5 +112,6 @@ trainer.save_model(str(given.out / "final"))
 losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
 rate = trainer.lr_scheduler.get_last_lr()[0]
 result = {"steps": done.global_step, "loss": done.training_loss, "losses": losses, "rate": rate}
+result["best"] = getattr(trainer.state, "best_global_step", None)
 if trainer.is_world_process_zero():
-    (given.out / "result.json").write_text(json.dumps(result | {"best": trainer.state.best_global_step}))
+    (given.out / "result.json").write_text(json.dumps(result))

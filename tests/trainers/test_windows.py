@@ -12,6 +12,7 @@ from thread_workers import regression, run_single_process, run_workers, small_ne
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import stretto
+from stretto.errors import ScriptError
 from stretto.trainers.windows import Empty, WindowedLoader, items_in
 
 Made = tuple[list[list[int]], int, torch.Tensor]
@@ -167,6 +168,11 @@ def test_windows_of_a_stream_are_dealt_among_the_workers() -> None:
     assert sorted({*first, *second}) == list(range(40))
     assert first[:6] == list(range(6))
     assert second[:6] == list(range(6, 12))
+
+
+def test_steps_that_follow_the_number_of_workers_are_refused() -> None:
+    with pytest.raises(ScriptError, match="got: --on-resize per-worker-batch"):
+        run_workers(2, library(plain(24, 4), 2), rule="per-worker-batch")
 
 
 def test_items_are_labels_that_count_or_samples() -> None:
