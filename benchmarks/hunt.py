@@ -119,7 +119,7 @@ def plan_of(seed: int) -> Plan:
         script += ["--accumulate", str(draw.choice((2, 3))), "--drop", *draw.choice(([], ["--tail"]))]
     script += ["--adam"] if recipe.startswith("one_bit") else []
     script += ["--best"] if draw.random() < 0.25 else []
-    options += ["--on-resize", "global-batch"] if draw.random() < 0.12 else []
+    options += ["--on-resize", "per-worker-batch"] if draw.random() < 0.12 else []
     checkpoints = draw.choice((None, "2 rounds", "5 rounds", "300ms", "1s"))
     strikes = _faults(draw, workers, ranks, "--servers" in options or not waits)
     disk = "3m" if draw.random() < 0.04 else ""

@@ -35,7 +35,16 @@ def test_as_many_seeds_as_there_are_recipes_have_all_recipes_of_all_names() -> N
 def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
     words = {word for plan in PLANS for word in (*plan.options, *plan.script)}
     assert words >= {"pipeline(stages=2)", "sharded(over=2)", "--servers", "split", "own", "contiguous", "--loaders"}
-    assert words >= {"stream", "list", "numbers", "--best", "--drop", "--tail", "--checkpoint-every", "global-batch"}
+    assert words >= {
+        "stream",
+        "list",
+        "numbers",
+        "--best",
+        "--drop",
+        "--tail",
+        "--checkpoint-every",
+        "per-worker-batch",
+    }
     assert words >= {"--restarts", "--evaluate"}
     strikes = [strike.split(":") for plan in PLANS for strike in plan.strikes]
     assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL"}
