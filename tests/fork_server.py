@@ -90,8 +90,8 @@ COLLAPSE, HUGE = 25, 1 << 21
 """MADV_COLLAPSE of madvise(2), and the bytes of a huge page."""
 FLAGS = {"-P": "safe", "-u": "unbuffered"}
 """Options of Python that a request may have, and the names of their fields in it."""
-HIGH_FD = 400
-"""Descriptors from here on do not collide with the descriptors that a request passes."""
+HIGH_FD = 800
+"""Descriptors from here on are those of connections to servers, which do not collide with those of a test."""
 LONGEST = 1 << 20
 CLOCK_S = 0.05
 """Largest difference between the clocks of processes and files."""
@@ -321,7 +321,8 @@ def _take_place(request: dict[str, Any], descriptors: list[int]) -> None:
     import numpy as np
     import torch
 
-    raised = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH_FD) for descriptor in descriptors]
+    above = max(HIGH_FD, *request["targets"]) + 1
+    raised = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
     for descriptor, target in zip(raised, request["targets"], strict=True):
