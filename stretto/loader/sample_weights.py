@@ -53,6 +53,11 @@ class Weights:
         if parts is not None:
             self._parts.append(parts)
 
+    @property
+    def is_weighed(self) -> bool:
+        """True if the script weighs its batches."""
+        return self._weighs
+
     def weigh(self, number: float | None, is_sum: bool) -> None:
         """Give the batch of the last global step this weight, or have gradients added; a step without samples has 0."""
         self._weighs, self._is_sum = number is not None, is_sum

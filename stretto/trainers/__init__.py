@@ -2,6 +2,7 @@
 
     module of the library          file here          acts when the script has imported the module
     transformers.trainer           hugging_face.py
+    lightning (pytorch_lightning)  lightning.py
 
 A file has two functions: `install(module)`, which wraps what the script makes from now on, and `take(trainer)`, which
 wraps one object. Both hand the library's loader to `WindowedLoader` (windows.py), which distributes it.
@@ -16,7 +17,11 @@ from typing import Any
 
 from stretto.errors import ScriptError, explain
 
-FILES = {"transformers.trainer": "hugging_face"}
+FILES = {
+    "transformers.trainer": "hugging_face",
+    "lightning.pytorch.trainer.trainer": "lightning",
+    "pytorch_lightning.trainer.trainer": "lightning",
+}
 """By module of another library whose import makes it act: the file of this package."""
 After = Callable[[str, Callable[[ModuleType], None]], object]
 
@@ -43,7 +48,7 @@ def take(trainer: Any) -> Any:
         explain(
             "stretto.take does not know this trainer",
             got=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
-            expected="a transformers.Trainer, or an object of a class derived from it",
+            expected="a transformers.Trainer or a Trainer of Lightning, or an object of a class derived from these",
             to_type="loader = stretto.distribute(model, optimizer, loader) in a loop of your own",
         )
     )

@@ -128,6 +128,10 @@ class WindowedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's micro-batches of an epoch. A section that was over before this worker came has none."""
+        return chain.from_iterable(self.windows())
+
+    def windows(self) -> Iterator[list[Any]]:
+        """Yield this worker's windows of an epoch, each a list of micro-batches."""
         trainer, (skipped, self._skipped) = self._trainer, (self._skipped, 0)
         if trainer is None or trainer.is_over:
             return
@@ -138,9 +142,20 @@ class WindowedLoader:
         except TypeError:
             steps = count()
         for _, window in zip(steps, Batches(trainer), strict=False):
-            if not self.is_alone:
-                yield from [Empty.like(window[0])] * (self._accumulation - len(window))
-            yield from window
+            missing = 0 if self.is_alone else self._accumulation - len(window)
+            yield [Empty.like(window[0])] * missing + window
+
+
+def expected_length(loader: DataLoader[Any], accumulation: int) -> int:
+    """Return the number of micro-batches of an epoch that a `WindowedLoader` will have, before it is made."""
+    context = find_context()
+    if context is None or context.workers == context.global_batch_of == 1:
+        return len(loader)
+    order = _order_of(loader)
+    windows = -(-len(order) // (order.batch * accumulation))
+    batches = 1 if context.split else context.workers * context.global_batch_of
+    is_cut = context.drops_uneven and windows >= batches
+    return accumulation * (windows // batches if is_cut else -(-windows // batches))
 
 
 class _Order(Sampler[Any]):
