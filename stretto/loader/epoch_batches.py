@@ -204,9 +204,10 @@ class AssignedEpoch:
         """Return the global step from which on this worker knows the counts of departed workers, and these counts.
 
         They are those of each sample, and of the samples of each worker. None if the membership did not change in this
-        epoch. The least step is that of the worker that has been a member for the longest time.
+        epoch, which trains nothing that was lost before it. The least step is that of the worker that has been a member
+        for the longest time.
         """
-        if not self._changed:
+        if not self._changed and not self.departed:
             return None
         samples = Counter(self.batch_assignment.samples_of_departed())
         samples.update(self.departed)

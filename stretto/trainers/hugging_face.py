@@ -159,11 +159,26 @@ class Hooks:
                 named["resume_from_checkpoint"] = folder
             try:
                 done = plain(*given, **named)
+                self._refuse_early_end()
             finally:
                 self._batches.loader = None
         finish()
         mean = self._losses.mean
         return done._replace(training_loss=mean) if mean is not None else done
+
+    def _refuse_early_end(self) -> None:
+        """Raise ScriptError if the loader has ended before the announced steps, which the library allows."""
+        state, current = self._trainer.state, training()
+        is_stopped = self._trainer.control.should_training_stop or current is None or current.is_over
+        if state.global_step < state.max_steps and not is_stopped:
+            raise ScriptError(
+                explain(
+                    "the Trainer has ended before its last step",
+                    got=f"{state.global_step} of {state.max_steps} steps",
+                    expected="as many micro-batches as len(loader) said; this is an error in Stretto",
+                    to_type="--no-trainers with stretto.distribute in a loop of your own",
+                )
+            )
 
     def hyperparameter_search(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Refuse a search: its trials belong to processes of their own."""

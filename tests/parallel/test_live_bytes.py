@@ -30,9 +30,11 @@ def test_a_rank_sends_its_part_of_the_model_in_a_round(tmp_path: Path, layout: s
     folder = run(tmp_path, "run", *options, script=("1",), text=text)
     ends = [event for event in read_events(folder / "events.jsonl") if event["event"] == "end"]
     assert len(ends) == 2 * ranks
+    tensors = list(make_net(width=WIDTH).parameters())
+    more = 64 * (len(tensors) + 1)  # tensors begin at multiples of 64 bytes, and the samples are counted
     for end in ends:
-        share = end["memory"]["parameters"]
+        share = end["memory"]["parameters"]  # as large as the measured times of the stages have divided the model
         sent = sum(row[1] for purpose, row in end["traffic"].items() if purpose != "evaluation_sync") / end["rounds"]
-        assert share <= sent < 1.01 * share  # tensors begin at multiples of 64 bytes, and the samples are counted
-    whole = 4 * sum(one.numel() for one in make_net(width=WIDTH).parameters())
+        assert share <= sent <= share + more
+    whole = 4 * sum(one.numel() for one in tensors)
     assert sum(end["memory"]["parameters"] for end in ends) == 2 * whole

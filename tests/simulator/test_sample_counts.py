@@ -41,3 +41,10 @@ def test_a_worker_that_was_killed_keeps_the_samples_that_it_has_trained(at: str,
     found = trained(tmp_path, "async_sgd", f"kill worker 1 at {at}, back after 10s", 3)
     assert all(found)
     assert found[1] < min(found[0], found[2])
+
+
+@pytest.mark.parametrize("at", ["70ms", "79ms", "82ms"])
+def test_what_a_worker_had_at_the_end_of_an_epoch_counts_once_in_the_next(at: str, tmp_path: Path) -> None:
+    """The worker fails before the exchange that would have carried it: the next epoch begins without it."""
+    found = trained(tmp_path, "local_sgd(every=3)", f"kill worker 0 at {at}", 3)
+    assert sum(found) == EPOCHS * SAMPLES
