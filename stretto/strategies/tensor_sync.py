@@ -164,12 +164,17 @@ class MovingBuffers:
         self._moving, self._asked = set(state[0]), state[1]
 
     def agree(self, again: bool = True) -> None:
-        """Agree on the buffers that change; not `again` if done before. A model without buffers sends nothing."""
+        """Agree on the buffers that change; not `again` if done before. A model without buffers sends nothing.
+
+        Over a server each worker names all it knows: a joined worker has no state of another one.
+        """
         if not self._first or (self._asked and not again):
             return
         self._asked = True
         still = [(name, buffer) for name, buffer in self._named() if name not in self._moving]
         changed = [name for name, buffer in still if crc(buffer) != self._first.get(name)]
+        if self._transport.server is not None:
+            changed += sorted(self._moving)
         for names in self._transport.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 

@@ -699,3 +699,27 @@ def test_a_worker_that_is_alone_may_draw_a_layer_again() -> None:
     assert simulated(2, work, "async_sgd", net=NET, fault=fault).found[0] is not None
     with pytest.raises(LaunchError, match="a layer was drawn again"):
         simulated(3, work, "async_sgd", net=NET, fault=fault)
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd(shards=2)", "stale_synchronous(bound=1)"])
+@pytest.mark.parametrize("back", ["102ms", "106ms", "110ms"])
+def test_a_worker_that_returns_at_the_end_of_an_epoch_averages_the_statistics_of_batch_norm(
+    recipe: str, back: str
+) -> None:
+    """It has trained no batch, and does not know by itself which buffers change."""
+
+    def work(_worker: int) -> list[float]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(48), batch_size=4), recipe=recipe)
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return [float(one) for name, one in net.state_dict().items() if "running" in name for one in one]
+
+    ended = simulated(2, work, recipe, fault=f"kill worker 1 at 65ms, back after {back}")
+    assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [48] * 3
+    assert ended.found[0] == ended.found[1]
