@@ -41,7 +41,7 @@ from stretto.errors import ScriptError, explain
 from stretto.identity import is_main, main_first, rank
 from stretto.notices import say_once
 from stretto.process_config import VARIABLE
-from stretto.trainers.windows import Empty, WindowedLoader, items_in
+from stretto.trainers.windows import Empty, WindowedLoader, items_in, lockstep_training
 from stretto.training.checkpointed import checkpointed
 from stretto.training.schedule import Mode
 from stretto.training.trainer import Trainer as Training
@@ -269,7 +269,7 @@ class Hooks:
 
     def evaluation_loop(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Evaluate the agreed model at the main worker; the others wait for its metrics. Predictions are each one's."""
-        together = _together()
+        together = lockstep_training()
         if together is None or named.get("description") == "Prediction":
             with self._agreed():
                 return plain(*given, **named)
@@ -288,7 +288,7 @@ class Hooks:
 
     def save_checkpoint(self, plain: Plain, *given: Any, **named: Any) -> None:
         """Write a checkpoint at the main worker, then what belongs to each other one."""
-        with self._agreed(), main_first() if _together() is not None else nullcontext(is_main()) as acts:
+        with self._agreed(), main_first() if lockstep_training() is not None else nullcontext(is_main()) as acts:
             token = _acts.set(acts)
             try:
                 _renumber()
@@ -310,7 +310,7 @@ class Hooks:
 
     def log(self, plain: Plain, logs: dict[str, Any], *given: Any, **named: Any) -> None:
         """Log the mean losses of all workers, and the numbers of the main worker's evaluation."""
-        together = _together()
+        together = lockstep_training()
         if together is not None and not self._batches.is_alone and ("loss" in logs or "train_loss" in logs):
             means = self._losses.agree(together)
             if "loss" in logs and means:
@@ -432,12 +432,6 @@ def _end_of_epoch() -> Any:
                 trainer.epochs.end_epoch()
 
     return EndOfEpoch()
-
-
-def _together() -> Training | None:
-    """Return the training of this worker, if it has others that wait for each other."""
-    trainer = training()
-    return trainer if trainer is not None and not trainer.strategy.asynchronous else None
 
 
 def _own_folder(folder: str) -> str:

@@ -32,9 +32,8 @@ from stretto.errors import ScriptError, explain
 from stretto.identity import barrier, broadcast, is_main, main_first, rank
 from stretto.loader.epoch_order import samples_in
 from stretto.notices import say_once
-from stretto.trainers.windows import Empty, WindowedLoader, expected_length
+from stretto.trainers.windows import Empty, WindowedLoader, expected_length, lockstep_training
 from stretto.training.checkpointed import checkpointed
-from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
 
 TRIED = "2."
@@ -166,7 +165,7 @@ def _strategy(base: Any) -> Any:
 
         def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
             """Write a file at the main worker, or at the next one if that fails."""
-            with main_first() if _together() is not None else nullcontext(is_main()) as acts:
+            with main_first() if lockstep_training() is not None else nullcontext(is_main()) as acts:
                 if acts:
                     self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -203,7 +202,7 @@ def _strategy(base: Any) -> Any:
 
         def broadcast(self, obj: Any, src: int = 0) -> Any:
             """Return the main worker's object."""
-            if training() is not None and _together() is None:
+            if training() is not None and lockstep_training() is None:
                 return obj
             return broadcast(str(obj) if isinstance(obj, PurePath) else obj)
 
@@ -356,15 +355,9 @@ class _Counters:
         self._calls._call_callbacks_load_state_dict(trainer, {"callbacks": saved["callbacks"]})
 
 
-def _together() -> Training | None:
-    """Return the training of this worker, if it has others that wait for each other."""
-    current = training()
-    return current if current is not None and not current.strategy.asynchronous else None
-
-
 def _gathered(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all workers that train; this worker's alone outside a training."""
-    together = _together()
+    together = lockstep_training()
     if together is None or together.transport.workers == 1:
         return [tensor]
     own = tensor.detach().cpu().contiguous()

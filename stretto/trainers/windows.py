@@ -31,6 +31,7 @@ from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_order import samples_in
 from stretto.training.iterators import Batches
 from stretto.training.schedule import Mode
+from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
 
 
@@ -144,6 +145,12 @@ class WindowedLoader:
         for _, window in zip(steps, Batches(trainer), strict=False):
             missing = 0 if self.is_alone else self._accumulation - len(window)
             yield [Empty.like(window[0])] * missing + window
+
+
+def lockstep_training() -> Training | None:
+    """Return the training of this worker, if it has others that wait for each other."""
+    trainer = training()
+    return trainer if trainer is not None and not trainer.strategy.asynchronous else None
 
 
 def expected_length(loader: DataLoader[Any], accumulation: int) -> int:
