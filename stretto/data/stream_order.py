@@ -17,6 +17,8 @@ from stretto.data.assignment import Range
 class StreamOrder:
     """Deals the positions of a stream that are not in the sorted ranges `trained`: every N-th of them to a worker.
 
+    Batches of an earlier epoch that are dealt before the stream have the positions from `first` to -1.
+
     >>> order = StreamOrder(2, [(0, 3), (4, 5)])
     >>> [order.position(0, number) for number in range(3)], order.position(1, 0)
     ([3, 6, 8], 5)
@@ -24,10 +26,10 @@ class StreamOrder:
     [(0, 5), (6, 7)]
     """
 
-    def __init__(self, workers: int, trained: Sequence[Range] = ()) -> None:
+    def __init__(self, workers: int, trained: Sequence[Range] = (), first: int = 0) -> None:
         trained = merged(trained)
         self.workers, self._before = workers, trained
-        stops = [0, *(stop for _, stop in trained)]
+        stops = [first, *(stop for _, stop in trained)]
         self._starts = stops
         """First positions of the ranges that are not trained, the last of which has no end."""
         lengths = [start - stop for stop, (start, _) in zip(stops[:-1], trained, strict=True)]

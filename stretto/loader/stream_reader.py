@@ -53,6 +53,8 @@ DEEPEST = 6
 
 Piece = tuple[int, tuple[tuple[int, int], ...]]
 """Work of a global step: the position of a batch, and the part of it, as the numbers of a part and of all parts."""
+Work = tuple[Any, tuple[tuple[int, int], ...], int]
+"""The same with the batch in place of its position, and the samples. None is a batch that no other worker can read."""
 
 
 class StreamState(msgspec.Struct, frozen=True):
@@ -166,6 +168,8 @@ class StreamReader:
         """Position of the batch that is read next."""
         self._kept: dict[int, tuple[Any, tuple[Any, ...] | None]] = {}
         """Batches that were read and may be taken later, by their positions."""
+        self.earlier = 0
+        """Number of batches of an earlier epoch, at the positions before 0."""
         self._keeps_from: int | None = None
         """Position from which on batches are kept; None if none are."""
         self._expected = dict(place.proofs) if place is not None else {}
@@ -214,13 +218,19 @@ class StreamReader:
         if found is None:
             return None
         batch, before = found
-        if self._keeps_last:
+        if self._keeps_last and position >= 0:
             self._taken = position, excerpt(batch), before
         return batch
 
     def keep_last(self) -> None:
         """Keep an excerpt of the last batch, and the random states before, of the batches that are read from now on."""
         self._keeps_last = True
+
+    def put_before(self, batches: Sequence[Any]) -> int:
+        """Put batches of an earlier epoch before all of this stream; return the position of the first."""
+        self.earlier += len(batches)
+        self._kept |= {number - self.earlier: (batch, None) for number, batch in enumerate(batches)}
+        return -self.earlier
 
     def keep_from(self, position: int | None) -> None:
         """Keep all batches from a position on, so that they can be taken again; release those before it, or all."""

@@ -26,7 +26,7 @@ from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in
 from stretto.loader.global_step import GlobalStep
-from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader
+from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader, Work
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.transport import Transport
 from stretto.transport.interface import Change
@@ -63,9 +63,10 @@ class StreamedEpoch:
         worker 1   1 4 | second half of 6
         worker 2   2 5 | 7
 
-    Batches that were read since that exchange are kept until the next one for this. Workers that have joined and read
-    the stream to this place take part in the same way (`deal_among_all`). One iterator for several epochs is one object
-    of this class, which continues in each.
+    Batches that were read since that exchange are kept until the next one for this, also if that is in the next epoch:
+    if a worker fails before it, the others train its batches there, at positions below 0. Workers that have joined and
+    read the stream to this place take part in the same way (`deal_among_all`). One iterator for several epochs is one
+    object of this class, which continues in each.
     """
 
     dropped = samples = 0
@@ -112,8 +113,8 @@ class StreamedEpoch:
         """This worker's batch of the next global step and its samples, until all workers have exchanged theirs."""
         self._last: Any = None
         """The last batch of this worker, over which it makes a pass of weight 0 in a step that has none for it."""
-        self._late: list[Change] = []
-        """Changes of membership that follow the global step whose samples are exchanged now."""
+        self._late: list[tuple[Change, Sequence[Work]]] = []
+        """Changes of members, with work of earlier epochs, after the global step whose samples are exchanged now."""
         self._lost_shards: dict[int, int] = {}
         self._shards_ended: set[int] = set()
         """Workers whose own shard has ended."""
@@ -204,9 +205,14 @@ class StreamedEpoch:
         self.departed.clear()
         return not self._asynchronous or len(self._transport.all_gather_bytes(b"")) == len(self._dealers)
 
-    def uncommitted_samples(self) -> dict[int, int]:
-        """Return the samples of each worker whose work no exchange has carried."""
-        return {worker: sum(samples for _, samples in given) for worker, given in self._uncommitted.items()}
+    def uncommitted_work(self) -> dict[int, list[Work]]:
+        """Return the work of each other worker that no exchange has carried."""
+        take, own = self.reader.take, self._transport.number
+        return {
+            worker: [(take(position) if self._keeps else None, parts, count) for (position, parts), count in given]
+            for worker, given in self._uncommitted.items()
+            if worker != own
+        }
 
     def uncount(self) -> None:
         """Count no sample of this epoch, since no step was done with any."""
@@ -260,8 +266,8 @@ class StreamedEpoch:
         streamed = min(len(counts) - counts.count(0), 1 if self._split is not None else len(self._dealers))
         if self._shares is not None and self._is_last_step(self._given[self._dealers[0]] - 1):
             streamed = len({share[0] for share in self._shares[1] if share is not None})
-        for change in self._late:
-            self._deal_again(change.gone, change.members, is_committed=False)
+        for change, earlier in self._late:
+            self._deal_again(change.gone, change.members, False, earlier)
         self._late.clear()
         samples = {worker: count for worker, count in samples.items() if worker in self._transport.members}
         if not any(counts):
@@ -391,18 +397,25 @@ class StreamedEpoch:
 
     # --- changes of membership ----------------------------------------------------------------------------------
 
-    def change_members(self, change: Change, is_committed: bool) -> dict[int, int]:
+    def change_members(self, change: Change, is_committed: bool, earlier: Sequence[Work] = ()) -> dict[int, int]:
         """Deal the rest of the stream among the members. Return the number of returned samples by failed worker.
 
         `is_committed` if an exchange that this worker is in has carried all that was given to the failed workers. If
         other workers have begun the global step that this worker exchanges samples for, it has the former members.
+        The `earlier` work, of epochs before this one, is dealt with the rest.
         """
         if change.behind and self._offered is not None:
-            self._late.append(change)
+            self._late.append((change, earlier))
             return {}
-        return self._deal_again(change.gone, change.members, is_committed)
+        return self._deal_again(change.gone, change.members, is_committed, earlier)
 
-    def _deal_again(self, gone: Sequence[int], members: Sequence[int], is_committed: bool) -> dict[int, int]:
+    def deal_earlier(self, earlier: Sequence[Work]) -> None:
+        """Deal the work of epochs before this one, at its beginning, with the stream."""
+        self._deal_again((), self._dealers, False, earlier)
+
+    def _deal_again(
+        self, gone: Sequence[int], members: Sequence[int], is_committed: bool, earlier: Sequence[Work]
+    ) -> dict[int, int]:
         uncommitted = {worker: self._uncommitted.pop(worker, []) for worker in gone}
         lost = {} if is_committed or self._is_own else uncommitted
         if self._is_own:
@@ -419,20 +432,25 @@ class StreamedEpoch:
         self._returned = sorted([*self._returned, *parts])
         if not self._is_own:
             trained = without(trained, {position for position, _ in pieces if (position, _) not in parts})
+        if earlier:
+            first = self.reader.put_before([batch for batch, *_ in earlier])
+            partly = [(first + number, part) for number, (_, part, _) in enumerate(earlier) if part]
+            self._returned = [*partly, *self._returned]
+            trained = merged([*((position, position + 1) for position, _ in partly), *trained])
         if self._returned and self._is_dealt:
             self._split, self._is_dealt = self._divide, False  # a share of a batch is divided among all
         self._dealers = tuple(worker for worker in self._dealers if worker in members and worker not in gone)
         self._deal(trained)
         self._samples_so_far -= sum(samples.values())
         self.depart(gone, samples)
-        self._is_unfinished |= self._has_ended and bool(pieces)
+        self._is_unfinished |= self._has_ended and bool(pieces or earlier)
         return samples
 
     def _deal(self, trained: Sequence[Range]) -> None:
         """Deal all but these positions among the dealers."""
         if self._is_own:
             return
-        self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained)
+        self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained, -self.reader.earlier)
         self._shares = None
         self._given = dict.fromkeys(self._dealers, 0)
         self._carried = dict(self._given)
@@ -558,7 +576,7 @@ class StreamedEpoch:
     def untrained_batches(self) -> int:
         """Return the number of batches, or parts, that failed workers had and that no other worker was given."""
         trained, parts = ([], []) if self._asynchronous or self._is_own else self._place(self._given)
-        return len(parts) + max((stop for _, stop in trained), default=0) - sum(stop - start for start, stop in trained)
+        return len(parts) + _count_gaps(trained, -self.reader.earlier)
 
     def is_unfinished(self) -> bool:
         """Return True if batches were returned after all had been given."""
@@ -569,6 +587,12 @@ class StreamedEpoch:
         self._has_ended = self._is_unfinished = False
 
     # --- the place ----------------------------------------------------------------------------------------------
+
+    def earlier_batches(self) -> int:
+        """Return the number of untrained batches of earlier epochs, or parts, which no reader of this stream gives."""
+        trained, parts = self._place(self._carried) if self.reader.earlier else ([], [])
+        before = [(start, min(stop, 0)) for start, stop in trained if start < 0]
+        return _count_gaps([*before, (0, 0)], -self.reader.earlier) + sum(position < 0 for position, _ in parts)
 
     def _place(self, counts: Mapping[int, int]) -> tuple[list[Range], list[Piece]]:
         """Return the ranges of trained positions, and the parts of them that were not trained, by these counts."""
@@ -632,11 +656,13 @@ class StreamedEpoch:
             trained = without(trained, {position for position, _ in holes})
         else:
             parts = sorted([*parts, *holes])
+        trained = merged([(max(start, 0), stop) for start, stop in trained if stop > 0])
+        parts = [piece for piece in parts if piece[0] >= 0]
         goal = min([first_untrained(trained), *(position for position, _ in parts)])
         state = self.reader.state_before(goal) if not self._is_own else None
         start, read = self.reader.start if not self._is_own else b"", None
         if not reports and not self._is_own:
-            start, read = self.reader.share()
+            start, read = self.reader.share() if not self.earlier_batches() else (b"", None)
         place = StreamPlace(
             workers=len(self._dealers),
             is_own=self._is_own,
@@ -656,6 +682,11 @@ class StreamedEpoch:
         if state is not None and state.position > place.goal:
             place = replace(place, state=None)
         return msgspec.json.encode(place).decode()
+
+
+def _count_gaps(ranges: Sequence[Range], first: int) -> int:
+    """Return the number of positions from `first` to the end of these sorted ranges that are in none of them."""
+    return max((stop for _, stop in ranges), default=first) - first - sum(stop - start for start, stop in ranges)
 
 
 def _gaps(ranges: Sequence[Range], total: int, first: int = 0) -> list[int]:

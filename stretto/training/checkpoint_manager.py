@@ -276,6 +276,7 @@ class CheckpointManager:
         if isinstance(epoch_batches, LeasedEpoch):
             counts["step_requests_before"] = progress.step_requests
         strategy, tensors = trainer.strategy.state.replicated()
+        unsaved = trainer.agent.unsaved() if own else ()
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
             "recipe": str(trainer.strategy.recipe),
@@ -289,7 +290,11 @@ class CheckpointManager:
             "stream": self._place_in_stream([facts["stream"] for facts, _ in own.values() if "stream" in facts]),
             "returned": trainer.agent.returned(),
             "lost": sorted(
-                {*trainer.epochs.lost, *((one, text) for kept, _ in own.values() for one, text in kept["lost"])}
+                {
+                    *trainer.epochs.lost,
+                    *unsaved,
+                    *((one, text) for kept, _ in own.values() for one, text in kept["lost"]),
+                }
             ),
             "evaluator": trainer.evaluator.state(),
             "settings": trainer.settings.state(),

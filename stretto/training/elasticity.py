@@ -21,7 +21,7 @@ from stretto.data.shares import Limits
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
-from stretto.loader.stream_reader import StreamPlace
+from stretto.loader.stream_reader import StreamPlace, Work
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.membership.loop_positions import LoopPosition
@@ -53,8 +53,12 @@ class ElasticAgent:
         self._members, self._share_limits = trainer.transport.members, trainer.transport.share_limits
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
-        self._streamed: list[StreamedEpoch] = []
-        """Past epochs over streams with such work, whose batches are kept no longer."""
+        self._streamed: list[dict[int, list[Work]]] = []
+        """The same of past epochs over streams, by worker."""
+        self._earlier: list[Work] = []
+        """Such work of failed workers, which the next epoch trains."""
+        self._earlier_here: list[Work] = []
+        """Such work that this epoch trains."""
         self._lost_at_end = Counter[int]()
         """Samples by worker that were lost after the end of an epoch, until an epoch subtracts them."""
         self._is_agreeing = False
@@ -237,6 +241,8 @@ class ElasticAgent:
             if ahead > 0:
                 epoch_batches.change_members(late, ahead, 0)
         self._reassign_lost(())
+        if isinstance(epoch_batches, StreamedEpoch) and (earlier := self._take_earlier()):
+            epoch_batches.deal_earlier(earlier)
         self._uncount_lost(epoch_batches)
         if self._taken is not None and progress.epochs >= self._taken.facts["epochs"]:
             self._continue_from(self._taken)
@@ -251,7 +257,9 @@ class ElasticAgent:
         (lost, counted), self._reassigned = self._reassigned, ([], 0)
         self._lost, self._counted = lost + self._lost, counted + self._counted
         self._trainer.progress.uncount_lost(-counted)
-        if isinstance(current := self._trainer.epochs.current, AssignedEpoch):
+        self._earlier, self._earlier_here = self._earlier_here + self._earlier, []
+        self._trainer.progress.uncount_lost(-sum(samples for *_, samples in self._earlier))
+        if isinstance(current := self._trainer.epochs.current, AssignedEpoch | StreamedEpoch):
             self._lost_at_end.subtract(current.departed)
 
     def epoch_skipped(self) -> None:
@@ -264,7 +272,7 @@ class ElasticAgent:
 
     def epoch_begins(self) -> None:
         """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
-        self._reassigned = [], 0
+        self._reassigned, self._earlier_here = ([], 0), []
         if self._taken is not None and self._trainer.progress.epochs > self._taken.facts["epochs"]:
             self._continue_from(self._taken)
 
@@ -434,8 +442,11 @@ class ElasticAgent:
             back = current.change_members(
                 change, max(ahead, assignment.global_step), assignment.global_step if behind else assignment.committed
             )
-        elif (stream := trainer.batch_source.stream_of(current)) is not None:
-            back = stream.change_members(change, behind)
+        lost = self._lost_of_streams(change.gone, back) if not behind else {}
+        if (stream := trainer.batch_source.stream_of(current)) is not None:
+            earlier = self._take_earlier() if current is not None else ()
+            for worker, samples in stream.change_members(change, behind, earlier).items():
+                back[worker] = back.get(worker, 0) + samples
             lost_shards = stream.take_lost_shards()
         if isinstance(closing, AssignedEpoch):
             closing.change_members_at_end(change)
@@ -444,10 +455,9 @@ class ElasticAgent:
         if isinstance(closing, StreamedEpoch):
             closing.depart(change.gone)
         trainer.strategy.on_generation(change, behind)
-        lost = self._lost_of_streams(change.gone) if not behind else {}
-        if lost:
-            progress.uncount_lost(sum(lost.values()))
-            self._lost_at_end.update(lost)
+        progress.uncount_lost(sum(lost.values()))
+        self._lost_at_end.update(lost)
+        if lost or isinstance(current, StreamedEpoch):
             self._uncount_lost(closing or current)
         if not behind:
             for worker, samples in self._reassign_lost(change.gone).items():
@@ -511,8 +521,8 @@ class ElasticAgent:
             self._lost += epoch_batches.leave()
         if self._trainer.strategy.is_carried:
             return
-        if isinstance(epoch_batches, StreamedEpoch):
-            self._streamed.append(epoch_batches)
+        if isinstance(epoch_batches, StreamedEpoch) and not self._trainer.batch_source.is_iterator:
+            self._streamed.append(epoch_batches.uncommitted_work())
         if isinstance(epoch_batches, AssignedEpoch):
             self._uncommitted.append(epoch_batches.uncommitted())
 
@@ -542,11 +552,35 @@ class ElasticAgent:
         self._uncommitted.clear()
         self._streamed.clear()
 
-    def _lost_of_streams(self, gone: tuple[int, ...]) -> dict[int, int]:
-        """Return the samples of failed workers that no exchange has carried, of past epochs over streams."""
-        samples = [epoch.uncommitted_samples() for epoch in self._streamed]
-        lost = {worker: sum(one.pop(worker, 0) for one in samples) for worker in gone}
-        return {worker: count for worker, count in lost.items() if count}
+    def _lost_of_streams(self, gone: tuple[int, ...], back: dict[int, int]) -> dict[int, int]:
+        """Keep the failed workers' uncommitted work of past epochs over streams, and add its samples to `back`.
+
+        Returns the samples by worker of what no other worker can read.
+        """
+        lost = Counter[int]()
+        taken = [(worker, epoch.pop(worker, [])) for epoch in self._streamed for worker in gone]
+        for worker, (batch, parts, samples) in ((worker, work) for worker, several in taken for work in several):
+            if batch is None:
+                lost[worker] += samples
+            else:
+                self._earlier.append((batch, parts, samples))
+                self._lost_at_end[worker] += samples
+                back[worker] = back.get(worker, 0) + samples
+        return dict(+lost)
+
+    def _take_earlier(self) -> list[Work]:
+        """Take the work of earlier epochs that the epoch under way trains: it counts there."""
+        earlier, self._earlier = self._earlier, []
+        self._earlier_here += earlier
+        self._trainer.progress.uncount_lost(sum(samples for *_, samples in earlier))
+        return earlier
+
+    def unsaved(self) -> list[tuple[int, str]]:
+        """Return the losses of a run that is resumed from now: work of an earlier epoch, which no checkpoint has."""
+        stream = self._trainer.batch_source.stream_of(self._trainer.epochs.current)
+        batches = len(self._earlier) + (stream.earlier_batches() if stream is not None else 0)
+        text = f"{batches:,} batches of the end of the epoch before, which a failed worker had"
+        return [(self._trainer.evaluator.epoch + 1, text)] if batches else []
 
     def _uncount_lost(self, epoch_batches: EpochBatches | None) -> None:
         """Subtract samples that were lost after the end of an epoch from the counts of this epoch."""

@@ -67,6 +67,9 @@ class AgentView(Protocol):
     def returned(self) -> tuple[bytes, int] | None:
         """Return the samples that the next epoch trains for an earlier one, serialised, and how many of them count."""
 
+    def unsaved(self) -> list[tuple[int, str]]:
+        """Return the losses of a run that is resumed from now: work of an earlier epoch, which no checkpoint has."""
+
 
 class TrainerView(Protocol):
     """The attributes of a trainer that elasticity and checkpoints use."""

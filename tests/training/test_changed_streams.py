@@ -263,17 +263,29 @@ def test_iterator_that_the_loop_leaves_continues_with_what_a_failed_worker_had(
     assert any("left before 4 batches of the stream, which a failed worker had" in text for text in texts)
 
 
-@pytest.mark.parametrize("step", [15, 18])
-def test_work_at_the_end_of_a_stream_that_no_exchange_has_carried_is_named_if_its_worker_fails(
-    step: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", ["list", "indices"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("deaths", [[(1, 15)], [(1, 15), (2, 15)], [(1, 15), (2, 17)], [(1, 18)]])
+def test_work_at_the_end_of_a_stream_that_no_exchange_has_carried_is_trained_in_the_next_epoch(
+    deaths: list[tuple[int, int]], split: bool, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An epoch has 14 steps of a worker, of which the last two are exchanged with the first two of the next one."""
-    batches = torch.arange(ROWS * SPLIT).split(6)[:28]
-    work, _ = rows_of([(1, step)], monkeypatch, lambda: list(batches), epochs=2)
-    run_elastic_workers(2, work, "local_sgd(every=4)", tmp_path)
-    lost = [event["text"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "batches_lost"]
-    assert len(lost) == (step == 15)
-    assert all("worker 1 failed before the first exchange after the end of an epoch: 12 samples" in one for one in lost)
+    batches = torch.arange(ROWS * SPLIT).split(6)[:14] if split else torch.arange(ROWS * SPLIT).split(4)[:42]
+    rows = sum(map(len, batches))
+
+    def stream() -> Any:
+        if kind == "list":
+            return list(batches)
+        return DataLoader(torch.arange(rows), batch_size=len(batches[0]), sampler=Endless(rows))  # type: ignore[arg-type]
+
+    work, trained = rows_of(deaths, monkeypatch, stream, epochs=2)
+    run_elastic_workers(3, work, "local_sgd(every=4)", tmp_path, split=split)
+    assert trained() == sorted(2 * [*range(rows)])
+    events = [*read_events(tmp_path / "events.jsonl")]
+    assert not [event for event in events if event["event"] == "batches_lost"]
+    epochs = [event for event in events if event["event"] == "epoch"]
+    assert [sum(event["trained"].values()) for event in epochs] == [rows, rows]
+    assert [event["samples"] for event in epochs] == [rows, 2 * rows]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +295,6 @@ def test_work_at_the_end_of_a_stream_that_no_exchange_has_carried_is_named_if_it
 def test_epochs_count_what_each_worker_has_trained_of_a_stream(
     deaths: list[tuple[int, int]], again: int, split: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A worker that fails at step 15 has four samples that no exchange has carried after the end of an epoch."""
     batches = torch.arange(ROWS * SPLIT).split(2)[:84]
     work, _ = rows_of(deaths, monkeypatch, lambda: list(batches), epochs=2)
     killed_before = set[int]()
@@ -297,8 +308,6 @@ def test_epochs_count_what_each_worker_has_trained_of_a_stream(
     recipe = "local_sgd(every=4)"
     run_elastic_workers(6 if (1, 15) in deaths else 3, once, recipe, tmp_path, again, split=split)
     epochs = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "epoch"]
-    lost = 4 * ((1, 15) in deaths)
-    trained = [sum(event["trained"].values()) for event in epochs]
-    assert trained == [168, 168 - lost]
-    assert [event["samples"] for event in epochs] == [168, 336 - lost]
+    assert [sum(event["trained"].values()) for event in epochs] == [168, 168]
+    assert [event["samples"] for event in epochs] == [168, 336]
     assert all(set(event["trained"]) <= set("012345") for event in epochs)

@@ -103,6 +103,15 @@ def counting(
     return work
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_worker_that_fails_at_the_beginning_of_an_epoch_returns_while_the_others_train_what_it_had_of_the_one_before(
+    split: bool, trained: Trained
+) -> None:
+    work = counting("iterable", trained, [(1, 0, 1)], epochs=4)
+    run_elastic_workers(3, work, "local_sgd(every=7)", again=1, split=split)
+    assert trained.all() == sorted(4 * [*range(2 * BATCHES)])
+
+
 DEATHS = [(1, 0, 5), (2, 0, 12), (1, 1, 3), (0, 0, 20), (2, 1, 4)]
 
 

@@ -22,12 +22,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import stretto
+from stretto import api
 from stretto.data.stream_order import StreamOrder, first_untrained
 from stretto.errors import LoaderError, StaysOutError
 from stretto.events import read_events
 from stretto.interval import every
 from stretto.loader.stream_reader import SHOWN_S, SLICE_S, StreamPlace, digest_of, excerpt, read_to_place, stateful
 from stretto.training.checkpoint_manager import CheckpointManager
+from stretto.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("every_checkpoint")
 BATCHES = 30
@@ -390,7 +392,7 @@ def test_a_loss_before_the_checkpoint_is_named_by_the_resumed_run_too(tmp_path: 
 def test_a_loss_is_named_by_a_resumed_run_although_the_worker_that_named_it_has_failed(
     again: int, tmp_path: Path
 ) -> None:
-    """Worker 1 fails with work that no exchange has carried; worker 0, which names it, fails later."""
+    """All workers know the loss; worker 0, which names it, fails later."""
     incarnations = dict.fromkeys(range(3), -1)
 
     def work(worker: int) -> int:
@@ -400,7 +402,11 @@ def test_a_loss_is_named_by_a_resumed_run_although_the_worker_that_named_it_has_
         loader = stretto.distribute(net, optimizer, batches)
         for _ in range(3):
             for x in loader:
-                if not incarnations[worker] and (worker, step) in [(1, 15), (0, 20)]:
+                if not incarnations[worker] and step == 15:
+                    trainer = api._current.get()
+                    assert isinstance(trainer, Trainer)
+                    trainer.epochs.note_lost("a batch", writes=worker == 0)
+                if not incarnations[worker] and (worker, step) == (0, 20):
                     raise WorkerKilled
                 step += 1
                 optimizer.zero_grad()
@@ -415,6 +421,42 @@ def test_a_loss_is_named_by_a_resumed_run_although_the_worker_that_named_it_has_
     run_elastic_workers(1, work, "local_sgd(every=4)", tmp_path / "resumed", resume=tmp_path / "part", **options)
     assert len(losses(run)) == 1
     assert losses(tmp_path / "resumed") == losses(run)
+
+
+def test_run_that_stops_before_batches_of_the_epoch_before_are_trained_names_them_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """An epoch has 15 steps, of which three are exchanged with the first of the next one, in which a worker fails."""
+
+    def work(worker: int) -> list[list[int]]:
+        net, batches = nn.Linear(1, 1), list(torch.ones(3 * 15, 4, 1))
+        optimizer, step = torch.optim.SGD(net.parameters(), lr=1e-9), 0
+        loader = stretto.distribute(net, optimizer, batches)
+        for _ in range(2):
+            for x in loader:
+                if fails and (worker, step) == (1, 15):
+                    raise WorkerKilled
+                step += 1
+                optimizer.zero_grad()
+                net(x).mean().backward()
+                optimizer.step()
+        return [[step]]
+
+    fails, run = True, tmp_path / "run"
+    options = {"checkpoint": every("1 rounds"), "keep": 99}
+    run_elastic_workers(3, work, "local_sgd(every=4)", run, **options)
+    assert not losses(run)
+    fails, found = False, []
+    for checkpoint in sorted((run / "checkpoints").iterdir())[3:5]:
+        part = tmp_path / checkpoint.name
+        shutil.copytree(checkpoint, part / "checkpoints" / checkpoint.name)
+        run_elastic_workers(2, work, "local_sgd(every=4)", part / "resumed", resume=part, **options)
+        events = read_events(part / "resumed" / "events.jsonl")
+        found.append(
+            (losses(part / "resumed"), [event["samples"] for event in events if event["event"] == "epoch"][-1])
+        )
+    named = ["3 batches of the end of the epoch before, which a failed worker had"]
+    assert found == [(named, 360 - 3 * 4), ([], 360)]
 
 
 def test_batches_that_all_workers_split_continue(tmp_path: Path) -> None:
