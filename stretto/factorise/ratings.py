@@ -36,8 +36,14 @@ SAMPLE = 100
 """Number of lines that show the separator and a heading, and largest number of lines of a rating."""
 MISSING = ("na", "n/a", "nan", "null", "none", "nil", "-", "--", "?", ".", "\\n")
 """Words that stand for a missing value, in small letters: no headings."""
-INDEX_NAMES = ("", "index", "Unnamed: 0")
-"""Headings of a first column that numbers the lines."""
+INDEX_NAMES = ("", "index", "unnamed: 0")
+"""Headings of a first column that numbers the lines, in small letters."""
+MOST_BY_CHANCE = 20
+"""Number of lines from which on a first column that counts them is no column of users."""
+USERS = re.compile(r"(user|customer|reviewer|member)s?[ _-]?(id|name|no|nr)?", re.IGNORECASE)
+ITEMS = re.compile(r"(item|movie|film|book|song|track|artist|product)s?[ _-]?(id|name|no|nr)?", re.IGNORECASE)
+VALUES = re.compile(r"(rating|score|star|value)s?", re.IGNORECASE)
+"""Headings by which columns are found in any order, if a file has one of each."""
 PACKED = {b"PK\x03\x04": "unzip -p", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat"}
 """First bytes of packed files, and the command that unpacks each."""
 
@@ -69,8 +75,8 @@ class Ratings:
 def read(path: Path, columns: str | None) -> Ratings:
     """Return the ratings of a file. Raise LaunchError for a file without ratings, or with lines that are none.
 
-    `columns` names the three columns, in the order row, column, value; by default they are the first three, or those
-    after a column that numbers the lines. Blanks around a field do not count. The file is in UTF-8 or UTF-16, in
+    `columns` names the three columns, in the order row, column, value; by default they are those of users, items and
+    ratings by their headings, or else the first three, or those after a column that numbers the lines. Blanks around a field do not count. The file is in UTF-8 or UTF-16, in
     Latin-1 if it is neither, and may be packed by gzip.
     """
     try:
@@ -147,21 +153,23 @@ class _Records:
     def __init__(self, path: Path, sample: Sequence[str], columns: str | None) -> None:
         self._path = path
         self._separator = _separator(sample)
+        if "\r" in sample[0] and '"' not in sample[0]:
+            got, to_type = f"carriage returns in the first line: {sample[0]:.80}", f"tr '\\r' '\\n' < {path.name} > lines.csv"
+            raise _refused(f"{path} has two kinds of line ends", got, "one kind", to_type)
         separator = re.escape(self._separator)
         self._field = re.compile(rf' *"((?:[^"]|"")*)" *(?={separator}|\Z)|(.*?)(?={separator}|\Z)', re.DOTALL)
         first = [field.strip() for field in self._split(sample[0])]
         below = [self._split(line) for line in sample[1:]]
-        if [fields[0] for fields in below if len(fields) == len(first) + 1 and fields[-1].strip()] in (
-            [str(number) for number in range(start, start + len(below))] for start in (0, 1)
-        ):
-            first = ["", *first] if below else first  # R writes no heading above the numbers of the lines
+        longer = [fields[0] for fields in below if len(fields) == len(first) + 1 and fields[-1].strip()]
+        if len(longer) == len(below) and _is_count(longer):
+            first = ["", *first]  # R writes no heading above the numbers of the lines
         self._width = len(first)
-        self._places, self.has_heading = self._placed(first, sample, columns)
+        self._places, self.has_heading = self._placed(first, below, columns)
         row, column, value = ((first[i] if self.has_heading else f"column {i + 1}") or "''" for i in self._places)
         self.taken = (row, column, value)
 
     def _placed(
-        self, first: Sequence[str], sample: Sequence[str], columns: str | None
+        self, first: Sequence[str], below: Sequence[Sequence[str]], columns: str | None
     ) -> tuple[tuple[int, int, int], bool]:
         """Return the places of row, column and value in a line, and True if the first line is a heading."""
         path = self._path
@@ -170,9 +178,13 @@ class _Records:
                 got = f"{len(first)} columns: {','.join(first):.80}"
                 blanks = f'tr -s " " , < {path.name} > commas.csv' if len(" ".join(first).split()) > 2 else EXAMPLE
                 raise _refused(f"{path} has fewer than three columns", got, "row, column and value", blanks)
-            start = 1 if len(first) > 3 and first[0] in INDEX_NAMES else 0
+            start = 1 if len(first) > 3 and _numbers_lines(first[0], [fields[0] for fields in below]) else 0
             places = (start, start + 1, start + 2)
-            return places, self._is_heading(first, sample, places)
+            if not self._is_heading(first, below, places):
+                self._check_commas(first, below, places)
+                return places, False
+            found = [[i for i, name in enumerate(first) if kind.fullmatch(name)] for kind in (USERS, ITEMS, VALUES)]
+            return ((found[0][0], found[1][0], found[2][0]) if all(found) else places), True
         names = [name.strip() for name in columns.split(",")]
         if len(names) != 3:
             raise _refused("--columns names three columns", f"--columns {columns}", "row, column and value", EXAMPLE)
@@ -183,16 +195,44 @@ class _Records:
         row, column, value = (first.index(name) for name in names)
         return (row, column, value), True
 
-    def _is_heading(self, first: Sequence[str], sample: Sequence[str], places: tuple[int, int, int]) -> bool:
+    def _is_heading(
+        self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]
+    ) -> bool:
         """Return True for a line of names above a column of values, or of names above columns of numbers."""
         row, column, value = places
-        if not re.search(r"\d", first[value]):
+        if not re.match(r"\W*\d", first[value]):
             return not (first[value] == "" or first[value].lower() in MISSING or _is_number(first[value]))
-        below = [fields for line in sample[1:] if len(fields := self._split(line)) == self._width]
+        if USERS.fullmatch(first[row]) and ITEMS.fullmatch(first[column]):
+            return True
+        below = [fields for fields in below if len(fields) == len(first)]
         if row == 1 and first[0] == "" and below and all(fields[0].strip() for fields in below):
             return True  # pandas numbers columns without a name, and the lines, without a heading for these
-        numbered = [i for i in (row, column) if below and all(_is_number(fields[i]) for fields in below)]
-        return bool(numbered) and not any(_is_number(first[i]) for i in numbered)
+        are_numbers = [bool(below) and all(_is_number(fields[i]) for fields in below) for i in (row, column)]
+        if below and first == [str(number) for number in range(len(first))]:
+            if not any(are_numbers):
+                return True
+            raise _refused(
+                f"{self._path} begins with {','.join(first)}",
+                "numbers of columns, or a rating",
+                "a line of names above the ratings",
+                f"sed '1i user,item,rating' {self._path.name} > named.csv, or with '1c ...' if its first line is no rating",
+            )
+        return any(is_number and not _is_number(first[i]) for is_number, i in zip(are_numbers, (row, column), strict=True))
+
+    def _check_commas(
+        self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]
+    ) -> None:
+        """Raise LaunchError if values may have decimal commas, which then stand as two columns."""
+        value = places[2]
+        if self._separator != "," or len(first) != value + 2:
+            return
+        if all(re.fullmatch(r"\d{1,2}", fields[-1].strip()) for fields in (first, *below) if len(fields) == len(first)):
+            raise _refused(
+                f"{self._path} has values that may have decimal commas",
+                f"the first line: {','.join(first):.80}",
+                "a decimal point, or a line of names above the ratings",
+                "4.5 in place of 4,5, or a first line such as user,item,rating,other",
+            )
 
     def _split(self, line: str) -> list[str]:
         """Return the fields of a line; a quote that is not closed before a separator is text."""
@@ -249,7 +289,8 @@ class _Records:
         expected = f"a row, a column and a number in columns {row + 1}, {column + 1} and {value + 1}"
         to_type = EXAMPLE
         text = fields[value].strip() if len(fields) > value else ""
-        if re.fullmatch(r"[-+]?\d+,\d+", text):
+        more = ",".join(field.strip() for field in fields[value : self._width + 1])
+        if re.fullmatch(r"[-+]?\d+,\d+", text) or (self._separator == "," and re.fullmatch(r"[-+]?\d+,\d{1,2}", more)):
             expected = "a decimal point"
             to_type = f"tr , . < {self._path.name} > points.csv" if self._separator != "," else "4.5 in place of 4,5"
         elif any(fields[self._width :]):
@@ -267,6 +308,19 @@ def _separator(sample: Sequence[str]) -> str:
     counts = {one: first.count(one) for one in SEPARATORS}
     steady = {one: sum(line.count(one) == counts[one] for line in sample) for one in SEPARATORS if counts[one] >= 2}
     return max(steady, key=lambda one: steady[one], default=max(SEPARATORS, key=lambda one: counts[one]))
+
+
+def _numbers_lines(name: str, below: Sequence[str]) -> bool:
+    """Return True for a first column that numbers the lines, from its first field and those below."""
+    if name.lower() in INDEX_NAMES:
+        return True
+    is_count = _is_count(below) or _is_count([name, *below])
+    return is_count and len(below) >= MOST_BY_CHANCE and not USERS.fullmatch(name)
+
+
+def _is_count(texts: Sequence[str]) -> bool:
+    """Return True for the numbers from 0 or 1 on."""
+    return bool(texts) and any([*texts] == [str(n + start) for n in range(len(texts))] for start in (0, 1))
 
 
 def _is_number(text: str) -> bool:
