@@ -58,7 +58,7 @@ def command(
         str | None,
         typer.Option(
             metavar="ROW,COLUMN,VALUE",
-            show_default="the first three",
+            show_default="by heading, or the first three",
             help="Names of the columns of the file that have the rows, the columns and the values.",
             rich_help_panel=TRAINING,
         ),

@@ -76,8 +76,8 @@ def read(path: Path, columns: str | None) -> Ratings:
     """Return the ratings of a file. Raise LaunchError for a file without ratings, or with lines that are none.
 
     `columns` names the three columns, in the order row, column, value; by default they are those of users, items and
-    ratings by their headings, or else the first three, or those after a column that numbers the lines. Blanks around a field do not count. The file is in UTF-8 or UTF-16, in
-    Latin-1 if it is neither, and may be packed by gzip.
+    ratings by their headings, or else the first three, or those after a column that numbers the lines. Blanks around a
+    field do not count. The file is in UTF-8 or UTF-16, in Latin-1 if it is neither, and may be packed by gzip.
     """
     try:
         with ExitStack() as stack:
@@ -154,7 +154,10 @@ class _Records:
         self._path = path
         self._separator = _separator(sample)
         if "\r" in sample[0] and '"' not in sample[0]:
-            got, to_type = f"carriage returns in the first line: {sample[0]:.80}", f"tr '\\r' '\\n' < {path.name} > lines.csv"
+            got, to_type = (
+                f"carriage returns in the first line: {sample[0]:.80}",
+                f"tr '\\r' '\\n' < {path.name} > lines.csv",
+            )
             raise _refused(f"{path} has two kinds of line ends", got, "one kind", to_type)
         separator = re.escape(self._separator)
         self._field = re.compile(rf' *"((?:[^"]|"")*)" *(?={separator}|\Z)|(.*?)(?={separator}|\Z)', re.DOTALL)
@@ -195,9 +198,7 @@ class _Records:
         row, column, value = (first.index(name) for name in names)
         return (row, column, value), True
 
-    def _is_heading(
-        self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]
-    ) -> bool:
+    def _is_heading(self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]) -> bool:
         """Return True for a line of names above a column of values, or of names above columns of numbers."""
         row, column, value = places
         if not re.match(r"\W*\d", first[value]):
@@ -215,13 +216,13 @@ class _Records:
                 f"{self._path} begins with {','.join(first)}",
                 "numbers of columns, or a rating",
                 "a line of names above the ratings",
-                f"sed '1i user,item,rating' {self._path.name} > named.csv, or with '1c ...' if its first line is no rating",
+                f"sed '1i user,item,rating' {self._path.name} > named.csv; with 1c if its first line is no rating",
             )
-        return any(is_number and not _is_number(first[i]) for is_number, i in zip(are_numbers, (row, column), strict=True))
+        return any(
+            is_number and not _is_number(first[i]) for is_number, i in zip(are_numbers, (row, column), strict=True)
+        )
 
-    def _check_commas(
-        self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]
-    ) -> None:
+    def _check_commas(self, first: Sequence[str], below: Sequence[Sequence[str]], places: tuple[int, int, int]) -> None:
         """Raise LaunchError if values may have decimal commas, which then stand as two columns."""
         value = places[2]
         if self._separator != "," or len(first) != value + 2:
