@@ -418,7 +418,9 @@ class GlobalSteps:
         """Count a step that this worker leaves out since gradients are not finite: the others would wait for it."""
         before = self._timer.switch("other")
         self.pace.go_on()
+        self.strategy.look_for_redraws()
         self._count_step(index)
+        self.strategy.note_values(has_stepped=True)
         self._timer.switch(before)
 
     def refuse_not_finite(self) -> None:

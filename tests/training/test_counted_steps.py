@@ -16,7 +16,7 @@ import torch
 from simulator.harness import simulated
 from thread_workers import flat, regression, relative_distance, run_single_process, run_workers, small_net
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
 from stretto import api
@@ -241,6 +241,26 @@ def test_a_step_left_out_for_gradients_that_are_not_finite_keeps_the_rounds_alig
 ) -> None:
     assert run_workers(2, leaving_out(make, accumulated), recipe, run=tmp_path) == [steps] * 2
     assert end_of(tmp_path) == [(steps, steps // 4)] * 2
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=4)", "gossip()", "async_sgd"])
+def test_an_exchange_in_place_of_a_step_that_a_scaler_skips_is_no_change_by_the_script(recipe: str) -> None:
+    """Each worker has trained rows of its own, so that the mean has little to do with the values before."""
+
+    def work(worker: int) -> Tensor:
+        rows = nn.Embedding(96, 1)
+        nn.init.zeros_(rows.weight)
+        optimizer, step = torch.optim.SGD(rows.parameters(), lr=1.0), scaled()
+        torch.manual_seed(0)
+        data = DataLoader(TensorDataset(torch.arange(96)), batch_size=4, shuffle=True)
+        loader = stretto.distribute(rows, optimizer, data)
+        for epoch in range(2):
+            for i, (row,) in enumerate(loader):
+                step(rows, optimizer, rows(row).sum(), worker == 1 and (epoch, i) == (1, 3), True)
+        return rows.weight.detach().flatten()
+
+    for trained in run_workers(3, work, recipe):
+        assert bool((trained <= 0).all()) and len(trained.unique()) > 1
 
 
 @pytest.mark.parametrize("step", [omitted, passed])
