@@ -3,6 +3,7 @@
     module of the library          file here          acts when the script has imported the module
     transformers.trainer           hugging_face.py
     lightning (pytorch_lightning)  lightning.py
+    accelerate.accelerator         accelerate.py
 
 A file has two functions: `install(module)`, which wraps what the script makes from now on, and `take(trainer)`, which
 wraps one object. Both hand the library's loader to `WindowedLoader` (windows.py), which distributes it.
@@ -21,6 +22,7 @@ FILES = {
     "transformers.trainer": "hugging_face",
     "lightning.pytorch.trainer.trainer": "lightning",
     "pytorch_lightning.trainer.trainer": "lightning",
+    "accelerate.accelerator": "accelerate",
 }
 """By module of another library whose import makes it act: the file of this package."""
 After = Callable[[str, Callable[[ModuleType], None]], object]
@@ -33,7 +35,7 @@ def watch(after_import: After) -> None:
 
 
 def take(trainer: Any) -> Any:
-    """Train with the other workers in the `train()` of this trainer, and return it.
+    """Train with the other workers in the `train()` of this trainer, or the loop of this Accelerator, and return it.
 
     Under `stretto run` nothing has to be called. A host that starts workers without it calls this after the trainer is
     made. In a single process it changes nothing.
@@ -48,7 +50,7 @@ def take(trainer: Any) -> Any:
         explain(
             "stretto.take does not know this trainer",
             got=f"{type(trainer).__module__}.{type(trainer).__qualname__}",
-            expected="a transformers.Trainer or a Trainer of Lightning, or an object of a class derived from these",
+            expected="a transformers.Trainer, a Trainer of Lightning or an Accelerator, or one of a derived class",
             to_type="loader = stretto.distribute(model, optimizer, loader) in a loop of your own",
         )
     )

@@ -23,7 +23,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -31,7 +30,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from transformers import __version__
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
@@ -41,7 +39,9 @@ from stretto.errors import ScriptError, explain
 from stretto.identity import is_main, main_first, rank
 from stretto.notices import say_once
 from stretto.process_config import VARIABLE
-from stretto.trainers.windows import Empty, WindowedLoader, items_in, lockstep_training
+from stretto.trainers.accelerate import acts_for_main, be_only_process, number_processes, renumber
+from stretto.trainers.together import lockstep_training
+from stretto.trainers.windows import Empty, WindowedLoader, early_end, items_in
 from stretto.training.checkpointed import checkpointed
 from stretto.training.schedule import Mode
 from stretto.training.trainer import Trainer as Training
@@ -57,19 +57,18 @@ METHODS = (
 )
 GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "PPOTrainer", "NashMDTrainer", "XPOTrainer")
 Plain = Callable[..., Any]
-_acts: ContextVar[bool] = ContextVar("acts", default=False)
-"""True while this worker acts for the main worker, which has failed within a block that was its own."""
 
 
 def install(module: ModuleType) -> None:
     """Wrap every Trainer that is made from now on. Does nothing in a process that the script has started."""
     if not __version__.startswith(TRIED):
         say_once(f"transformers {__version__}: tried with 4.46 to 5.24")
-    _number_processes()
+    number_processes()
     made, skip = module.Trainer.__init__, module.skip_first_batches
 
     @functools.wraps(made)
     def init(trainer: Any, *given: Any, **named: Any) -> None:
+        be_only_process()
         made(trainer, *given, **named)
         Hooks(trainer)
 
@@ -101,33 +100,16 @@ def take(trainer: Any) -> Any:
     return trainer
 
 
-def _number_processes() -> None:
-    """Have the library's only process carry the number of the worker: 0 at the main worker."""
-    begin = PartialState.__init__
-
-    @functools.wraps(begin)
-    def numbered(state: Any, *given: Any, **named: Any) -> None:
-        begin(state, *given, **named)
-        if state.num_processes == 1:
-            state.process_index = state.local_process_index = 0 if _acts.get() or is_main() else max(rank(), 1)
-
-    PartialState.__init__ = numbered
-
-
-def _renumber() -> None:
-    number = PartialState().process_index
-    if AcceleratorState._shared_state:
-        AcceleratorState._shared_state["process_index"] = number
-
-
 class Hooks:
     """The wrapped methods of one Trainer, in which it trains with the other workers."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._batches = trainer, _Batches()
         self._shows_agreed = False
-        self._factor: float | None = None
-        """Weight of the micro-batch under way, where the library takes the mean of means."""
+        self._part: float | None = None
+        """Part of the micro-batch under way in the items of its window; None outside a step."""
+        self._uses_items: bool | None = None
+        """True if the model's loss is a sum over `num_items_in_batch`; None before the first step."""
         self._items = 0.0
         """Labels or samples of this worker in the window under way."""
         self._losses = _Losses()
@@ -152,7 +134,7 @@ class Hooks:
         self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps, schedule)
         self._losses = _Losses()
         counters = checkpointed(trainer=_Counters(trainer), losses=self._losses).trainer
-        _renumber()
+        renumber()
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             self._batches.is_continued = counters.write(Path(folder) / STATE)
             if self._batches.is_continued:
@@ -171,14 +153,7 @@ class Hooks:
         state, current = self._trainer.state, training()
         is_stopped = self._trainer.control.should_training_stop or current is None or current.is_over
         if state.global_step < state.max_steps and not is_stopped:
-            raise ScriptError(
-                explain(
-                    "the Trainer has ended before its last step",
-                    got=f"{state.global_step} of {state.max_steps} steps",
-                    expected="as many micro-batches as len(loader) said; this is an error in Stretto",
-                    to_type="--no-trainers with stretto.distribute in a loop of your own",
-                )
-            )
+            raise early_end("Trainer", f"{state.global_step} of {state.max_steps} steps")
 
     def hyperparameter_search(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Refuse a search: its trials belong to processes of their own."""
@@ -201,7 +176,7 @@ class Hooks:
         """Return the micro-batches of one optimizer step, and weigh this worker by what its loss is a mean over."""
         if self._batches.is_alone:
             return plain(batches, number, *device)
-        _renumber()
+        renumber()
         window = list(islice(batches, number))
         full = [batch for batch in window if not isinstance(batch, Empty)]
         found, items = plain(iter(full), len(full), *device)
@@ -225,13 +200,11 @@ class Hooks:
             return self._last_exchanges(plain, model, inputs, items)
         if isinstance(inputs, Empty):
             return torch.zeros((), device=self._trainer.args.device)
-        if self._is_mean(items):
-            steps = self._trainer.args.gradient_accumulation_steps
-            self._factor = steps * items_in(inputs) / self._items if self._items else 0.0
+        self._part = items_in(inputs) / self._items if self._items else 0.0
         try:
             loss = self._last_exchanges(plain, model, inputs, items)
         finally:
-            self._factor = None
+            self._part = None
         self._losses.add(self._trainer.state.global_step, self._items, loss)
         return loss
 
@@ -239,12 +212,32 @@ class Hooks:
         with nullcontext() if self._trainer.accelerator.gradient_state.sync_gradients else no_sync():
             return plain(*given)
 
-    def compute_loss(self, plain: Plain, *given: Any, **named: Any) -> Any:
-        """Return the loss of a micro-batch, as large as its part of the window."""
-        found, factor = plain(*given, **named), self._factor
-        if factor is None or factor == 1:
+    def compute_loss(self, plain: Plain, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        """Return the loss of a micro-batch; a mean as large as its part of the window."""
+        steps, part = self._trainer.args.gradient_accumulation_steps, self._part
+        items = named.get("num_items_in_batch")
+        is_mean = part is not None and steps > 1 and (self._is_mean(items) or not self._is_sum(model, inputs, items))
+        found = plain(model, inputs, *given, **named)
+        if part is None or not is_mean:
             return found
+        factor = steps * part
         return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+
+    def _is_sum(self, model: Any, inputs: Any, items: Any) -> bool:
+        """Return True if more items make the loss smaller: models may take `num_items_in_batch` and leave it unused."""
+        trainer = self._trainer
+        if getattr(trainer, "compute_loss_func", None) is not None or "labels" not in inputs:
+            return True
+        if trainer.label_smoother is not None:
+            return False
+        if self._uses_items is None:
+            was_training = model.training
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                model.eval()
+                once, twice = (float(model(**inputs, num_items_in_batch=items * k)["loss"]) for k in (1, 2))
+                model.train(was_training)
+            self._uses_items = not math.isclose(once, twice, rel_tol=1e-3)
+        return self._uses_items
 
     # --- evaluation, files, logs --------------------------------------------------------------------------------
 
@@ -289,16 +282,16 @@ class Hooks:
     def save_checkpoint(self, plain: Plain, *given: Any, **named: Any) -> None:
         """Write a checkpoint at the main worker, then what belongs to each other one."""
         with self._agreed(), main_first() if lockstep_training() is not None else nullcontext(is_main()) as acts:
-            token = _acts.set(acts)
+            token = acts_for_main.set(acts)
             try:
-                _renumber()
+                renumber()
                 plain(*given, **named)
             finally:
-                _acts.reset(token)
+                acts_for_main.reset(token)
 
     def save_rng_state(self, plain: Plain, folder: str) -> None:
         """Write this worker's random states: those of the main worker where the library looks for them."""
-        plain(folder if _acts.get() else _own_folder(folder))
+        plain(folder if acts_for_main.get() else _own_folder(folder))
 
     def load_rng_state(self, plain: Plain, folder: str | None) -> None:
         """Read this worker's random states of a checkpoint."""

@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from stretto.api import agreed, finish, log, no_sync, training
 from stretto.errors import ScriptError, explain
-from stretto.identity import barrier, broadcast, is_main, main_first, rank
-from stretto.loader.epoch_order import samples_in
+from stretto.identity import broadcast, is_main, main_first, rank
 from stretto.notices import say_once
-from stretto.trainers.windows import Empty, WindowedLoader, expected_length, lockstep_training
+from stretto.trainers.together import gathered, lockstep_training, meet
+from stretto.trainers.windows import WindowedLoader, early_end, expected_length
 from stretto.training.checkpointed import checkpointed
 from stretto.training.worker_context import find_context
 
@@ -73,8 +73,8 @@ def take(trainer: Any) -> Any:
             got=f"{name} with devices={devices}, num_nodes={getattr(trainer, 'num_nodes', 1)}",
             to_type='Trainer(strategy="auto", devices=1, num_nodes=1); stretto run -n 2 starts the workers',
         )
-    base: Any = strategies.SingleDeviceStrategy
-    kind = _strategy(base)
+    base = strategies.SingleDeviceStrategy
+    kind: Any = type("StrettoStrategy", (StrettoStrategy, base), {})
     trainer._accelerator_connector.strategy = kind(
         device=strategy.root_device,
         accelerator=strategy.accelerator,
@@ -86,127 +86,126 @@ def take(trainer: Any) -> Any:
     return trainer
 
 
-@functools.cache
-def _strategy(base: Any) -> Any:
-    class StrettoStrategy(base):  # type: ignore[misc]
-        """One worker of a run, on a single device."""
+_Strategy: Any = object
+"""Superclass of the methods below, which the library's strategy follows in the order of resolution."""
 
-        strategy_name, is_distributed, is_of_run = "stretto", False, True
-        _batches: _Batches | None = None
-        _shown: ExitStack | None = None
 
-        @property
-        def is_global_zero(self) -> bool:
-            """True at the main worker, which writes files and logs."""
-            return is_main()
+class StrettoStrategy(_Strategy):  # type: ignore[misc]
+    """One worker of a run, before the library's strategy for a single device."""
 
-        def renumber(self) -> None:
-            """Tell the library the number of this worker: 0 at the main worker."""
-            from lightning_utilities.core.rank_zero import rank_zero_only
+    strategy_name, is_distributed, is_of_run = "stretto", False, True
+    lightning_module: Any
+    checkpoint_io: Any
+    _batches: _Batches | None = None
+    _shown: ExitStack | None = None
 
-            self.global_rank = self.local_rank = 0 if is_main() else max(rank(), 1)
-            rank_zero_only.rank = self.global_rank
+    @property
+    def is_global_zero(self) -> bool:
+        """True at the main worker, which writes files and logs."""
+        return is_main()
 
-        def process_dataloader(self, loader: Any) -> Any:
-            """Return the distributed micro-batches of a loader for training; others are each worker's own."""
-            trainer = self.lightning_module.trainer
-            is_other = trainer.validating or trainer.testing or trainer.predicting or trainer.sanity_checking
-            if is_other or trainer.state.fn != "fit":
-                return loader
-            _refuse(trainer, loader)
-            self._batches = _Batches(trainer, loader)
-            return self._batches
+    def renumber(self) -> None:
+        """Tell the library the number of this worker: 0 at the main worker."""
+        from lightning_utilities.core.rank_zero import rank_zero_only
 
-        def training_step(self, *given: Any, **named: Any) -> Any:
-            """Make the forward pass of a micro-batch."""
-            found = super().training_step(*given, **named)
-            if self._batches is not None:
-                self._batches.refuse_weights()
-            return found
+        self.global_rank = self.local_rank = 0 if is_main() else max(rank(), 1)
+        rank_zero_only.rank = self.global_rank
 
-        def backward(self, closure_loss: Tensor, optimizer: Any, *given: Any, **named: Any) -> Tensor:
-            """Make the backward pass, with the exchange in the last micro-batch of a window."""
-            trainer = self.lightning_module.trainer
-            waits = self.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
-            factor = self._batches.factor if self._batches is not None else 1.0
-            with no_sync() if waits else nullcontext():
-                loss = closure_loss if factor == 1 else closure_loss * factor
-                found: Tensor = super().backward(loss, optimizer, *given, **named)
-            return found
+    def process_dataloader(self, loader: Any) -> Any:
+        """Return the distributed micro-batches of a loader for training; others are each worker's own."""
+        trainer = self.lightning_module.trainer
+        is_other = trainer.validating or trainer.testing or trainer.predicting or trainer.sanity_checking
+        if is_other or trainer.state.fn != "fit":
+            return loader
+        _refuse(trainer, loader)
+        self._batches = _Batches(trainer, loader)
+        return self._batches
 
-        def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any) -> Any:
-            """Make the passes, then the step."""
-            done = closure()
-            return super().optimizer_step(optimizer, lambda: done, model, **named)
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        """Make the forward pass of a micro-batch."""
+        found = super().training_step(*given, **named)
+        if self._batches is not None:
+            self._batches.refuse_weights()
+        return found
 
-        def _agreed(self) -> AbstractContextManager[None]:
-            return nullcontext() if self._shown is not None else agreed()
+    def backward(self, closure_loss: Tensor, optimizer: Any, *given: Any, **named: Any) -> Tensor:
+        """Make the backward pass, with the exchange in the last micro-batch of a window."""
+        trainer = self.lightning_module.trainer
+        waits = self.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        factor = self._batches.factor if self._batches is not None else 1.0
+        with no_sync() if waits else nullcontext():
+            loss = closure_loss if factor == 1 else closure_loss * factor
+            found: Tensor = super().backward(loss, optimizer, *given, **named)
+        return found
 
-        def on_validation_start(self) -> None:
-            """Put the agreed model in place."""
-            self.renumber()
-            shown = ExitStack()
-            shown.enter_context(self._agreed())
-            self._shown = shown
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any) -> Any:
+        """Make the passes, then the step."""
+        done = closure()
+        return super().optimizer_step(optimizer, lambda: done, model, **named)
 
-        def on_validation_end(self) -> None:
-            """Continue with this worker's own model."""
-            if self._shown is not None:
-                shown, self._shown = self._shown, None
-                shown.close()
+    def _agreed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._shown is not None else agreed()
 
-        def lightning_module_state_dict(self) -> dict[str, Any]:
-            """Return the agreed model. All workers call it."""
-            with self._agreed():
-                return {
-                    name: one.detach().clone() if isinstance(one, Tensor) else one
-                    for name, one in super().lightning_module_state_dict().items()
-                }
+    def on_validation_start(self) -> None:
+        """Put the agreed model in place."""
+        self.renumber()
+        shown = ExitStack()
+        shown.enter_context(self._agreed())
+        self._shown = shown
 
-        def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-            """Write a file at the main worker, or at the next one if that fails."""
-            with main_first() if lockstep_training() is not None else nullcontext(is_main()) as acts:
-                if acts:
-                    self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+    def on_validation_end(self) -> None:
+        """Continue with this worker's own model."""
+        if self._shown is not None:
+            shown, self._shown = self._shown, None
+            shown.close()
 
-        def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-            """Return the mean or the sum over the workers."""
-            if not isinstance(tensor, Tensor):
-                return tensor
-            each = _gathered(tensor)
-            if len(each) == 1:
-                return tensor
-            name, stacked = str(reduce_op).lower(), torch.stack(each)
-            for end, of in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)):
-                if name.endswith(end):
-                    return of(stacked, 0)
-            total = stacked.sum(0)
-            return total / len(each) if total.is_floating_point() else (total / len(each)).to(tensor.dtype)
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the agreed model. All workers call it."""
+        with self._agreed():
+            return {
+                name: one.detach().clone() if isinstance(one, Tensor) else one
+                for name, one in super().lightning_module_state_dict().items()
+            }
 
-        def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-            """Return the tensors of all workers, stacked; without gradients."""
-            each = _gathered(tensor)
-            return torch.stack(each) if len(each) > 1 else tensor
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Write a file at the main worker, or at the next one if that fails."""
+        with main_first() if lockstep_training() is not None else nullcontext(is_main()) as acts:
+            if acts:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-        def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-            """Return True if all workers, or any, have decided so."""
-            told = [bool(one) for one in _gathered(torch.tensor(bool(decision), device="cpu"))]
-            return min(told) if all else max(told)
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean or the sum over the workers."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        each = gathered(tensor, lockstep_training())
+        if len(each) == 1:
+            return tensor
+        name, stacked = str(reduce_op).lower(), torch.stack(each)
+        for end, of in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin)):
+            if name.endswith(end):
+                return of(stacked, 0)
+        total = stacked.sum(0)
+        return total / len(each) if total.is_floating_point() else (total / len(each)).to(tensor.dtype)
 
-        def barrier(self, *given: Any, **named: Any) -> None:
-            """Wait for all workers."""
-            if training() is None:
-                barrier()
-            else:
-                _gathered(torch.zeros((), device="cpu"))
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all workers, stacked; without gradients."""
+        each = gathered(tensor, lockstep_training())
+        return torch.stack(each) if len(each) > 1 else tensor
 
-        def broadcast(self, obj: Any, src: int = 0) -> Any:
-            """Return the main worker's object."""
-            if training() is not None and lockstep_training() is None:
-                return obj
-            return broadcast(str(obj) if isinstance(obj, PurePath) else obj)
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return True if all workers, or any, have decided so."""
+        told = [bool(one) for one in gathered(torch.tensor(bool(decision), device="cpu"), lockstep_training())]
+        return min(told) if all else max(told)
 
-    return StrettoStrategy
+    def barrier(self, *given: Any, **named: Any) -> None:
+        """Wait for all workers."""
+        meet()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the main worker's object."""
+        if training() is not None and lockstep_training() is None:
+            return obj
+        return broadcast(str(obj) if isinstance(obj, PurePath) else obj)
 
 
 @functools.cache
@@ -258,10 +257,7 @@ class _Batches:
 
     def refuse_weights(self) -> None:
         """Raise ScriptError if the script has weighed one of several micro-batches of a window."""
-        current = training()
-        if self._accumulation == 1 or self._shared is None or self._shared.is_alone or current is None:
-            return
-        if any(one.weights.is_weighed for one in current.strategy.sets):
+        if self._shared is not None and self._shared.is_weighed:
             raise _refusal(
                 "stretto.weight in a training_step weighs a whole window, whose other micro-batches are not known yet",
                 got=f"stretto.weight with accumulate_grad_batches={self._accumulation}",
@@ -276,15 +272,16 @@ class _Batches:
         for window in self._shared.windows():
             self._trainer.strategy.renumber()
             self._counters.restore()
-            sizes = [0 if isinstance(one, Empty) else samples_in(one) for one in window]
-            total = sum(sizes)
-            full = next((one for one in window if not isinstance(one, Empty)), None)
-            for micro, size in zip(window, sizes, strict=True):
-                is_whole = self._shared.is_alone or not total
-                self.factor = 1.0 if is_whole else len(window) * size / total
-                yield full if isinstance(micro, Empty) else micro
-        if not window and (current := training()) is not None:  # the others have ended the training
-            self._trainer.should_stop = current.is_over or self._trainer.should_stop
+            for micro, factor in self._shared.weighed(window):
+                self.factor = factor
+                yield micro
+        current = training()
+        is_over = current is None or current.is_over
+        if not window:  # the others have ended the training
+            self._trainer.should_stop = is_over or self._trainer.should_stop
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if ready < len(self) and not is_over and not self._trainer.should_stop:
+            raise early_end("Trainer", f"{ready} of {len(self)} batches of an epoch")
 
     def _begin(self) -> None:
         trainer = self._trainer
@@ -353,17 +350,6 @@ class _Counters:
                     setattr(one, name, False)
         loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
         self._calls._call_callbacks_load_state_dict(trainer, {"callbacks": saved["callbacks"]})
-
-
-def _gathered(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all workers that train; this worker's alone outside a training."""
-    together = lockstep_training()
-    if together is None or together.transport.workers == 1:
-        return [tensor]
-    own = tensor.detach().cpu().contiguous()
-    each = together.transport.all_gather_bytes(own.flatten().view(torch.uint8).numpy().tobytes())
-    found = (torch.frombuffer(bytearray(one), dtype=own.dtype).reshape(own.shape) for one in each)
-    return [one.to(tensor.device) for one in found]
 
 
 def _refuse(trainer: Any, loader: Any) -> None:

@@ -31,7 +31,6 @@ from stretto.errors import ScriptError, explain
 from stretto.loader.epoch_order import samples_in
 from stretto.training.iterators import Batches
 from stretto.training.schedule import Mode
-from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
 
 
@@ -53,14 +52,14 @@ class WindowedLoader:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
         loader: DataLoader[Any],
         accumulation: int,
         schedule: Mode = "per-step",
     ) -> None:
         _refuse_changing_length()
-        self._inner, self._accumulation = loader, accumulation
+        self._inner, self.accumulation = loader, accumulation
         self._skipped = 0
         """Windows of the next epoch that were trained before."""
         is_stream = isinstance(loader.dataset, IterableDataset)
@@ -87,7 +86,7 @@ class WindowedLoader:
         return DataLoader(
             _Whole(data) if order.is_whole else data,
             sampler=order,
-            batch_size=order.batch * self._accumulation,
+            batch_size=order.batch * self.accumulation,
             collate_fn=_Joined(self._parts) if order.is_whole else self._parts,
             pin_memory=inner.pin_memory,
             worker_init_fn=inner.worker_init_fn,
@@ -102,7 +101,7 @@ class WindowedLoader:
 
     def __len__(self) -> int:
         """Return the number of micro-batches of an epoch, as the library counts them."""
-        return len(self._inner) if self.is_alone else self.steps * self._accumulation
+        return len(self._inner) if self.is_alone else self.steps * self.accumulation
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the library's loader, whose sampler draws by it."""
@@ -114,7 +113,7 @@ class WindowedLoader:
 
         `leave_out` is False in an epoch that other workers, or a checkpoint, have begun.
         """
-        self._skipped = batches // self._accumulation
+        self._skipped = batches // self.accumulation
         if self._order is not None and leave_out:
             self._order.skipped = self._samples_before(self._skipped)
 
@@ -125,32 +124,49 @@ class WindowedLoader:
         if trainer is not None and trainer.batch_source.has_share_for_each:
             return portion(units, step, self.steps)[0]
         batches = 1 if trainer is None else trainer.batch_source.batches_per_step
-        return min(step * batches * self._order.batch * self._accumulation, units)
+        return min(step * batches * self._order.batch * self.accumulation, units)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's micro-batches of an epoch. A section that was over before this worker came has none."""
         return chain.from_iterable(self.windows())
 
-    def windows(self) -> Iterator[list[Any]]:
-        """Yield this worker's windows of an epoch, each a list of micro-batches."""
+    def windows(self, skips_over: bool = True) -> Iterator[list[Any]]:
+        """Yield this worker's windows of an epoch, each a list of micro-batches.
+
+        Epochs that were over before this worker came are passed, or if not `skips_over` are iterations without a batch.
+        """
         trainer, (skipped, self._skipped) = self._trainer, (self._skipped, 0)
         if trainer is None or trainer.is_over:
             return
-        while trainer.agent.is_over(trainer.progress.epochs + 1):
+        while skips_over and trainer.agent.is_over(trainer.progress.epochs + 1):
             list(Batches(trainer))
         try:
             steps: Iterable[int] = range(skipped, self.steps)
         except TypeError:
             steps = count()
         for _, window in zip(steps, Batches(trainer), strict=False):
-            missing = 0 if self.is_alone else self._accumulation - len(window)
+            missing = 0 if self.is_alone else self.accumulation - len(window)
             yield [Empty.like(window[0])] * missing + window
 
+    def weighed(self, window: list[Any], items: Callable[[Any], int] = samples_in) -> Iterator[tuple[Any, float]]:
+        """Yield the micro-batches of a window, each with the factor that makes the mean of their losses that of it.
 
-def lockstep_training() -> Training | None:
-    """Return the training of this worker, if it has others that wait for each other."""
-    trainer = training()
-    return trainer if trainer is not None and not trainer.strategy.asynchronous else None
+        In place of an empty one the library passes over another one again, with factor 0. A process that trains alone
+        has the script's means.
+        """
+        sizes = [0 if isinstance(one, Empty) else items(one) for one in window]
+        total = 0 if self.is_alone else sum(sizes)
+        full = next((one for one in window if not isinstance(one, Empty)), None)
+        for micro, size in zip(window, sizes, strict=True):
+            yield full if isinstance(micro, Empty) else micro, len(window) * size / total if total else 1.0
+
+    @property
+    def is_weighed(self) -> bool:
+        """True if the script has weighed one micro-batch of several by `stretto.weight`, which weighs the window."""
+        trainer = self._trainer
+        if trainer is None or self.is_alone or self.accumulation == 1:
+            return False
+        return any(one.weights.is_weighed for one in trainer.strategy.sets)
 
 
 def expected_length(loader: DataLoader[Any], accumulation: int) -> int:
@@ -281,6 +297,18 @@ def _refuse_changing_length() -> None:
                 to_type="--on-resize global-batch, which is the default",
             )
         )
+
+
+def early_end(library: str, got: str) -> ScriptError:
+    """The error of a library's loop that has had fewer micro-batches than it counted, which it allows."""
+    return ScriptError(
+        explain(
+            f"the {library} has ended before its last step",
+            got=got,
+            expected="as many micro-batches as len(loader) said; this is an error in Stretto",
+            to_type="--no-trainers with stretto.distribute in a loop of your own",
+        )
+    )
 
 
 def items_in(batch: Any) -> int:

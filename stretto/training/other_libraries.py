@@ -25,7 +25,12 @@ TRAINERS = {
 imports comes after it."""
 LOOPS = ("transformers.trainer", "lightning.pytorch.", "pytorch_lightning.")
 """Modules whose loops iterate over a loader with a way of their own."""
-_WRAPPED_LOADERS = {"DataLoaderShard": "Accelerate", "DataLoaderDispatcher": "Accelerate"}
+_WRAPPED_LOADERS = {
+    "DataLoaderShard": "Accelerate",
+    "DataLoaderDispatcher": "Accelerate",
+    "PreparedLoader": "Accelerate",
+}
+_OF_ACCELERATE = ("accelerate.", "stretto.trainers.accelerate")
 _OF_FABRIC = ("_FabricModule", "_FabricOptimizer", "_FabricDataLoader")
 
 
@@ -68,7 +73,7 @@ def refuse_wrapped(models: Sequence[object], optimizers: Sequence[object], loade
             expected = "the plain model, optimizer and loader"
             raise error(explain(problem, got=names[0].lstrip("_"), expected=expected, to_type=to_type))
     for name, library in _WRAPPED_LOADERS.items():
-        if _is_of(loader, "accelerate.", name):
+        if _is_of(loader, _OF_ACCELERATE, name):
             problem = (
                 f"the loader was prepared by {library}, whose loaders share out samples and draw orders themselves"
             )
@@ -111,5 +116,5 @@ def never_distributed() -> ScriptError:
     return ScriptError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
-def _is_of(one: object, module: str, name: str) -> bool:
+def _is_of(one: object, module: str | tuple[str, ...], name: str) -> bool:
     return any(each.__name__ == name and each.__module__.startswith(module) for each in type(one).__mro__)

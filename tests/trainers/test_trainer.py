@@ -147,3 +147,22 @@ def test_trainers_of_groups_of_completions_are_refused_by_name() -> None:
     trainer.args, trainer.is_model_parallel = SimpleNamespace(**plain), False
     with pytest.raises(ScriptError, match="groups of completions"):
         _refuse(trainer)
+
+
+@pytest.mark.parametrize(("kind", "is_sum"), [("GPT2LMHeadModel", True), ("BertForSequenceClassification", False)])
+def test_a_model_that_leaves_the_number_of_items_unused_has_a_mean(kind: str, is_sum: bool) -> None:
+    import transformers
+
+    from stretto.trainers.hugging_face import Hooks
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+    config = getattr(transformers, "GPT2Config" if is_sum else "BertConfig")(**sizes)
+    model = getattr(transformers, kind)(config).train()
+    ids = torch.arange(12).reshape(3, 4)
+    batch = {"input_ids": ids, "labels": ids if is_sum else ids[:, 0] % 2}
+    hooks = object.__new__(Hooks)
+    hooks._trainer, hooks._uses_items = SimpleNamespace(label_smoother=None), None
+    before = torch.get_rng_state()
+    assert hooks._is_sum(model, batch, 5) == is_sum
+    assert torch.equal(before, torch.get_rng_state())
+    assert model.training

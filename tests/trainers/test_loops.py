@@ -1,0 +1,134 @@
+"""Stock loops of Accelerate under `stretto run`, as processes (`make test-trainers`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import Trained, train
+
+from stretto.errors import ScriptError
+from stretto.training.worker_context import WorkerContext, current_context
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.trainers
+
+LOOPS = Path(__file__).parent / "loops.py"
+CV = ["--kind", "cv"]
+SPLIT = ["-n", "2", "--batch", "split"]
+
+
+def loop(folder: Path, name: str, command: list[str], *script: str) -> Trained:
+    done = train(folder, name, command, *script, stock=LOOPS)
+    assert done.code == 0, done.output
+    return done
+
+
+def same_steps(one: Trained, other: Trained) -> None:
+    """Check that two runs have made the same steps, at the same rates, and evaluated all samples."""
+    assert one.result["steps"] == other.result["steps"]
+    assert one.result["rates"] == pytest.approx(other.result["rates"], abs=1e-12)
+    assert one.result["seen"] == other.result["seen"] == 26
+
+
+@pytest.mark.parametrize("script", [["--accumulation", "2"], ["--form", "distribute"]])
+def test_one_worker_computes_the_bits_of_python(script: list[str], tmp_path: Path) -> None:
+    given = [*CV, "--samples", "101", "--dropout", "0.1", *script]
+    alone, one = loop(tmp_path, "alone", [], *given), loop(tmp_path, "one", ["-n", "1"], *given)
+    assert one.apart(alone) == 0
+    assert one.result == alone.result
+
+
+def test_tokens_and_an_uneven_last_step_equal_one_process(tmp_path: Path) -> None:
+    given = ["--samples", "103", "--epochs", "1"]
+    alone, two = loop(tmp_path, "alone", [], *given), loop(tmp_path, "two", SPLIT, *given)
+    assert two.apart(alone) < 1e-6
+    same_steps(two, alone)
+    assert "in 26 rounds" in two.output
+
+
+def test_accumulated_tokens_of_three_workers_equal_one_process_with_the_global_batch(tmp_path: Path) -> None:
+    limit = ["--samples", "96", "--max_train_steps", "6", "--epochs", "1"]
+    alone = loop(tmp_path, "alone", [], *limit, "--batch", "24")
+    three = loop(tmp_path, "three", ["-n", "3"], *limit, "--batch", "4", "--accumulation", "2")
+    assert three.apart(alone) < 1e-6
+    assert three.result["rates"] == pytest.approx(alone.result["rates"], abs=1e-12)
+    assert three.result["processes"] == 3
+    assert three.result["steps"] == 6
+    assert "in 6 rounds" in three.output
+
+
+def test_a_classifier_with_accumulation_equals_one_process_and_comes_to_the_end_of_its_schedule(tmp_path: Path) -> None:
+    given = ["--kind", "nlp", "--samples", "96", "--epochs", "2", "--lr", "1e-3"]
+    alone = loop(tmp_path, "alone", [], *given, "--batch", "8", "--accumulation", "2")
+    two = loop(tmp_path, "two", ["-n", "2"], *given, "--accumulation", "2")
+    assert two.apart(alone) < 1e-6
+    same_steps(two, alone)
+    assert two.result["rates"][-1] == 0
+    assert two.result["evaluated"] == alone.result["evaluated"]
+
+
+def test_a_script_that_distributes_itself_keeps_its_meaning(tmp_path: Path) -> None:
+    given = [*CV, "--form", "distribute", "--samples", "104", "--epochs", "1"]
+    without = loop(tmp_path, "without", ["-n", "2", "--no-trainers"], *given)
+    two = loop(tmp_path, "two", ["-n", "2"], *given)
+    assert two.apart(without) == 0
+    assert two.result["rates"] == without.result["rates"]
+    assert two.result["evaluated"] == without.result["evaluated"]
+
+
+def test_a_saved_state_continues_with_its_counts_and_rates(tmp_path: Path) -> None:
+    given = [*CV, "--samples", "104", "--epochs", "2", "--checkpointing_steps", "10"]
+    whole = loop(tmp_path, "whole", ["-n", "2", "--recipe", "local_sgd(every=4)"], *given)
+    saved = whole.folder / "step_10"
+    assert {path.name for path in saved.glob("*.pkl")} == {"random_states_0.pkl", "random_states_1.pkl"}
+    kept = load_file(saved / "model.safetensors")
+    assert {name: one.shape for name, one in kept.items()} == {name: one.shape for name, one in whole.model.items()}
+    again = ["--resume_from_checkpoint", str(saved)]
+    later = loop(tmp_path, "later", ["-n", "2"], *given, *again)
+    assert later.result["steps"] == whole.result["steps"] == 26
+    assert later.result["rates"] == whole.result["rates"][10:]
+    assert [one["sample_counts"]["once"] for one in later.events("epoch")] == [24, 104]
+
+
+@pytest.mark.parametrize(
+    ("worker", "event", "command"),
+    [(0, "evaluating", ["--recipe", "local_sgd(every=4)"]), (1, "batch", ["--restarts", "0"])],
+)
+def test_a_killed_worker_costs_no_step(worker: int, event: str, command: list[str], tmp_path: Path) -> None:
+    script = [*CV, "--samples", "403", "--epochs", "3", "--kill", f"{worker}:30:{event}"]
+    killed = loop(tmp_path, "killed", ["-n", "3", *command], *script)
+    assert "(killed by SIGKILL)" in killed.output
+    assert event == "evaluating" or killed.result["steps"] == 3 * 34  # a restarted worker counts its own steps
+    assert len(killed.events("epoch")) == 3
+    assert {one["sample_counts"]["once"] for one in killed.events("epoch")} == {403}
+    assert killed.result["seen"] == 26  # the last evaluation is divided by the workers that are left
+    assert ("lack a part" in killed.output) == (event == "evaluating")
+
+
+@pytest.fixture
+def a_run() -> object:
+    token = current_context.set(WorkerContext(workers=2))
+    yield
+    current_context.reset(token)
+
+
+def test_batches_that_the_library_splits_are_refused(a_run: object) -> None:
+    from stretto.trainers import accelerate as ours
+
+    own = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(ScriptError, match="--batch split"):
+        ours.take(own)
+
+
+def test_a_worker_of_a_run_is_one_of_several_processes(a_run: object) -> None:
+    from stretto.trainers import accelerate as ours
+
+    own = ours.take(accelerate.Accelerator(cpu=True))
+    assert own.num_processes == 2
+    assert torch.equal(own.gather(torch.ones(2)), torch.ones(2))
+    ours.be_only_process()
+    assert own.num_processes == 1
