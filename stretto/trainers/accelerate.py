@@ -4,8 +4,8 @@ To the library there is one process, which is not distributed; its number is tha
 processes is that of the batches in a global step, by which scripts and prepared schedulers count. Methods are wrapped
 on the object, except in Accelerators that a Trainer has made.
 
-    prepare               the first loader beside an optimizer is the one that trains: in windows of micro-batches,
-                          which are distributed at the first of them. Others evaluate: a part at each worker
+    prepare               the first loader beside an optimizer is for training: in windows of micro-batches, which are
+                          distributed at the first of them. Others are for evaluation: a part at each worker
     backward              weighs a micro-batch in the mean over its window
     no_sync               (`accumulate`) exchanges gradients at the last micro-batch only
     gather, reduce, ...   over the run's transport
@@ -45,7 +45,7 @@ from stretto.identity import broadcast, is_main, rank
 from stretto.loader.epoch_order import samples_in
 from stretto.notices import say_once
 from stretto.trainers.together import gathered, lockstep_training, meet
-from stretto.trainers.windows import Empty, WindowedLoader, expected_length
+from stretto.trainers.windows import Empty, WindowedLoader, early_end, expected_length
 from stretto.training.checkpointed import checkpointed
 from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
@@ -96,7 +96,7 @@ def install(module: ModuleType) -> None:
     module.Accelerator.__init__ = init
     PartialState.wait_for_everyone, AcceleratedScheduler.step = wait_for_everyone, one_step
     namespaces: tuple[Any, ...] = (operations, other, utils, module)
-    functions = {
+    functions: dict[str, Plain] = {
         name: functools.partial(_among_workers, mine, getattr(operations, name)) for name, mine in OPERATIONS.items()
     }
     cleaned = utils.clean_state_dict_for_safetensors
@@ -178,7 +178,7 @@ class Hooks:
     # --- prepare() ----------------------------------------------------------------------------------------------
 
     def prepare(self, plain: Plain, *given: Any, **named: Any) -> Any:
-        """Prepare, and note what is trained."""
+        """Prepare, and note the models and optimizers."""
         optimizers = [one for one in given if isinstance(one, Optimizer)]
         if optimizers and self._trains is not None and self._trains.is_distributed:
             self._trains, self._optimizers, self._models = None, [], []  # another training begins
@@ -187,7 +187,7 @@ class Hooks:
         return plain(*given, **named)
 
     def prepare_data_loader(self, plain: Plain, loader: Any, *given: Any, **named: Any) -> Any:
-        """Return the loader that trains, or one that evaluates; each worker's own in a loop that is distributed."""
+        """Return a loader for training or evaluation; in a loop that the script distributes it is each worker's own."""
         if isinstance(loader, PreparedLoader):
             return loader
         processes = _processes.get()
@@ -226,7 +226,7 @@ class Hooks:
         return shared
 
     def is_trained_by(self, loader: PreparedLoader) -> bool:
-        """Return True if the iteration over a loader that begins is one that trains."""
+        """Return True if an iteration over this loader is an epoch of training."""
         is_own = training() is None or training() is _taken.get()
         return loader is self._trains and is_own and torch.is_grad_enabled()
 
@@ -257,20 +257,27 @@ class Hooks:
 
     def backward(self, plain: Plain, loss: Any, **named: Any) -> None:
         """Make the backward pass over a micro-batch, as large as its part of the window."""
-        active = GradientState().active_dataloader
-        if _over_workers() is not None and active is not self._trains:
-            raise _refusal(
-                "a backward pass outside the loop over the loader that trains, which is the first that was prepared",
-                got="accelerator.backward in a loop over another prepared loader" if active else "no loop",
-                to_type="model, optimizer, train_loader, other_loader = accelerator.prepare(...), in this order",
-            )
-        if self._items and self._is_last and self._accelerator.gradient_accumulation_steps > 1 and active is not None:
-            weight(self._items)
+        if _over_workers() is not None:
+            self._refuse_other_loops()
+            if self._items and self._is_last and self._accelerator.gradient_accumulation_steps > 1:
+                weight(self._items)
         self._has_passed = True
         plain(loss if self._factor == 1 else loss * self._factor, **named)
 
+    def _refuse_other_loops(self) -> None:
+        """Raise ScriptError if the loop over the loader that trains is not the innermost one."""
+        active = GradientState().active_dataloader
+        if active is not self._trains:
+            raise _refusal(
+                "the training continues in a loop over another prepared loader, or before that loop has ended",
+                got="another prepared loader, or an iterator of one that was kept" if active is not None else "no loop",
+                to_type="model, optimizer, train_loader, other_loader = accelerator.prepare(...), in this order; "
+                "for batch in other_loader: ... to its end, or to a break",
+            )
+
     def _check(self, shared: WindowedLoader, micro_batches: int) -> None:
         """Raise ScriptError if the loop has treated a micro-batch in another way than it was weighed."""
+        self._refuse_other_loops()
         if self._has_passed and micro_batches > 1 and self._accelerator.sync_gradients != self._is_last:
             raise _refusal(
                 "the loop does not count micro-batches as the Accelerator does",
@@ -337,7 +344,7 @@ class PreparedLoader:
         self._accelerator = hooks._accelerator
         self._shared: WindowedLoader | None = None
         self._kept = _Kept()
-        self._skipped = 0
+        self._skipped = self._iterations = 0
         self.end_of_dataloader, self.remainder = False, -1
 
     def __getattr__(self, name: str) -> Any:
@@ -378,28 +385,38 @@ class PreparedLoader:
         """Yield this worker's micro-batches of an epoch."""
         shared, own, state = self._begin(), self._own, GradientState()
         shared.set_epoch(own.iteration)
-        number, self.end_of_dataloader = self._skipped, False
-        if self._skipped:
-            shared.begin_at(self._skipped, leave_out=not self._kept.is_received)
-            self._skipped = 0
+        number, self._skipped, self.end_of_dataloader = self._skipped, 0, False
+        if number:
+            shared.begin_at(number, leave_out=not self._kept.is_received)
         if not shared.is_alone:
             self._accelerator.step = 0
+        self._iterations += 1
+        iteration = self._iterations
         state._add_dataloader(self)
         try:
             for window in shared.windows(skips_over=False):
                 renumber()
+                is_short = len(window) < shared.accumulation
                 for micro, is_last in self._hooks.begin_window(shared, window):
                     number += 1
-                    is_short = len(window) < shared.accumulation
                     self.end_of_dataloader = is_last and (is_short or self._is_end(number))
                     yield utils.send_to_device(micro, self._accelerator.device)
             own.iteration += 1
         except GeneratorExit:
-            _end_epoch()
+            if iteration == self._iterations:
+                _end_epoch()
             raise
         finally:
             state._remove_dataloader(self)
+        self._refuse_early_end(number)
         _end_epoch()
+
+    def _refuse_early_end(self, number: int) -> None:
+        """Raise ScriptError if a whole epoch has had fewer micro-batches than `len` said."""
+        current = training()
+        is_whole = number > 0 and not self._kept.is_received and current is not None and not current.is_over
+        if is_whole and not isinstance(self._loader.dataset, IterableDataset) and number < len(self):
+            raise early_end("loop over the loader", f"{number} of {len(self)} micro-batches of an epoch")
 
     def _is_end(self, number: int) -> bool:
         try:
@@ -575,7 +592,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     def padded(one: Tensor) -> Tensor:
         if dim >= one.ndim:
             return one
-        sizes = gathered(torch.tensor(one.shape[dim]), _over_workers())
+        sizes = gathered(torch.tensor(one.shape[dim], device="cpu"), _over_workers())
         missing = [*one.shape]
         missing[dim] = int(max(sizes)) - one.shape[dim]
         rest = one.new_full(missing, pad_index)

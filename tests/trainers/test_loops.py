@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,3 +133,33 @@ def test_a_worker_of_a_run_is_one_of_several_processes(a_run: object) -> None:
     assert torch.equal(own.gather(torch.ones(2)), torch.ones(2))
     ours.be_only_process()
     assert own.num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "loader", "advice"),
+    [
+        ({"_has_passed": True, "_is_last": False}, None, "accelerator.accumulate"),
+        ({"_has_passed": False, "_factor": 1.5}, None, r"accelerator.backward\(loss\)"),
+        ({"_has_passed": True}, object(), "in this order"),
+    ],
+)
+def test_a_loop_that_treats_micro_batches_otherwise_is_refused(
+    state: dict[str, object], loader: object, advice: str, a_run: object
+) -> None:
+    from stretto.trainers import accelerate as ours
+
+    hooks = ours.take(accelerate.Accelerator(cpu=True))._stretto
+    vars(hooks).update(state, _trains=loader)
+    with pytest.raises(ScriptError, match=rf"got: (.|\n)*try: (.|\n)*{advice}"):
+        hooks._check(SimpleNamespace(is_weighed=False), 2)
+
+
+def test_tensors_that_share_a_buffer_are_saved_apart_and_tied_ones_together() -> None:
+    from stretto.trainers import accelerate as ours
+
+    buffer = torch.arange(6.0)
+    apart = ours._apart({"a": buffer[:2], "tied": buffer[:2], "b": buffer[2:], "name": "text"})
+    assert apart["a"] is apart["tied"]
+    assert apart["a"].untyped_storage().data_ptr() != apart["b"].untyped_storage().data_ptr()
+    assert apart["b"].tolist() == [2, 3, 4, 5]
+    assert apart["name"] == "text"
