@@ -10,7 +10,8 @@ and `rank` unless the process is rank 0 of its worker. The kinds and their other
 
 | kind | fields |
 | --- | --- |
-| start | workers, servers, pid, host, device, threads, recipe; rank, ranks of a worker with several ranks |
+| start | workers, servers, pid, host, device, threads, recipe; rank, ranks of a worker with several ranks; |
+| | numbers: true if the loop is over numbers, and draws its batches |
 | stages | layout, modules, micro_batches, predicted_s, computing, activations, balance: the stages of a pipeline |
 | | that is measured or simulated, with the predicted seconds of a pass and the bytes that it keeps (worker 0) |
 | warning | text: a message for the user |

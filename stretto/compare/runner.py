@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from stretto.compare.trials import Question, Trial, trials
+from stretto.compare.trials import Question, Trial, trials, without_global_batches
 from stretto.data.shares import SPEED
 from stretto.errors import LogError, StrettoError
 from stretto.events import read_events
@@ -23,6 +23,10 @@ from stretto.report.verdict import verdict
 from stretto.run_config import RunConfig
 
 NAME = "compare.json"
+DRAWN = (
+    "the loop is over numbers, and the script draws a batch for each: a single process can't train with several of "
+    "them as one global batch, and is compared with the script's own batch alone"
+)
 
 
 class ProgressReporter(Protocol):
@@ -56,10 +60,12 @@ class Comparison:
         Raises LaunchError after the first finished run if it has no metric of the target's name.
         """
         try:
-            for trial in self.trials:
-                self._try(trial)
-                self._save()
-                self._check_target()
+            self._answer(self.trials[0])
+            if self._draws_batches(self.trials[0]):
+                self.trials = without_global_batches(self.trials)
+                self._reporter.say(DRAWN)
+            for trial in self.trials[1:]:
+                self._answer(trial)
         finally:
             for trial in self.trials:
                 self._delete_states(trial)
@@ -69,6 +75,18 @@ class Comparison:
     def failed(self) -> list[Record]:
         """Return the records of the runs that failed."""
         return [record for record in self.records.values() if record["failed"]]
+
+    def _draws_batches(self, trial: Trial) -> bool:
+        """Return True if the script of a finished trial loops over numbers, and draws the batches itself."""
+        if not self._is_finished(trial.name):
+            return False
+        return any(one.get("numbers") for one in read_events(self.folder / trial.name / "events.jsonl"))
+
+    def _answer(self, trial: Trial) -> None:
+        """Carry out a trial, and save its record."""
+        self._try(trial)
+        self._save()
+        self._check_target()
 
     def _try(self, trial: Trial) -> None:
         display = self._reporter.begin(trial)

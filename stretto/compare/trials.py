@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
@@ -232,6 +233,15 @@ def _of_seed(question: Question, seed: int) -> list[Trial]:
         reference = references.get(_replicas(workers, layout), single)
         trials.append(Trial(name, recipe, workers, 1, seed, reference, layout))
     return trials
+
+
+def without_global_batches(all_trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials without baselines of a global batch: a single process is the reference of the others."""
+    return [
+        dataclasses.replace(trial, reference=f"single-process-seed{trial.seed}" if trial.recipe is not None else None)
+        for trial in all_trials
+        if trial.global_batch_of == 1
+    ]
 
 
 def _folder_names(recipes: Sequence[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> 
         step=trainer.progress.steps,
         samples=trainer.progress.samples,
         at=round(context.runtime.clock(), 6),
+        **({"numbers": True} if isinstance(trainer.loader, range) else {}),
     )
     first = source.first_workers if source.keeps_global_batch else None
     if recipe is not None and (workers > 1 or (first or 1) > 1):

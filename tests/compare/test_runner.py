@@ -72,6 +72,24 @@ def test_distances_refer_to_the_global_batch_and_states_are_deleted_afterwards(t
     assert len(list((tmp_path / "c").glob("*/final.safetensors"))) == 4
 
 
+def test_a_loop_that_draws_its_batches_is_compared_with_a_single_process_alone(tmp_path: Path) -> None:
+    pretend = Pretend()
+
+    def run(order: RunConfig, display: ProgressDisplay) -> Path:
+        folder = pretend(order, display)
+        with open(folder / "events.jsonl", "a") as log:
+            log.write(json.dumps({"event": "start", "t": 0.0, "process": "worker 0", "worker": 0, "numbers": True}))
+        return folder
+
+    comparison = made(tmp_path / "c", run, seeds=2)
+    comparison.run()
+    assert [one["recipe"] for one in kept(tmp_path / "c")] == [
+        *("single process", "allreduce()", "local_sgd(every=10)") * 2
+    ]
+    assert [one["compared_with"] for one in kept(tmp_path / "c")[4:]] == ["single-process-seed1"] * 2
+    assert not comparison.failed()
+
+
 def test_all_trials_repeat_the_shares_by_speed_of_the_first(tmp_path: Path) -> None:
     pretend = Pretend()
 

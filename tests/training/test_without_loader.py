@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.errors import LoaderError
+from stretto.events import read_events
 
 INPUTS, LABELS = regression(60, torch.float64).tensors
 
@@ -49,9 +51,11 @@ def test_steps_of_a_loop_that_draws_its_batches_are_dealt_and_each_worker_draws_
     assert not set(first) & set(second)
 
 
-def test_numbers_of_steps_name_other_batches_at_each_worker() -> None:
-    found = run_workers(3, trained(range(12), lambda step: torch.arange(5 * step, 5 * step + 5)), "allreduce")
+def test_numbers_of_steps_name_other_batches_at_each_worker(tmp_path: Path) -> None:
+    work = trained(range(12), lambda step: torch.arange(5 * step, 5 * step + 5))
+    found = run_workers(3, work, "allreduce", run=tmp_path)
     assert sorted(at for _, seen in found for batch in seen for at in batch) == list(range(60))
+    assert all(one["numbers"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "start")
 
 
 @pytest.mark.parametrize("loader", [[(INPUTS, LABELS)], [torch.arange(60)]], ids=["full batch", "graph"])
