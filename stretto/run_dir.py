@@ -54,7 +54,14 @@ def make_folder(name: str, out: Path | None, now: datetime) -> Path:
     try:
         return _chosen(out) if out is not None else _dated(RUNS, f"{now:%Y%m%d-%H%M%S}-{name}")
     except OSError as error:
-        raise LogError(f"the run folder {error.filename} cannot be created: {error.strerror}") from error
+        raise LogError(
+            explain(
+                f"the run folder {error.filename} cannot be created: {error.strerror}",
+                got=f"--out {out}" if out is not None else f"the folder {RUNS.absolute()}",
+                expected="a new folder, in one that this user may write to",
+                to_type="--out FOLDER/run",
+            )
+        ) from error
 
 
 def _chosen(out: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stretto import run_dir
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, LogError
 from stretto.launcher.config import check
 from stretto.run_config import RunConfig
 from stretto.run_dir import CHECKPOINTS, describe, make_folder, write_run
@@ -35,6 +35,10 @@ def test_run_never_overwrites_another(tmp_path: Path) -> None:
     assert f"try: --out {out}-2" in str(raised.value)
     with pytest.raises(LaunchError, match="is a file"):
         make_folder("train", out / "run.json", NOW)
+    with pytest.raises(
+        LogError, match=r"cannot be created: Not a directory\n  got: --out .*run.json/one\n  expected: .*"
+    ):
+        make_folder("train", out / "run.json" / "one", NOW)
 
 
 def test_run_configuration_is_stored() -> None:

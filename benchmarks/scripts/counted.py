@@ -5,7 +5,8 @@ of each epoch, FOLDER has the counts so far with a digest of the model, and the 
 of its rounds.
 `--strike 1:KILL:stepped:3` sends SIGKILL to worker 1 after its third step, and `--strike 1:KILL:stepped:3:shard` makes
 it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and SIGCONT a second later; FILL fills the
-disk of the run folder. A launcher is not struck before there is a checkpoint to continue from.
+disk of the run folder; CUT shuts down all connections of the worker. A launcher is not struck before there is a
+checkpoint to continue from.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -76,6 +78,9 @@ def pass_phase(phase: str) -> None:
         if name == "FILL":
             fill_disk(Path(config.run or ""))
             continue
+        if name == "CUT":
+            cut_connections()
+            continue
         if name == "PAUSE":
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
         os.kill(pid, getattr(signal, f"SIG{name.replace('PAUSE', 'STOP')}"))
@@ -88,6 +93,14 @@ def listener(launcher: psutil.Process, port: int) -> int:
             if any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections()):
                 return child.pid
     raise ProcessLookupError(f"no process listens at {port}")
+
+
+def cut_connections() -> None:
+    """Shut down the connections of this process to others, which learn of it as of a router that has restarted."""
+    for one in psutil.Process().net_connections("tcp"):
+        if one.status == "ESTABLISHED":
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def fill_disk(folder: Path) -> None:

@@ -52,6 +52,8 @@ class Comparison:
         self.records: dict[str, Record] = {}
         self._reporter, self._run_trial = reporter, run
         self._kept = Kept(0, ())
+        self._first_failed: dict[str, str] = {}
+        """Names of the first trials that failed with an error, by its text."""
         self._save()
 
     def run(self) -> None:
@@ -107,7 +109,8 @@ class Comparison:
         self._measure_distances(trial)
         self._reporter.end(trial, self.records[trial.name])
         if failed:
-            self._reporter.say(failed)
+            first = self._first_failed.setdefault(_cause(failed), trial.name)
+            self._reporter.say(failed if first == trial.name else f"with the error of {first}")
 
     def _with_shares_of(self, trial: Trial) -> str | None:
         """Return the first finished trial with as many workers, whose shares by speed this one repeats, if any."""
@@ -206,3 +209,9 @@ class Comparison:
 
     def _save(self) -> None:
         write_json(self.folder / NAME, self.described())
+
+
+def _cause(failed: str) -> str:
+    """Return the text of an error without its worker and its traceback."""
+    text, _, _ = failed.partition("\nTraceback")
+    return text.partition(" failed: ")[2] or text

@@ -358,7 +358,7 @@ def _check_batch(config: RunConfig) -> None:
         run = settled(config)
         shares = parse_shares(run.shares)
         if run.recipe is not None:
-            refuse_shares(parse(run.recipe), config.shares)
+            refuse_shares(parse(run.recipe), f"--shares {config.shares}")
         if shares.paces and len(shares.paces) != config.initial_workers:
             problem, expected = "--shares has a number for each worker", f"{config.initial_workers} numbers"
             to_type = "--shares " + ":".join("1" * config.initial_workers) if config.initial_workers > 1 else "-n 2"

@@ -138,6 +138,16 @@ def test_a_failed_run_is_marked_and_the_others_continue(tmp_path: Path) -> None:
     assert "no port to be had" in text
 
 
+def test_error_of_several_runs_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Pretend(failing=("single-process-seed0", "allreduce-n2-seed0"), at_once=("local_sgd-10-n2-seed0",))
+    comparison = made(tmp_path / "c", run)
+    comparison.run()
+    assert isinstance(comparison._reporter, Hush)
+    said = [text for text in comparison._reporter.said if "boom" in text or "error of" in text]
+    assert said == ["worker 1 failed: ValueError: boom\nTraceback", "with the error of single-process-seed0"]
+
+
 def test_every_record_has_the_time_to_the_target(tmp_path: Path) -> None:
     made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).run()
     for one in kept(tmp_path / "c"):

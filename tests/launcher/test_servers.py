@@ -450,7 +450,11 @@ def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
         (["--shares", "1:2", "-n", "3"], 1, ("has a number for each worker", "3 numbers", "try: --shares 1:1:1")),
         (["--shares", "fast", "-n", "2"], 1, ("--shares cannot be fast", "try: --shares 1:1:0.2")),
         (["--shares", "1:0", "-n", "2"], 1, ("--shares cannot be 1:0", "a number above 0")),
-        (["--shares", "1:2", "-n", "2", "--recipe", "async_sgd"], 1, ("does not fit async_sgd", "do not wait")),
+        (
+            ["--shares", "1:2", "-n", "2", "--recipe", "async_sgd"],
+            1,
+            ("--shares 1:2 does not fit async_sgd", "do not wait"),
+        ),
         (["--max-batch", "1:2", "-n", "3"], 1, ("--max-batch cannot be 1:2", "got: 1:2", "more than 2 samples")),
         (["--max-batch", "2:16", "-n", "2"], 1, ("limits shares of several workers", "numbers below 2")),
         (["--max-batch", "0:16", "-n", "2", "--recipe", "async_sgd"], 1, ("--max-batch 0:16 does not fit async_sgd",)),
