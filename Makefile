@@ -48,7 +48,7 @@ test-engines: $(READY) ## the tests that need a cluster engine (Slurm: apt-get i
 	$(PIP) kubernetes-validate "ray>=2.40" "pyspark>=4.0" "pandas<3"
 	$(BIN)/python -m pytest -m engine tests/engines
 
-test-trainers: $(READY) ## the tests of transformers.Trainer, TRL, PEFT and Lightning, which it installs
+test-trainers: $(READY) ## the tests of transformers.Trainer, TRL, PEFT, Lightning and Accelerate, which it installs
 	$(PIP) -e ".[hf,lightning]"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m trainers tests/trainers
 
