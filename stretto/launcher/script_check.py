@@ -133,7 +133,11 @@ def _counters(tree: ast.Module) -> Iterator[Found]:
     """Yield counts of batches that are wrong after a resume, or differ among workers."""
     loaders = _assigned_from(tree, "distribute")
     for node in ast.walk(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and _is_product_with_length(node.left, loaders):
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Add)
+            and any(_is_product_with_length(side, loaders) for side in ast.iter_child_nodes(node))
+        ):
             text = f"`{ast.unparse(node)}` is wrong after a resume in the middle of an epoch"
             yield node.lineno, "counter", text, STEPS
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
@@ -148,8 +152,14 @@ def _counters(tree: ast.Module) -> Iterator[Found]:
         if not isinstance(loop, ast.For) or not _names(loop.iter) & loaders:
             continue
         for node in ast.walk(loop):
-            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in starts:
-                counted.setdefault(node.target.id, node.lineno)
+            if isinstance(node, ast.AugAssign):
+                added = {ast.unparse(node.target)}
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+                added = _targets(node) & _places(node.value)
+            else:
+                continue
+            for counter in added & starts:
+                counted.setdefault(counter, node.lineno)
         if loop in outer and _called(loop.iter) == "enumerate" and isinstance(loop.target, ast.Tuple):
             counted |= dict.fromkeys(_names(loop.target.elts[0]), loop.lineno)
     for name in sorted(counted.keys() & _limits(tree)):
@@ -166,7 +176,7 @@ def _outside_loops(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _set_to_numbers(node: ast.stmt) -> set[str]:
-    """Return the names that an assignment sets to numbers."""
+    """Return the names and attributes that an assignment sets to numbers."""
     if not isinstance(node, ast.Assign):
         return set()
     pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in node.targets]
@@ -174,14 +184,14 @@ def _set_to_numbers(node: ast.stmt) -> set[str]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs += zip(target.elts, node.value.elts, strict=False)
     return {
-        target.id
+        ast.unparse(target)
         for target, value in pairs
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, int)
+        if isinstance(value, ast.Constant) and isinstance(value.value, int)
     }
 
 
 def _limits(tree: ast.Module) -> set[str]:
-    """Return names that a loop ends by: in the test of a `while`, or of an `if` with `break`, `return` or an exit."""
+    """Return names and attributes that end a loop: in the test of a `while`, or of an `if` with `break` or `return`."""
     names = set[str]()
     for node in ast.walk(tree):
         ends = isinstance(node, ast.While) or (
@@ -193,11 +203,11 @@ def _limits(tree: ast.Module) -> set[str]:
                 if isinstance(compare, ast.Compare) and isinstance(compare.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
                     for side in (compare.left, *compare.comparators):
                         is_sum = isinstance(side, ast.BinOp) and isinstance(side.op, ast.Add | ast.Sub)
-                        names |= _names(side) if isinstance(side, ast.Name) or is_sum else set()
+                        names |= _places(side) if isinstance(side, ast.Name | ast.Attribute) or is_sum else set()
     return names
 
 
-def _is_product_with_length(node: ast.expr, loaders: set[str]) -> bool:
+def _is_product_with_length(node: ast.AST, loaders: set[str]) -> bool:
     """Return True for `epoch * len(loader)` of a distributed loader."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
         return False
@@ -305,6 +315,11 @@ def _called(call: ast.expr) -> str:
     if not isinstance(call, ast.Call):
         return ""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _places(node: ast.AST) -> set[str]:
+    """Return the texts of the names and attributes in a node."""
+    return {ast.unparse(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)}
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -75,6 +75,33 @@ IN_SOURCE = {
                 stretto.log(step=epoch * len(loader) + i)  # TRAP
         """,
     ),
+    "a step from the epoch in another order": (
+        "counter",
+        """
+        for epoch in range(3):
+            for i, (a, b) in enumerate(loader):
+                STEP
+                stretto.log(step=i + len(loader) * epoch)  # TRAP
+        """,
+    ),
+    "a counter that is an attribute": (
+        "counter",
+        """
+        class Training:
+            def __init__(self):
+                self.step = 0
+
+            def run(self):
+                for epoch in range(3):
+                    for a, b in loader:
+                        STEP
+                        self.step = self.step + 1  # TRAP
+                        if self.step >= 20:
+                            return
+
+        Training().run()
+        """,
+    ),
     "the last batch": (
         "counter",
         """
