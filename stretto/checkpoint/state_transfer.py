@@ -125,6 +125,17 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def mean_model(own: Mapping[int, Own]) -> dict[str, Tensor]:
+    """Return the mean of the models that workers had of their own, of tensors of real numbers and of one shape."""
+    models = [tensors for _, tensors in own.values()]
+    return {
+        name: torch.stack([model[name] for model in models]).mean(0)
+        for name, first in (models[0].items() if models else ())
+        if name.startswith(("model/", "more/")) and first.is_floating_point()
+        if all(name in model and model[name].shape == first.shape for model in models)
+    }
+
+
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load these tensors into the model. Raises ModelError if they belong to another model."""

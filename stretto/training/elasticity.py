@@ -156,9 +156,13 @@ class ElasticAgent:
         return state.own.get(self._trainer.transport.number) if self._has_same_members(state) else None
 
     def _load_trained(self, state: State) -> state_transfer.Own | None:
-        """Load model and optimizers, this worker's own if it had some. Return this worker's own state, or None."""
+        """Load model and optimizers, this worker's own if it had some. Return this worker's own state, or None.
+
+        Among other members all have the mean of the models: each may hold work that no other one has.
+        """
         own, trainer = self._own_of(state), self._trainer
-        state_transfer.load_model(trainer.model, state.tensors | (own[1] if own is not None else {}))
+        own_model = own[1] if own is not None else state_transfer.mean_model(state.own)
+        state_transfer.load_model(trainer.model, state.tensors | own_model)
         each_its_own = state.facts["own_optimizer"] and trainer.strategy.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         return own

@@ -252,3 +252,25 @@ def test_a_resumed_run_continues_from_the_own_parameters_of_each_worker(tmp_path
     shutil.copytree(tmp_path / "whole" / "checkpoints" / name, tmp_path / "part" / "checkpoints" / name)
     resumed, _ = run_elastic_workers(4, work, "gossip", tmp_path / "again", resume=tmp_path / "part")
     assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))
+
+
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_a_run_that_is_resumed_by_another_number_of_workers_has_the_work_of_all(tmp_path: Path, workers: int) -> None:
+    """The model counts: the gradient of each sample's number is 1. At the checkpoint no worker has the work of all."""
+
+    def work(_worker: int) -> Tensor:
+        counts = nn.Embedding(64, 1)
+        nn.init.zeros_(counts.weight)
+        optimizer = torch.optim.SGD(counts.parameters(), lr=1.0)
+        for x in stretto.distribute(counts, optimizer, DataLoader(torch.arange(64), batch_size=2)):
+            optimizer.zero_grad()
+            counts(x).sum().backward()
+            optimizer.step()
+        return counts.weight.detach().flatten()
+
+    run_elastic_workers(4, work, "gossip", tmp_path / "run", checkpoint=every("1 rounds"), keep=50)
+    name = "round-00000005"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / name, tmp_path / "part" / "checkpoints" / name)
+    found, _ = run_elastic_workers(workers, work, "gossip", tmp_path / "again", resume=tmp_path / "part")
+    assert all(bool((one != 0).all()) for one in found)
