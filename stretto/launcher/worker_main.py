@@ -328,8 +328,8 @@ def _of_iterators(error: BaseException) -> str:
         return ""
     return (
         "; an iterator has ended before the loop's count: workers that do not wait for each other get as many batches "
-        "of an epoch as they are fast, and len(loader) is their mean; `for batch in loader:` ends with the iterator, "
-        "and so does next(iterator, None)"
+        "of an epoch as they are fast, and len(loader) is their mean; an epoch that was trained before a resume or a "
+        "restart has none; `for batch in loader:` ends with the iterator, and so does next(iterator, None)"
     ).removeprefix("" if str(error) else "; ")
 
 

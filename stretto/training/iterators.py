@@ -4,10 +4,14 @@
 epoch has not begun: the later iteration begins the same epoch, and the peeked samples are assigned again. A restarted
 worker repeats the script, so the run's state lists which iterations were peeks: there the worker gets a batch of the
 script's own loader, which does not count.
+
+An epoch that is passed, or continues at its end, has no batches. A script that asks for the next epoch's first batch
+where an iterator ends, `except StopIteration: it = iter(loader); batch = next(it)`, gets a batch of a later epoch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -35,21 +39,34 @@ class Batches(Iterator[Any]):
     def __init__(self, trainer: Iterated) -> None:
         self._trainer = trainer
         self._is_over, self._number = False, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        trainer = self._trainer
         counts = trainer.epochs.begin_epoch()
         self._number = trainer.progress.iterations
         self._repeated = None if counts else iter(trainer.loader)
+        is_continued = trainer.epochs.current is None or trainer.progress.samples_of_epoch > 0
+        self._may_be_empty = counts and is_continued
 
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
         if self._number != self._trainer.progress.iterations:
             _refuse_outdated()
-        batch = next(self._repeated, None) if self._repeated is not None else self._trainer.epochs.next_batch()
+        batch = self._take()
+        while batch is None and self._may_be_empty and isinstance(sys.exception(), StopIteration):
+            self._begin()  # `except StopIteration: it = iter(loader); batch = next(it)` must have a batch
+            batch = self._take()
+        self._may_be_empty = False
         if batch is None:
             self._is_over = True
             self._trainer.schedules.leave_loop()
             raise StopIteration
         return batch
+
+    def _take(self) -> Any:
+        return next(self._repeated, None) if self._repeated is not None else self._trainer.epochs.next_batch()
 
     def __del__(self) -> None:
         """Note that the script has left its loop, unless a later iteration has begun."""

@@ -199,6 +199,48 @@ def test_restarted_worker_passes_epochs_with_the_values_of_the_first(recipe: str
         assert torch.load(folder / "best.pt") == {"epoch": 1}
 
 
+def drawing_on(_worker: int) -> None:
+    """Train 13 steps of 3 an epoch: where an iterator ends, the loop takes its next batch from a new one."""
+    net = small_net()
+    optimizer = sgd(net.parameters())
+    loader = stretto.distribute(net, optimizer, DataLoader(regression(22), batch_size=4))
+    batches = iter(loader)
+    while stretto.steps() < 12:
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, y = next(batches)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+def test_loop_that_takes_the_first_batch_of_the_next_epoch_where_one_ends_passes_epochs(
+    recipe: str, tmp_path: Path
+) -> None:
+    def final(run: Path, resume: Path | None = None) -> dict[str, torch.Tensor]:
+        run.mkdir()
+        run_workers(2, drawing_on, recipe, run=run, checkpoint=every("1 rounds"), keep=999, resume=resume)
+        return load_file(run / "final.safetensors")
+
+    wanted = final(tmp_path / "whole")
+    checkpoints = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    within = [one for one in checkpoints if 1 < facts(one)["epochs"] < 4]
+    assert len(within) > 2
+    for checkpoint in within:
+        found = final(tmp_path / checkpoint.name, only(checkpoint, tmp_path / f"only-{checkpoint.name}"))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), checkpoint.name
+
+
+def test_restarted_worker_whose_loop_takes_the_first_batch_of_the_next_epoch_where_one_ends_trains_on() -> None:
+    length = simulated(2, drawing_on, "allreduce", net=NET).seconds
+    for tenth in (5, 7, 8):
+        fault = f"kill worker 0 at {tenth * length / 10:.6f}s, back after 15ms"
+        simulated(2, drawing_on, "allreduce", net=NET, fault=fault)
+
+
 def test_values_that_cannot_be_saved_are_refused_by_name() -> None:
     kept = stretto.checkpointed(best=np.float32(0.5), counts=[np.float64(1.0)], generator=torch.Generator())
     assert type(kept.best) is float
