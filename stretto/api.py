@@ -54,7 +54,7 @@ _plain_loop: ContextVar[PlainLoop | None] = ContextVar("plain_loop", default=Non
 def distribute(
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
-    loader: Any,
+    loader: Any = None,
     *,
     recipe: Recipe | str | None = None,
     layout: Layout | str | None = None,
@@ -479,9 +479,11 @@ def _check_arguments(model: object, optimizer: object, loader: object, evaluate:
         got, to_type = type(loader).__name__, "DataLoader(data, batch_size=32)"
         if callable(loader):
             got = f"the function {getattr(loader, '__name__', got)}"
-            to_type = "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"
+            to_type = _DRAWS
             if inspect.isgeneratorfunction(loader):
                 to_type = f'stretto.distribute(model, optimizer, {got.split()[-1]}(), deal="own")'
+        elif loader is None:
+            got, to_type = "none", f"{to_type}; or {_DRAWS} where the script draws its batches"
         elif isinstance(loader, int):
             to_type = f"stretto.distribute(model, optimizer, range({loader}))"
         elif is_columns or isinstance(loader, torch.Tensor):
@@ -524,6 +526,7 @@ def _check_assignment(deal: object) -> None:
 
 
 _CALL = "stretto.distribute(model, optimizer, loader, evaluate=accuracy)"
+_DRAWS = "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"
 
 
 def _finish_at_exit(sections: Sections) -> None:

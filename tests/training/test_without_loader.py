@@ -122,15 +122,17 @@ def draws() -> Iterator[tuple[Tensor, Tensor]]:
         (get_batch, "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"),
         (draws, 'stretto.distribute(model, optimizer, draws(), deal="own")'),
         (300, "stretto.distribute(model, optimizer, range(300))"),
+        (None, "for step in stretto.distribute(model, optimizer, range(1000)): x, y = get_batch()"),
         ((INPUTS, LABELS), "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
         (INPUTS, "stretto.distribute(model, optimizer, [(x, y)]), with --batch split"),
     ],
-    ids=["function", "generator", "number", "columns", "tensor"],
+    ids=["function", "generator", "number", "nothing", "columns", "tensor"],
 )
 def test_what_is_no_loader_is_refused_with_the_line_that_trains(loader: Any, advice: str) -> None:
     net = small_net()
+    given = () if loader is None else (loader,)
     with pytest.raises(LoaderError) as caught:
-        stretto.distribute(net, sgd(net.parameters()), loader)
+        stretto.distribute(net, sgd(net.parameters()), *given)
     assert advice in str(caught.value)
 
 
