@@ -38,8 +38,9 @@ for step, (x, y) in enumerate(loader):
     loss_of(net(x), y).backward()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
     optimizer.step()
+    peak = megabytes("VmHWM") - before  # within the loop: at its end rank 0 has the whole model in a file
 held = sum(one.numel() for one in net.parameters() if is_held(one)) / 2**18
-json.dump([megabytes("VmHWM") - before, *sizes, held], open(f"memory-{worker_config().rank}.json", "w"))
+json.dump([peak, *sizes, held], open(f"memory-{worker_config().rank}.json", "w"))
 """
 RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -74,7 +75,7 @@ def memory(folder: Path, *options: str, first_step: int = 0, width: int = 512) -
     for one in folder.glob("memory-*.json"):
         one.unlink()
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return [Memory(*json.loads(one.read_text())) for one in sorted(folder.glob("memory-*.json"))]
