@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 from torch.utils._device import _device_constructors
 
 import stretto
@@ -60,6 +63,24 @@ def called_functions(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
+
+
+def decoded_records(file: Path) -> Iterator[str]:
+    """Yield the records that functions of a file decode by their type."""
+    module = importlib.import_module(".".join(["stretto", *file.relative_to(PACKAGE).with_suffix("").parts]))
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and re.fullmatch(r"msgspec\.\w+\.decode", ast.unparse(node.func)):
+            kinds = [one.value for one in node.keywords if one.arg == "type"]
+            names = {one.id for kind in kinds for one in ast.walk(kind) if isinstance(one, ast.Name)}
+            found = {name: getattr(module, name, None) for name in names}
+            yield from (name for name, one in found.items() if isinstance(one, type) and issubclass(one, Struct))
+
+
+@pytest.mark.parametrize("folder", ["checkpoint", "loader", "parallel", "strategies", "training", "transport"])
+def test_records_of_workers_have_a_decoder_in_their_module(folder: str) -> None:
+    """msgspec describes a record when it is first decoded; two threads that do so at once crash the process."""
+    found = {file.name: [*decoded_records(file)] for file in sorted((PACKAGE / folder).rglob("*.py"))}
+    assert not {name: records for name, records in found.items() if records}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -56,6 +56,9 @@ class Manifest(msgspec.Struct):
     files: dict[str, Seal]
 
 
+_MANIFEST = msgspec.json.Decoder(Manifest, strict=False)
+
+
 class DamagedError(Exception):
     """Damaged checkpoint; the text names the file."""
 
@@ -214,7 +217,7 @@ def read_manifest(path: Path) -> Manifest:
     paths = json.loads(body)
     if paths["format"] != FORMAT:
         raise DamagedError(f"{path} is of format {paths['format']}, and this version reads format {FORMAT}")
-    return msgspec.convert(paths, Manifest, strict=False)
+    return _MANIFEST.decode(body)
 
 
 def _check(path: Path, seal: Seal) -> None:

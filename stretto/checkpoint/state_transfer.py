@@ -34,6 +34,10 @@ class _Encoded(msgspec.Struct):
     own: dict[int, tuple[dict[str, Any], dict[str, Packed]]]
 
 
+_ENCODED = msgspec.msgpack.Decoder(_Encoded)
+_OWN = msgspec.msgpack.Decoder(tuple[dict[str, Any], dict[str, Packed]])
+
+
 def pack(state: State) -> bytes:
     """Encode a state as bytes."""
     own = {worker: (facts, _packed(tensors)) for worker, (facts, tensors) in state.own.items()}
@@ -42,7 +46,7 @@ def pack(state: State) -> bytes:
 
 def unpack(data: bytes) -> State:
     """Decode a state."""
-    encoded = msgspec.msgpack.decode(data, type=_Encoded)
+    encoded = _ENCODED.decode(data)
     own = {worker: (facts, _unpacked(tensors)) for worker, (facts, tensors) in encoded.own.items()}
     return State(encoded.facts, _unpacked(encoded.tensors), own)
 
@@ -73,7 +77,7 @@ def pack_own(own: Own) -> bytes:
 
 def unpack_own(data: bytes | memoryview) -> Own:
     """Decode the state of one worker."""
-    facts, tensors = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], dict[str, Packed]])
+    facts, tensors = _OWN.decode(data)
     return facts, _unpacked(tensors)
 
 

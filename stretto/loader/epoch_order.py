@@ -162,6 +162,9 @@ class _Packed(msgspec.Struct):
     kept: bytes = b""
 
 
+_PACKED = msgspec.msgpack.Decoder(_Packed)
+
+
 def draw(
     loader: DataLoader[Any],
     transport: Transport,
@@ -368,7 +371,7 @@ def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
 def unpack(message: bytes) -> EpochOrder:
     """Return a received order. Workers in one process that receive the same bytes share it: it must not be changed."""
     try:
-        packed = msgspec.msgpack.decode(message, type=_Packed)
+        packed = _PACKED.decode(message)
     except msgspec.MsgspecError:
         problem, got = "this worker begins an epoch while others do something else", "loops of unequal lengths"
         expected = "the same epochs at every worker: each has its own number of batches, and the loader knows it"

@@ -102,6 +102,9 @@ class StreamPlace(msgspec.Struct, frozen=True):
         return min([first_untrained(self.trained), *(position for position, _ in self.parts)])
 
 
+STREAM_PLACE = msgspec.json.Decoder(StreamPlace)
+
+
 class CommonRandom:
     """The global random generators in a state that all workers share, while they read a stream.
 

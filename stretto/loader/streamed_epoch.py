@@ -26,7 +26,7 @@ from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in
 from stretto.loader.global_step import GlobalStep
-from stretto.loader.stream_reader import Piece, StreamPlace, StreamReader, Work
+from stretto.loader.stream_reader import STREAM_PLACE, Piece, StreamPlace, StreamReader, Work
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.transport import Transport
 from stretto.transport.interface import Change
@@ -640,7 +640,7 @@ class StreamedEpoch:
 
         Without reports it is for workers that join.
         """
-        places = [msgspec.json.decode(text, type=StreamPlace) for text in (reports or [self.report()])]
+        places = [STREAM_PLACE.decode(text) for text in (reports or [self.report()])]
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
         holes: list[Piece] = []

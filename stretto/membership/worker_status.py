@@ -49,6 +49,9 @@ class ReportedError(msgspec.Struct, array_like=True, frozen=True):
     consequence: bool = False
 
 
+_REPORTED_ERROR = msgspec.msgpack.Decoder(ReportedError)
+
+
 class ProcessRecord(msgspec.Struct, frozen=True):
     """State of a process as it has recorded it.
 
@@ -147,7 +150,7 @@ def read_record(descriptor: int) -> ProcessRecord:
     """Return what a process has recorded."""
     *place, finished, joined, left, model, share, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
     data = os.pread(descriptor, length, _HEADER.size)
-    error = msgspec.msgpack.decode(data, type=ReportedError) if data else None
+    error = _REPORTED_ERROR.decode(data) if data else None
     return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model), share)
 
 

@@ -40,6 +40,9 @@ class Told(msgspec.Struct, array_like=True):
     is_so: bool = False
 
 
+_TOLD = msgspec.msgpack.Decoder(Told)
+
+
 class RankMessages:
     """One rank's messages to and from another rank of its worker, in the order in which both speak of the server."""
 
@@ -58,7 +61,7 @@ class RankMessages:
 
     def receive(self, rank: int) -> tuple[Told, list[Tensor]]:
         """Return the next message of a rank, and its tensors, which are flat. Raise the error that it tells of."""
-        told = msgspec.msgpack.decode(self._received(rank).numpy().tobytes(), type=Told)
+        told = _TOLD.decode(self._received(rank).numpy().tobytes())
         if told.error is not None:
             name, text = told.error
             raise ERRORS.get(name, TransportError)(text)

@@ -19,6 +19,8 @@ from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.parameter_view import is_held
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
+_PARTS = msgspec.msgpack.Decoder(dict[str, Packed])
+
 
 def give_whole_states(model: nn.Module, link: Link) -> None:
     """Let `state_dict()` of the model return the whole state at every rank; refuse files and copies of the object.
@@ -70,7 +72,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, link: Link) -> dict[str, Any
 def _gathered(link: Link, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of all ranks by name."""
     message = msgspec.msgpack.encode({name: packed(tensor) for name, tensor in tensors.items()})
-    parts = [msgspec.msgpack.decode(part, type=dict[str, Packed]) for part in link.gather(message)]
+    parts = [_PARTS.decode(part) for part in link.gather(message)]
     return {name: unpacked(one) for part in parts for name, one in part.items()}
 
 

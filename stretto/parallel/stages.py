@@ -47,6 +47,8 @@ class Chosen(msgspec.Struct, frozen=True):
     """State of the random generator from which a model of the meta device gets its values."""
 
 
+_CHOSEN = msgspec.msgpack.Decoder(Chosen)
+_WITH_CHOICE = msgspec.msgpack.Decoder(tuple[bytes, Chosen | None])
 _split_before: WeakKeyDictionary[nn.Module, tuple[Chosen, ReferenceType[Pipeline]]] = WeakKeyDictionary()
 """Modules of models that are split, which keep their pipelines: the next section continues with the same stages."""
 
@@ -195,7 +197,7 @@ class PipelineStages(RankParts):
         make = functools.partial(self._choose, args, kwargs, measured_hop(self._link), stage_memory(self._link))
         if self._chooses_alone:
             chosen = self._link.broadcast(make if self._link.rank == 0 else b"")
-            self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
+            self._apply(_CHOSEN.decode(chosen))
         while self._chosen is None:  # the worker that chooses may fail
             self._choose_together(make)
         return self._model.forward(*args, **kwargs)
@@ -215,7 +217,7 @@ class PipelineStages(RankParts):
         chosen = self._link.broadcast(self._context.broadcast(message, callers[0] if callers else 0))
         if chosen:
             put_back(self._model, self._own_forward)
-            self._apply(msgspec.msgpack.decode(chosen, type=Chosen))
+            self._apply(_CHOSEN.decode(chosen))
             self._on_split()
 
     def of_first(self, broadcast: Callable[[Callable[[], bytes]], bytes], make: Callable[[], bytes]) -> bytes:
@@ -230,7 +232,7 @@ class PipelineStages(RankParts):
             finally:
                 self._chooses_alone = False
 
-        found, chosen = msgspec.msgpack.decode(broadcast(alone), type=tuple[bytes, Chosen | None])
+        found, chosen = _WITH_CHOICE.decode(broadcast(alone))
         if chosen is not None and self._chosen is None:
             put_back(self._model, self._own_forward)
             self._apply(chosen)

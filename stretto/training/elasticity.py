@@ -10,7 +10,6 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from stretto.checkpoint import state_transfer
@@ -21,7 +20,7 @@ from stretto.data.shares import Limits
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
-from stretto.loader.stream_reader import StreamPlace, Work
+from stretto.loader.stream_reader import STREAM_PLACE, StreamPlace, Work
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.membership.loop_positions import LoopPosition
@@ -215,11 +214,11 @@ class ElasticAgent:
         if self._taken is None or text is None:
             return None
         own, _ = self._taken.own.get(self._trainer.transport.number, ({}, {}))
-        place = msgspec.json.decode(text, type=StreamPlace)
+        place = STREAM_PLACE.decode(text)
         if not place.is_own:
             return place
         if "stream" in own:
-            return replace(msgspec.json.decode(own["stream"], type=StreamPlace), is_over=place.is_over)
+            return replace(STREAM_PLACE.decode(own["stream"]), is_over=place.is_over)
         count = place.counts.get(self._trainer.transport.number, 0)  # this worker had failed
         return replace(place, trained=[(0, count)] if count else [], proofs=[], start=b"", before_last=b"")
 

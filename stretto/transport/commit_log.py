@@ -72,6 +72,9 @@ class _Told(msgspec.Struct):
     attempts: list[tuple[int, list[_Answer]]]
 
 
+_TOLD = msgspec.msgpack.Decoder(_Told)
+
+
 def pack(attempts: Sequence[Attempt]) -> bytes:
     """Pack attempts for workers that have not received their results."""
     told = [(one.number, [_packed(found) for found in one.answers]) for one in attempts]
@@ -90,7 +93,7 @@ def _packed(answer: Any) -> _Answer:
 
 def unpack(told: bytes) -> list[Attempt]:
     """Return the packed attempts."""
-    attempts = msgspec.msgpack.decode(told, type=_Told).attempts
+    attempts = _TOLD.decode(told).attempts
     return [Attempt(number, [_unpacked(*one) for one in found], [None] * len(found)) for number, found in attempts]
 
 

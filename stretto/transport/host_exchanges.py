@@ -46,6 +46,9 @@ class Description(msgspec.Struct, array_like=True):
     numbers: _Natural = 0
 
 
+_DESCRIPTION = msgspec.msgpack.Decoder(Description)
+
+
 @dataclass(slots=True)
 class _Slot:
     start: int
@@ -85,7 +88,7 @@ class HostExchanges:
         end = HEAD_BYTES + int.from_bytes(octets[:HEAD_BYTES], "little")
         with self._lock:
             try:
-                told = msgspec.msgpack.decode(octets[HEAD_BYTES:end], type=Description)
+                told = _DESCRIPTION.decode(octets[HEAD_BYTES:end])
                 check_dtype(op.tensor.dtype, told.dtype, f"workers {self._inner.worker} and {op.peer}")
                 for slot in told.read:
                     self._slots[slot].is_free = True

@@ -37,6 +37,7 @@ from stretto.transport.host_memory import KINDS, LOOK_S, HostMemory, Offer, join
 from stretto.transport.interface import CHANNELS, Collectives, Handle, Message, Traffic, Transport
 from stretto.transport.peer_group import PeerGroup
 
+_OFFER = msgspec.msgpack.Decoder(tuple[Offer, str])
 SEGMENT_BYTES = 4 << 20
 """Bytes of a tensor that hosts exchange at a time. Other workers of a host have a time limit for each segment."""
 
@@ -89,7 +90,7 @@ def over_shared_memory(
         with contextlib.ExitStack() as files:
             own_offer = (offer_memory(inner.workers, files), offered_device(device))
             messages = inner.all_gather_bytes(msgspec.msgpack.encode(own_offer))
-            decoded = [msgspec.msgpack.decode(one, type=tuple[Offer, str]) for one in messages]
+            decoded = [_OFFER.decode(one) for one in messages]
             offers = [offer for offer, _ in decoded]
             names = [one.host for one in offers]
             if notices_hosts and inner.worker == 0 and len(set(filter(None, names))) > 1:
