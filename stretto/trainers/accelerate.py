@@ -45,7 +45,7 @@ from stretto.identity import broadcast, is_main, rank
 from stretto.loader.epoch_order import samples_in
 from stretto.notices import say_once
 from stretto.trainers.together import gathered, lockstep_training, meet
-from stretto.trainers.windows import Empty, WindowedLoader, early_end, expected_length
+from stretto.trainers.windows import WindowedLoader, early_end, expected_length, sizes_of
 from stretto.training.checkpointed import checkpointed
 from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
@@ -235,8 +235,9 @@ class Hooks:
     def begin_window(self, shared: WindowedLoader, window: list[Any]) -> Iterator[tuple[Any, bool]]:
         """Yield the micro-batches of a window, each with True if it is the last one, and weigh them."""
         items = self._items_of(window)
-        pairs = list(shared.weighed(window, items or samples_in))
-        self._items = sum(items(one) for one in window if not isinstance(one, Empty)) if items else 0
+        sizes = sizes_of(window, items or samples_in)
+        pairs = list(shared.weighed(window, sizes))
+        self._items = sum(sizes) if items is not None else 0
         if items is not None and not shared.is_alone:
             weight(self._items)
         for number, (micro, self._factor) in enumerate(pairs, 1):

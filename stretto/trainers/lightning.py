@@ -32,7 +32,7 @@ from stretto.errors import ScriptError, explain
 from stretto.identity import broadcast, is_main, main_first, rank
 from stretto.notices import say_once
 from stretto.trainers.together import gathered, lockstep_training, meet
-from stretto.trainers.windows import WindowedLoader, early_end, expected_length
+from stretto.trainers.windows import WindowedLoader, early_end, expected_length, sizes_of
 from stretto.training.checkpointed import checkpointed
 from stretto.training.worker_context import find_context
 
@@ -272,7 +272,7 @@ class _Batches:
         for window in self._shared.windows():
             self._trainer.strategy.renumber()
             self._counters.restore()
-            for micro, factor in self._shared.weighed(window):
+            for micro, factor in self._shared.weighed(window, sizes_of(window)):
                 self.factor = factor
                 yield micro
         current = training()

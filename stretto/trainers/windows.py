@@ -44,6 +44,11 @@ class Empty(dict[str, Any]):
         return cls((name, value[:0]) for name, value in items if isinstance(value, Tensor) and value.ndim)
 
 
+def sizes_of(window: list[Any], items: Callable[[Any], int] = samples_in) -> list[int]:
+    """Return the numbers of items in the micro-batches of a window: 0 in empty ones."""
+    return [0 if isinstance(one, Empty) else items(one) for one in window]
+
+
 class WindowedLoader:
     """A library's loader, distributed in windows of `accumulation` micro-batches, which it gives one by one.
 
@@ -148,13 +153,12 @@ class WindowedLoader:
             missing = 0 if self.is_alone else self.accumulation - len(window)
             yield [Empty.like(window[0])] * missing + window
 
-    def weighed(self, window: list[Any], items: Callable[[Any], int] = samples_in) -> Iterator[tuple[Any, float]]:
+    def weighed(self, window: list[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, float]]:
         """Yield the micro-batches of a window, each with the factor that makes the mean of their losses that of it.
 
-        In place of an empty one the library passes over another one again, with factor 0. A process that trains alone
-        has the script's means.
+        Each loss is a mean over one of the `sizes`, as `sizes_of` counts them. In place of an empty micro-batch the
+        library passes over another one again, with factor 0. A process that trains alone has the script's means.
         """
-        sizes = [0 if isinstance(one, Empty) else items(one) for one in window]
         total = 0 if self.is_alone else sum(sizes)
         full = next((one for one in window if not isinstance(one, Empty)), None)
         for micro, size in zip(window, sizes, strict=True):
