@@ -547,8 +547,12 @@ class BatchSource:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         is_own, joins = self.assignment == "own", self._transport.arrives and place is not None
         if joins and place is not None and not place.start:
-            why = "each worker has a shard" if is_own else "it can't read the same batches: the only worker has drawn "
-            why += "" if is_own else "random numbers in turn with it, or the others train batches of the epoch before"
+            why = "each worker has a shard"
+            if not is_own:
+                why = (
+                    "it can't read the same batches: the only worker has drawn random numbers in turn with it, or the "
+                )
+                why += "others train batches of the epoch before"
             raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}", returns=not is_own)
         if place is not None and (way := self._division.resume_stream) is not None and not joins:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
