@@ -215,9 +215,16 @@ def paces_of(timed: Mapping[int, Timed], before: Paces) -> Paces:
     return {worker: found[worker] for worker in timed if worker in found}
 
 
-def smaller_share(samples: int) -> int:
-    """Return the limit of a worker that has run out of memory with this share; 0 if it can't be smaller."""
-    return samples // 2 if samples // 2 > SMALLEST_SHARE else 0
+def smaller_share(samples: int, largest: int) -> int:
+    """Return the limit of a worker that has run out of memory with this share; 0 if it can't be smaller.
+
+    If the share has grown, the limit is the `largest` one before, which had room; else it is half of the share.
+
+    >>> smaller_share(26, 20), smaller_share(20, 20), smaller_share(5, 0)
+    (20, 10, 0)
+    """
+    limit = largest if SMALLEST_SHARE < largest < samples else samples // 2
+    return limit if limit > SMALLEST_SHARE else 0
 
 
 def stricter(limits: Limits, others: Limits) -> Limits:

@@ -237,10 +237,11 @@ class Supervisor:
         return self._too_few(end)
 
     def _shrink_share(self, member: Supervised, end: Exited) -> None:
-        """Halve the share of a worker that has run out of memory."""
+        """Limit the share of a worker that has run out of memory."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         is_killed = end.code == -signal.SIGKILL and not end.injected and self._oom_kills > before
-        limit = smaller_share(end.record.share) if is_killed or end.code == OUT_OF_MEMORY else 0
+        is_out_of_memory = is_killed or end.code == OUT_OF_MEMORY
+        limit = smaller_share(end.record.share, end.record.largest) if is_out_of_memory else 0
         if limit:
             member.out_of_memory, member.share_limit = member.out_of_memory + 1, limit
             self._relay.note(

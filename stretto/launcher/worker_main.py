@@ -245,7 +245,7 @@ def fail(error: BaseException, number: int, log: LineStore, rank: int = 0, may_s
         isinstance(error, kinds) for kinds in (MemberOutError | BrokenTransportError, UnreachableError)
     )
     is_out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
-    returns_smaller = may_shrink and is_out_of_memory and smaller_share(status.share) > 0
+    returns_smaller = may_shrink and is_out_of_memory and smaller_share(*status.shares) > 0
     try:
         is_consequence = isinstance(error, TransportError) and not is_unreachable
         report = ReportedError(type(error).__name__, _text(error), short(error), is_consequence)

@@ -353,6 +353,8 @@ class BatchSource:
         has_several = division.initial_workers > 1  # also if others have failed, who return
         self.shares = parse(division.shares if has_several else EVEN)
         self._typed_limits: Limits = division.limits if has_several else {}
+        self._earlier_limits: Limits = {}
+        """Largest share of workers that had run out of memory in the run that is resumed, unless some are typed."""
         self.paces, self._epoch = self.shares.paces, 1
         """Paces on which the workers have agreed last; none for even shares."""
         self._clock = runtime.clock
@@ -451,7 +453,11 @@ class BatchSource:
     @property
     def limits(self) -> Limits:
         """Largest share of some workers: as typed, and of workers that have run out of memory."""
-        return stricter(self._typed_limits, self._loop.share_limits())
+        return stricter(self._typed_limits, self.memory_limits())
+
+    def memory_limits(self) -> Limits:
+        """Return the largest share of each worker that has run out of memory."""
+        return stricter(self._earlier_limits, self._loop.share_limits())
 
     @property
     def keeps_global_batch(self) -> bool:
@@ -653,9 +659,10 @@ class BatchSource:
         """The number of the script's batches in a global step of all workers."""
         return self._global_batch_of * (1 if self.splits else self._divided_among())
 
-    def resume(self, first_workers: int) -> None:
-        """Divide epochs as the run did that is resumed, or joined."""
+    def resume(self, first_workers: int, memory_limits: Limits) -> None:
+        """Divide epochs as the run did that is resumed, or joined; typed limits replace those of its memory."""
         self.first_workers = first_workers
+        self._earlier_limits = {} if self._division.limits else memory_limits
 
     def length(self) -> int:
         """Return the number of global steps of an epoch in which no worker fails.

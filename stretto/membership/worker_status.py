@@ -19,10 +19,11 @@ import msgspec
 
 from stretto.membership.loop_positions import LoopPosition
 
-_HEADER = struct.Struct("<iii???BiI")
-"""Position, three flags, state of the kept model, share of the step, and the length of the error, which follows."""
-_POSITION, _SHARE, _LENGTH = struct.Struct("<iii"), struct.Struct("<i"), struct.Struct("<I")
-_FINISHED, _JOINED, _LEFT, _MODEL, _SHARE_AT, _LENGTH_AT = 12, 13, 14, 15, 16, 20
+_HEADER = struct.Struct("<iii???BiiI")
+"""Position, three flags, state of the kept model, share of this step and the largest before it, and the length of the
+error, which follows."""
+_POSITION, _SHARES, _LENGTH = struct.Struct("<iii"), struct.Struct("<ii"), struct.Struct("<I")
+_FINISHED, _JOINED, _LEFT, _MODEL, _SHARES_AT, _LENGTH_AT = 12, 13, 14, 15, 16, 24
 SIZE = 1 << 18
 """Bytes of a record; the memory is taken when it is written."""
 
@@ -57,7 +58,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
     `finished` is True once its training has finished, `joined` once it has been a member, `left` if it left before the
     end as it was asked to. `model` is the state of the model that it keeps, `share` the number of its samples in the
-    global step if that may be smaller, else 0.
+    global step if that may be smaller, else 0, and `largest` that of the largest earlier step of this kind.
     """
 
     finished: bool = False
@@ -67,6 +68,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     error: ReportedError | None = None
     model: KeptModel = KeptModel.WRITTEN
     share: int = 0
+    largest: int = 0
 
 
 class Status:
@@ -90,12 +92,15 @@ class Status:
         """Store this worker's position, and its samples in the global step if it may have fewer."""
         if self._page is not None:
             _POSITION.pack_into(self._page, 0, place.phase, place.epoch, place.step)
-            _SHARE.pack_into(self._page, _SHARE_AT, share)
+            _SHARES.pack_into(self._page, _SHARES_AT, share, max(self.shares))
 
     @property
-    def share(self) -> int:
-        """Number of this worker's samples in the global step if it may have fewer, else 0."""
-        return int(_SHARE.unpack_from(self._page, _SHARE_AT)[0]) if self._page is not None else 0
+    def shares(self) -> tuple[int, int]:
+        """This worker's samples in the global step if it may have fewer, else 0, and those of its largest one before.
+
+        Both are of steps in which it may have had fewer.
+        """
+        return _SHARES.unpack_from(self._page, _SHARES_AT) if self._page is not None else (0, 0)
 
     def finish(self) -> None:
         """Note that the training has finished."""
@@ -148,10 +153,11 @@ def make_record(keys: Sequence[str] | None = None) -> int:
 
 def read_record(descriptor: int) -> ProcessRecord:
     """Return what a process has recorded."""
-    *place, finished, joined, left, model, share, length = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    header = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+    *place, finished, joined, left, model, share, largest, length = header
     data = os.pread(descriptor, length, _HEADER.size)
     error = _REPORTED_ERROR.decode(data) if data else None
-    return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model), share)
+    return ProcessRecord(finished, LoopPosition(*place), joined, left, error, KeptModel(model), share, largest)
 
 
 def ask_for_model(descriptor: int) -> None:

@@ -283,6 +283,7 @@ class CheckpointManager:
             "workers": list(trainer.transport.members),
             **counts,
             "first_workers": trainer.batch_source.first_workers,
+            "memory_limits": [*trainer.batch_source.memory_limits().items()],
             "shares": trainer.shares.state(),
             "closing_epoch": trainer.epochs.closing is not None,
             "order": pack(epoch_batches.order) if epoch_batches is not None else None,

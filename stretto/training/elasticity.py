@@ -138,7 +138,8 @@ class ElasticAgent:
             lost, self._counted = facts["returned"]
             order = unpack(lost)
             self._lost = order.among(tuple(itertools.pairwise(order.bounds)))
-        trainer.batch_source.resume(facts.get("first_workers", trainer.batch_source.first_workers))
+        first_workers = facts.get("first_workers", trainer.batch_source.first_workers)
+        trainer.batch_source.resume(first_workers, dict(facts.get("memory_limits", [])))
         trainer.shares.resume(facts.get("shares", {"paces": facts.get("paces", [])}))
         trainer.evaluator.restore(facts["evaluator"])
         trainer.epochs.restore_lost(facts.get("lost", []))

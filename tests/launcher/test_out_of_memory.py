@@ -13,10 +13,10 @@ from stretto.events import read_events
 from stretto.launcher.oom_kills import oom_kills
 
 SCRIPT = """
-import pathlib, sys, time, torch, stretto
+import os, pathlib, sys, time, torch, stretto
 from torch import nn
 
-room, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+room, folder, workers = int(sys.argv[1]), pathlib.Path(sys.argv[2]), stretto.world_size()
 net = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.randn(2000, 4), torch.randn(2000, 1))
@@ -28,7 +28,9 @@ for epoch in range(2):
     for x, y in loader:
         if stretto.rank() == 1 and len(x) > room:
             raise MemoryError(f"no room for {len(x)} samples")
-        if stretto.rank() == 0 and len(x) == 40:  # alone: the other worker returns
+        if stretto.rank() == 2 and epoch == 1:
+            os.kill(os.getpid(), 9)
+        if stretto.rank() == 0 and len(x) >= 20 * workers - 2:  # alone: another worker returns
             while len(list(folder.glob("begun-*"))) == begun:
                 time.sleep(0.02)
             time.sleep(0.3)
@@ -40,10 +42,10 @@ for epoch in range(2):
 """
 
 
-def run(folder: Path, room: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, room: int, *options: str, workers: str = "2") -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--out", str(folder / "run"), *options]
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", workers, "--out", str(folder / "run"), *options]
     command += [str(script), str(room), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -60,6 +62,16 @@ def test_a_worker_without_memory_for_its_share_has_a_smaller_one(recipe: str, tm
     assert [one["sample_counts"] for one in events if one["event"] == "epoch"] == [
         {"once": 2000, "twice": 0, "never": 0, "dropped": 0}
     ] * 2
+
+
+def test_a_worker_that_runs_out_of_memory_with_a_larger_share_keeps_its_share_of_before(tmp_path: Path) -> None:
+    """Worker 1 has 29 samples of a step once worker 2 is lost, and room for 24: it has 20 again, worker 0 the rest."""
+    ended = run(tmp_path, 24, "--restarts", "0", workers="3")
+    assert ended.returncode == 0, ended.stderr
+    assert "worker 1 has run out of memory with 29 samples of a global step: it returns with at most 20" in ended.stderr
+    assert ended.stderr.count("has run out of memory with") == 1
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [one["sample_counts"]["once"] for one in events if one["event"] == "epoch"] == [2000] * 2
 
 
 def test_a_worker_without_memory_for_the_smallest_share_ends_the_run(tmp_path: Path) -> None:

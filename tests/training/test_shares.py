@@ -313,6 +313,25 @@ def test_a_worker_that_has_run_out_of_memory_returns_with_a_smaller_share(recipe
     assert counts == [{"once": 1200, "twice": 0, "never": 0, "dropped": 0}] * 2
 
 
+@pytest.mark.usefixtures("every_checkpoint")
+@pytest.mark.parametrize(("typed", "shares"), [({}, (26, 26, 8)), ({2: 12}, (24, 24, 12))])
+def test_a_resumed_run_keeps_the_limit_of_a_worker_that_has_run_out_of_memory(
+    typed: dict[int, int], shares: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The checkpoint is within the first epoch; limits that are typed then replace those of the run before."""
+    failures = iter([(2, 3)])
+
+    def work(worker: int) -> Any:
+        return counting(1200, 20, dies_at=next(failures, None) if worker == 2 else None)(worker)
+
+    kept = {"checkpoint": every("12 rounds"), "keep": 99}
+    run_elastic_workers(3, work, "allreduce", tmp_path / "run", again=1, share_limit=8, **kept)
+    checkpoint = min((tmp_path / "run" / "checkpoints").iterdir())
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    found = run_workers(3, counting(1200, 20), "allreduce", resume=tmp_path / "first", limits=typed)
+    assert set(sizes_of(found, -1)) == {shares}
+
+
 def test_an_epoch_has_more_steps_where_those_left_have_no_room_for_its_steps(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
