@@ -34,6 +34,8 @@ from stretto.process_config import WorkerConfig, worker_config
 from stretto.transport.elastic import ElasticTransport
 
 BATCH = 8
+LISTEN_S = 10.0
+"""Limit of the wait for a process that is restarted to listen again."""
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--samples", type=int, default=240)
@@ -87,11 +89,18 @@ def pass_phase(phase: str) -> None:
 
 
 def listener(launcher: psutil.Process, port: int) -> int:
-    """Return the process of the run, other than its launcher, that listens at a port."""
-    for child in launcher.children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections()):
-                return child.pid
+    """Return the process of the run, other than its launcher, that listens at a port; wait while it is restarted.
+
+    A fork server has the socket for a moment, too, in another folder.
+    """
+    limit = time.monotonic() + LISTEN_S
+    while time.monotonic() < limit:
+        for child in launcher.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                listens = any(one.status == "LISTEN" and one.laddr.port == port for one in child.net_connections())
+                if listens and child.cwd() == launcher.cwd():
+                    return child.pid
+        time.sleep(0.02)
     raise ProcessLookupError(f"no process listens at {port}")
 
 
