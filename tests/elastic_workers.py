@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from thread_pool import thread_pool
@@ -325,12 +326,12 @@ def run_elastic_workers(
     run: Path | None = None,
     again: int = 0,
     coordinator: ThreadCoordinator | None = None,
-    share_limit: int = 0,
+    share_limits: Mapping[tuple[int, int], int] = MappingProxyType({}),
     **context: Any,
 ) -> tuple[list[Any], ThreadCoordinator]:
     """Return the coordinator and the result of `work(worker)` of each worker; None if the worker was killed.
 
-    A killed worker is restarted, at most `again` times, with this limit of its share.
+    A killed worker is restarted, at most `again` times. `share_limits` are those of some incarnations of workers.
     """
     coordinator = coordinator or ThreadCoordinator(workers)
     if run is not None:
@@ -338,7 +339,7 @@ def run_elastic_workers(
 
     def run_incarnation(worker: int, incarnation: int) -> Any:
         meeting = ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator)
-        transport = ElasticTransport(worker, *meeting, share_limit=share_limit if incarnation else 0)
+        transport = ElasticTransport(worker, *meeting, share_limit=share_limits.get((worker, incarnation), 0))
         current_context.set(
             WorkerContext(
                 worker,

@@ -404,6 +404,7 @@ class BatchAssignment:
             "sizes": _packed(self._bounds),
             "paces": listed(self._paces),
             "moves": [(step, listed(paces)) for step, paces in self._moves],
+            "limits": [*self._limits.items()],
             "is_extended": self.is_extended,
             "divided": self._divided,
             "steps": self._shared_steps,

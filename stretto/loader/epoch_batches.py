@@ -353,7 +353,7 @@ class BatchSource:
         has_several = division.initial_workers > 1  # also if others have failed, who return
         self.shares = parse(division.shares if has_several else EVEN)
         self._typed_limits: Limits = division.limits if has_several else {}
-        self._earlier_limits: Limits = {}
+        self.earlier_limits: Limits = {}
         """Largest share of workers that had run out of memory in the run that is resumed, unless some are typed."""
         self.paces, self._epoch = self.shares.paces, 1
         """Paces on which the workers have agreed last; none for even shares."""
@@ -453,11 +453,7 @@ class BatchSource:
     @property
     def limits(self) -> Limits:
         """Largest share of some workers: as typed, and of workers that have run out of memory."""
-        return stricter(self._typed_limits, self.memory_limits())
-
-    def memory_limits(self) -> Limits:
-        """Return the largest share of each worker that has run out of memory."""
-        return stricter(self._earlier_limits, self._loop.share_limits())
+        return stricter(self._typed_limits, stricter(self.earlier_limits, self._loop.share_limits()))
 
     @property
     def keeps_global_batch(self) -> bool:
@@ -553,12 +549,12 @@ class BatchSource:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         is_own, joins = self.assignment == "own", self._transport.arrives and place is not None
         if joins and place is not None and not place.start:
-            why = "each worker has a shard"
-            if not is_own:
-                why = (
-                    "it can't read the same batches: the only worker has drawn random numbers in turn with it, or the "
-                )
-                why += "others train batches of the epoch before"
+            why = (
+                "each worker has a shard"
+                if is_own
+                else "it can't read the same batches: the only worker has drawn random numbers in turn with it, or the "
+                "others train batches of the epoch before"
+            )
             raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}", returns=not is_own)
         if place is not None and (way := self._division.resume_stream) is not None and not joins:
             begins_as_before = way == "restart" and (not is_own or place.workers == self._transport.workers)
@@ -659,10 +655,10 @@ class BatchSource:
         """The number of the script's batches in a global step of all workers."""
         return self._global_batch_of * (1 if self.splits else self._divided_among())
 
-    def resume(self, first_workers: int, memory_limits: Limits) -> None:
-        """Divide epochs as the run did that is resumed, or joined; typed limits replace those of its memory."""
+    def resume(self, first_workers: int, earlier_limits: Limits) -> None:
+        """Divide epochs as the run did that is resumed, or joined; typed limits replace earlier ones."""
         self.first_workers = first_workers
-        self._earlier_limits = {} if self._division.limits else memory_limits
+        self.earlier_limits = {} if self._division.limits else earlier_limits
 
     def length(self) -> int:
         """Return the number of global steps of an epoch in which no worker fails.

@@ -16,7 +16,7 @@ from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
 from stretto.checkpoint.whole_state import without_exchanges
 from stretto.data.assignment import BatchAssignment
-from stretto.data.shares import Limits
+from stretto.data.shares import Limits, stricter
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
@@ -139,7 +139,10 @@ class ElasticAgent:
             order = unpack(lost)
             self._lost = order.among(tuple(itertools.pairwise(order.bounds)))
         first_workers = facts.get("first_workers", trainer.batch_source.first_workers)
-        trainer.batch_source.resume(first_workers, dict(facts.get("memory_limits", [])))
+        earlier_limits: Limits = dict(facts.get("earlier_limits", []))
+        if not trainer.transport.arrives:  # those of a running run come with each generation, and end with it
+            earlier_limits = stricter(earlier_limits, dict(facts.get("share_limits", [])))
+        trainer.batch_source.resume(first_workers, earlier_limits)
         trainer.shares.resume(facts.get("shares", {"paces": facts.get("paces", [])}))
         trainer.evaluator.restore(facts["evaluator"])
         trainer.epochs.restore_lost(facts.get("lost", []))
@@ -199,9 +202,10 @@ class ElasticAgent:
             return None
         facts, transport = self._taken.facts, self._trainer.transport
         source = self._trainer.batch_source  # a resumed run has the shares of its own options
-        assignment = BatchAssignment.restored(
-            facts["assignment"], transport.members, source.largest_share, source.limits
-        )
+        limits = source.limits
+        if transport.arrives:  # a limit holds until the epoch ends, though its worker has left
+            limits = stricter(limits, dict(facts["assignment"].get("limits", [])))
+        assignment = BatchAssignment.restored(facts["assignment"], transport.members, source.largest_share, limits)
         if source.shares.is_fixed:
             assignment.move(source.paces, assignment.global_step)
         return unpack(facts["order"]), assignment

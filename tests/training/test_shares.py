@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -306,11 +308,43 @@ def test_a_worker_that_has_run_out_of_memory_returns_with_a_smaller_share(recipe
     def work(worker: int) -> Any:
         return counting(1200, 20, dies_at=next(failures, None) if worker == 2 else None)(worker)
 
-    found, _ = run_elastic_workers(3, work, recipe, tmp_path, again=1, share_limit=8)
+    found, _ = run_elastic_workers(3, work, recipe, tmp_path, again=1, share_limits={(2, 1): 8})
     assert set(found[2][1][-1]) == {8}
     assert [found[worker][1][-1][-1] for worker in (0, 1)] == [26, 26]
     counts = [one["sample_counts"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
     assert counts == [{"once": 1200, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+def test_a_worker_that_joins_has_no_limit_of_an_earlier_incarnation_of_another_one(tmp_path: Path) -> None:
+    """Worker 2 returns with room for 8 samples, then worker 1 returns, then worker 2 on another machine, with room."""
+    incarnations, returned = Counter[int](), threading.Event()
+
+    def work(worker: int) -> list[int]:
+        incarnations[worker] += 1
+        net, sizes = small_net(), list[int]()
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(240), batch_size=20, shuffle=True))
+        for _ in range(60):
+            for number, (x, y) in enumerate(loader):
+                if (worker, incarnations[worker]) == (2, 1) and number == 2:
+                    raise WorkerKilled
+                if (worker, incarnations[worker]) == (1, 1) and len(x) == 26:
+                    raise WorkerKilled
+                if (worker, incarnations[worker]) == (1, 2):
+                    returned.set()
+                if (worker, incarnations[worker]) == (2, 2) and returned.is_set():
+                    raise WorkerKilled
+                sizes.append(len(x))
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return sizes
+
+    found, _ = run_elastic_workers(3, work, "allreduce", tmp_path, again=2, share_limits={(2, 1): 8})
+    assert incarnations == {0: 1, 1: 2, 2: 3}
+    assert [sizes[-4:] for sizes in found] == [[20] * 4] * 3
+    counts = [one["sample_counts"]["once"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
+    assert counts == [240] * 60
 
 
 @pytest.mark.usefixtures("every_checkpoint")
@@ -325,7 +359,7 @@ def test_a_resumed_run_keeps_the_limit_of_a_worker_that_has_run_out_of_memory(
         return counting(1200, 20, dies_at=next(failures, None) if worker == 2 else None)(worker)
 
     kept = {"checkpoint": every("12 rounds"), "keep": 99}
-    run_elastic_workers(3, work, "allreduce", tmp_path / "run", again=1, share_limit=8, **kept)
+    run_elastic_workers(3, work, "allreduce", tmp_path / "run", again=1, share_limits={(2, 1): 8}, **kept)
     checkpoint = min((tmp_path / "run" / "checkpoints").iterdir())
     shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
     found = run_workers(3, counting(1200, 20), "allreduce", resume=tmp_path / "first", limits=typed)
