@@ -314,9 +314,14 @@ class MemberSockets:
             self._accepting_from = time.monotonic() + RETRY_S
 
     def _oldest_stranger(self) -> ReceivingConnection:
-        """Return a connection to close: one without a member's handshake, of the address that has the most of them."""
-        of_network = Counter(network(one.address) for one in self._arriving)
-        return min(self._arriving, key=lambda one: (one.rank is not None, -of_network[network(one.address)], one.until))
+        """Return a connection to close: the oldest of those of one address and rank, where these are the most.
+
+        It is never the last one with the handshake of a member: a member that was replied to does not connect again.
+        """
+        last = {one.rank: one for one in self._arriving}
+        alike = Counter((network(one.address), one.rank) for one in self._arriving)
+        others = (one for one in self._arriving if one.rank is None or last[one.rank] is not one)
+        return max(others, key=lambda one: alike[network(one.address), one.rank])
 
     def _is_confirmed(self, one: ReceivingConnection) -> bool:
         """Return True if the connection is that of its member, which its first message shows."""

@@ -262,13 +262,11 @@ class ReceivingConnection:
         magic, generation, rank = PREFACE.unpack(preface)
         if magic != MAGIC or generation != self._generation:
             raise ConnectionError("no preface of a member")
-        handshake = self._handshake(rank, preface)
+        first = bytes(received[PREFACE.size :])
+        handshake = None if first in self._seen else self._handshake(rank, preface)
         if handshake is None:
             raise AuthenticationError
-        first = bytes(received[PREFACE.size :])
         handshake.read(first)
-        if first in self._seen:
-            raise AuthenticationError
         self._seen.add(first)
         self.rank, self.until = rank, time.monotonic() + CONFIRM_S
         self.socket.send(handshake.write())

@@ -21,7 +21,7 @@ from stretto.errors import BrokenTransportError, TransportError
 from stretto.notices import say_once
 from stretto.transport import secure_connections
 from stretto.transport.encrypted import EncryptedTransport
-from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, KeyPair, ReservedPort
+from stretto.transport.encrypted_sockets import BACKLOG, STRANGERS, KeyPair, MemberSockets, ReservedPort
 from stretto.transport.noise import HANDSHAKE_BYTES, Handshake
 from stretto.transport.peer_stream import (
     EAGER_BYTES,
@@ -142,12 +142,17 @@ def test_a_former_member_is_refused() -> None:
     close(ends)
 
 
+def first_message(keys: KeyPair, end: Endpoint, rank: int) -> bytes:
+    """Return what a member of this rank sends to an endpoint first, which a stranger may record."""
+    preface = PREFACE.pack(MAGIC, GENERATION, rank)
+    return preface + Handshake(True, z85.decode(keys.secret), z85.decode(end.public), preface).write()
+
+
 def test_a_recorded_handshake_keeps_no_member_out_however_often_it_is_repeated() -> None:
     """A stranger that reads the network repeats the first message of a member before the member connects."""
     keys = new_keys()
     forming = Forming(second=keys)
-    preface = PREFACE.pack(MAGIC, GENERATION, 1)
-    first = preface + Handshake(True, z85.decode(keys.secret), z85.decode(forming.open_port.public), preface).write()
+    first = first_message(keys, forming.open_port, 1)
     original = connected(forming.open_port)
     original.sendall(first)
     assert received(original, HANDSHAKE_BYTES), "it is a member's, so far as is known"
@@ -162,6 +167,77 @@ def test_a_recorded_handshake_keeps_no_member_out_however_often_it_is_repeated()
     for one in (original, *repeated):
         with one, contextlib.suppress(ConnectionError):
             assert one.recv(1) == b"", "no reply to a repeated message"
+    close(ends)
+
+
+def test_recorded_handshakes_that_have_not_arrived_before_hold_no_port_closed(waiting_worker: Waiting) -> None:
+    """A flood closes connections of a member unread, and a stranger records the first messages of all its attempts."""
+    transport, end, keys = waiting_worker
+    arriving = transport._sockets._arriving
+    with contextlib.ExitStack() as stack:
+
+        def proceed_beside(opened: Iterator[socket.socket]) -> None:
+            for one in opened:
+                stack.enter_context(one)
+            for _ in range(2):
+                transport._proceed()
+                assert len(arriving) <= STRANGERS + 1
+
+        for _ in range(3):
+            proceed_beside(Sending(keys, end, 1).socket for _ in range(STRANGERS))
+        assert len(transport._sockets._seen) > STRANGERS + 1
+        member = Sending(keys, end, 1)
+        proceed_beside(iter([member.socket]))
+        assert member.is_admitted()
+        for _ in range(3):
+            proceed_beside(connected(end) for _ in range(STRANGERS))
+        assert [one.rank for one in arriving].count(1) < STRANGERS
+        member.send(Head(HELLO).packed())
+        transport._proceed()
+        assert 1 in transport._sockets._receivers
+
+
+def test_members_connect_at_their_first_attempt_while_a_stranger_repeats_recorded_handshakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secure_connections, "HANDSHAKE_S", LIMIT_S)
+    attempts, connect = list[int](), MemberSockets._call
+
+    def counted(self: MemberSockets, rank: int, preface: bytes) -> Handshake:
+        attempts.append(rank)
+        return connect(self, rank, preface)
+
+    monkeypatch.setattr(MemberSockets, "_call", counted)
+    keys = [new_keys() for _ in range(2)]
+    forming = Forming(first=keys[0], second=keys[1])
+    links = [*enumerate(end for _, end in reversed(forming.ends))]
+    recorded = [(end, first_message(keys[rank], end, rank)) for rank, end in links * 2 * STRANGERS]
+    is_over, has_repeated = threading.Event(), threading.Event()
+
+    def repeat(kept: contextlib.ExitStack) -> None:
+        for end, first in recorded:
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((end.host, end.port), LIMIT_S, ("127.0.0.2", 0))
+                kept.enter_context(one).sendall(first)
+
+    def flood() -> None:
+        with contextlib.ExitStack() as stack:
+            repeat(stack)
+            has_repeated.set()
+            while not is_over.is_set():
+                with contextlib.ExitStack() as further:
+                    repeat(further)
+
+    attacker = threading.Thread(target=flood)
+    attacker.start()
+    try:
+        assert has_repeated.wait(LIMIT_S)
+        ends = forming.complete()
+        assert mean_works(ends)
+    finally:
+        is_over.set()
+        attacker.join()
+    assert sorted(attempts) == [0, 1]
     close(ends)
 
 
