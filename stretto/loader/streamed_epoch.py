@@ -89,7 +89,7 @@ class StreamedEpoch:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
         self._is_dealt = not is_own and split is None
-        self._server = transport.server if asynchronous and not is_own else None
+        self._server = transport.server if asynchronous else None
         self._number = self._first = self._length = 0
         """Number of this epoch, this worker's first number in it, and the stream's length, once it has ended."""
         self._deals = 0
@@ -475,6 +475,11 @@ class StreamedEpoch:
         """True if the dispatcher counts the trained batches."""
         return self._server is not None
 
+    @property
+    def can_deal_left(self) -> bool:
+        """True if batches that no worker has trained are dealt again at the end: not those of a worker's own shard."""
+        return self._server is not None and not self._is_own
+
     def _numbered(self, number: int) -> int:
         """Return the number of a batch of this worker over all deals."""
         return self._deals * DEAL + number
@@ -513,8 +518,7 @@ class StreamedEpoch:
 
     def undone(self, held: Sequence[Lease]) -> list[int]:
         """Return this worker's numbers whose work a rollback has undone, all but those that it still has."""
-        if self._server is None:
-            return []
+        assert self._server is not None
         settled = self._after_rollbacks()[0].get(self._transport.number, [])
         if self._server.recovery_epoch == self._recovery_epoch:
             return []
@@ -526,8 +530,6 @@ class StreamedEpoch:
 
         `undone` are this worker's numbers that a rollback has undone. Nothing is left if a script `is_left` early.
         """
-        if self._server is None:
-            return []
         told = (self._transport.number, list(undone), self.reader.position, is_left)
         replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(told))
         found = [msgspec.msgpack.decode(one, type=tuple[int, list[int], int, bool]) for one in replies]
@@ -644,7 +646,7 @@ class StreamedEpoch:
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
         holes: list[Piece] = []
-        if self._server is not None:
+        if self.can_deal_left:
             settled, _ = self._settled()
             self._carried = {
                 worker: max((stop for _, stop in settled.get(worker, [])), default=0) for worker in self._dealers

@@ -357,7 +357,7 @@ class Epochs:
         self._recovery_epoch = server.recovery_epoch
         undone = self._progress.own_samples - self._samples_at_meeting
         is_done_again = (
-            isinstance(self.current, StreamedEpoch) and self.current.is_counted and not self.source.is_iterator
+            isinstance(self.current, StreamedEpoch) and self.current.can_deal_left and not self.source.is_iterator
         )
         if isinstance(self.current, StreamedEpoch) and undone > 0 and not is_done_again:
             self.note_lost(
@@ -371,7 +371,7 @@ class Epochs:
 
         All have met, and the server has the work of all. Batches of absent workers are named if an iterator gave them.
         """
-        if not isinstance(stream, StreamedEpoch) or not stream.is_counted:
+        if not isinstance(stream, StreamedEpoch) or not stream.can_deal_left:
             return False
         steps = self._trainer.global_steps
         is_stepless = not self._progress.has_stepped_in_epoch and self._progress.unstepped_here > 0
@@ -398,7 +398,7 @@ class Epochs:
         """Write the shares of workers that failed or left within a stream, where workers do not wait for each other."""
         if not isinstance(self.current, StreamedEpoch) or not self._progress.has_stepped_in_epoch:
             return
-        if self.current.is_counted:
+        if self.current.can_deal_left:
             return
         for worker, batches in self.current.share_of_absent().items():
             self.note_lost(

@@ -284,7 +284,12 @@ def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wai
 ) -> None:
     """The others train the rest of a failed worker's share, and what a rollback of the server has undone."""
     ended = simulated(
-        3, summed(lambda: BATCHES), recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2, "global_batch": batch}
+        3,
+        summed(lambda _: BATCHES),
+        recipe,
+        net=NET,
+        fault=fault,
+        asks={"failure_timeout_s": 0.2, "global_batch": batch},
     )
     counts = next(one for one in ended.found if one is not None)
     assert counts == [1.0] * 80 + [1.0] * 80
@@ -296,7 +301,7 @@ def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wai
 @pytest.mark.parametrize("fault", ["kill worker 1 at 47ms", "pause worker 2 for 180ms at 60ms; kill worker 1 at 230ms"])
 def test_share_that_an_iterator_does_not_give_again_is_named_by_its_batches(fault: str) -> None:
     """A worker that fails after its whole share has lost none."""
-    work = summed(lambda: iter(BATCHES), epochs=1)
+    work = summed(lambda _: iter(BATCHES), epochs=1)
     ended = simulated(3, work, "async_sgd", net=NET, fault=fault, asks={"failure_timeout_s": 0.4})
     lost = sum(one == 0 for one in next(one for one in ended.found if one is not None))
     assert [event["text"].partition(",")[0] for event in ended.of("batches_lost")] == (
@@ -306,17 +311,32 @@ def test_share_that_an_iterator_does_not_give_again_is_named_by_its_batches(faul
     assert ended.found[1] is None
 
 
+@pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)", "downpour(every=3)"])
+@pytest.mark.parametrize(
+    "fault", ["kill server 0 at 90ms", "kill server 0 at 190ms", "kill worker 1 at 47ms; kill server 0 at 90ms"]
+)
+def test_record_of_workers_with_shards_of_their_own_is_what_the_server_has(recipe: str, fault: str) -> None:
+    """Work that a rollback has undone is named, and does not count."""
+    work = summed(lambda worker: iter(BATCHES[worker::3]), epochs=1, deal="own")
+    ended = simulated(3, work, recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
+    counts = next(one for one in ended.found if one is not None)
+    assert set(counts) <= {0.0, 1.0}
+    assert ended.of("batches_lost") or 0.0 not in counts
+    (event,) = ended.of("epoch")
+    assert sum(event["trained"].values()) == event["samples"] == sum(counts)
+
+
 BATCHES = [torch.tensor([2 * number, 2 * number + 1]) for number in range(40)]
 
 
-def summed(stream: Callable[[], Any], epochs: int = 2) -> Callable[[int], list[float]]:
+def summed(stream: Callable[[int], Any], epochs: int = 2, **more: Any) -> Callable[[int], list[float]]:
     """Return a script whose table counts how often a server that adds has trained each row in each epoch."""
 
     def work(worker: int) -> list[float]:
         net = nn.Embedding(80 * epochs, 1)
         nn.init.zeros_(net.weight)
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        loader: Any = stretto.distribute(net, optimizer, stream())
+        loader: Any = stretto.distribute(net, optimizer, stream(worker), **more)
         for epoch in range(epochs):
             for x in loader:
                 optimizer.zero_grad()
