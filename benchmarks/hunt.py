@@ -53,6 +53,7 @@ RECORDED += ("deep_gradient_compression(ratio=0.1)", "sparse_loco(every=3)", "on
 RECIPES = (*COUNTED, *SUMMED, *TOUCHED, *RECORDED)
 OVER_A_SERVER = (*SUMMED, *TOUCHED[3:9])
 PHASES = ("begun", "computed", "stepped", "exchange", "operation", "commit", "ended")
+CLOCKS = ("AHEAD", "BACK", "SKIP", "SUSPEND")
 LOST = "a part of a stream was not trained"
 OTHER_NUMBER = "each worker of the resumed run was in the middle of a shard of its own"
 OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
@@ -139,6 +140,10 @@ def plan_of(seed: int) -> Plan:
     if workers * ranks > 1 and not disk and more.random() < 0.2:
         who = f"{more.randrange(workers)}" + (f".{more.randrange(ranks)}" if ranks > 1 else "")
         strikes += [f"{who}:CUT:{more.choice(PHASES[:-1])}:{more.randint(1, 12)}"]
+    clocks = random.Random(f"clocks {seed}")
+    if not disk and clocks.random() < 0.12:
+        who = f"{clocks.randrange(workers)}" + (f".{clocks.randrange(ranks)}" if ranks > 1 else "")
+        strikes += [f"{who}:{clocks.choice(CLOCKS)}:{clocks.choice(PHASES[:-1])}:{clocks.randint(1, 12)}"]
     return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
 
 

@@ -5,12 +5,14 @@ of each epoch, FOLDER has the counts so far with a digest of the model, and the 
 of its rounds.
 `--strike 1:KILL:stepped:3` sends SIGKILL to worker 1 after its third step, and `--strike 1:KILL:stepped:3:shard` makes
 it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and SIGCONT a second later; FILL fills the
-disk of the run folder; CUT shuts down all connections of the worker. A launcher is not struck before there is a
-checkpoint to continue from.
+disk of the run folder; CUT shuts down all connections of the worker. AHEAD and BACK move the worker's time of day by an
+hour, SKIP its other clocks forward by half a minute, as a virtual machine that was paused may find them. SUSPEND stops
+all processes of the run for five seconds. A launcher is not struck before there is a checkpoint to continue from.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -34,6 +36,12 @@ from stretto.process_config import WorkerConfig, worker_config
 from stretto.transport.elastic import ElasticTransport
 
 BATCH = 8
+CLOCKS: dict[str, tuple[int, *tuple[str, ...]]] = {
+    "AHEAD": (3600, "time"),
+    "BACK": (-3600, "time"),
+    "SKIP": (30, "monotonic", "perf_counter"),
+}
+"""Faults that move clocks: by how many seconds, and which."""
 LISTEN_S = 10.0
 """Limit of the wait for a process that is restarted to listen again."""
 parser = argparse.ArgumentParser()
@@ -83,6 +91,12 @@ def pass_phase(phase: str) -> None:
         if name == "CUT":
             cut_connections()
             continue
+        if name in CLOCKS:
+            move_clocks(*CLOCKS[name])
+            continue
+        if name == "SUSPEND":
+            suspend([launcher, *launcher.children(recursive=True)])
+            continue
         if name == "PAUSE":
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
         os.kill(pid, getattr(signal, f"SIG{name.replace('PAUSE', 'STOP')}"))
@@ -110,6 +124,22 @@ def cut_connections() -> None:
         if one.status == "ESTABLISHED":
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def move_clocks(by_s: int, *names: str) -> None:
+    """Move clocks of this process, for all that reads them through the module `time`."""
+    for name, by in [(name, by_s) for name in names] + [(f"{name}_ns", by_s * 10**9) for name in names]:
+        setattr(time, name, functools.partial(lambda read, by: read() + by, getattr(time, name), by))
+
+
+def suspend(run: list[psutil.Process]) -> None:
+    """Stop all processes of a run, this one last; they continue five seconds later."""
+    others = [one for one in run if one.pid != os.getpid()]
+    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {' '.join(str(one.pid) for one in run)}"])
+    for one in others:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            one.suspend()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fill_disk(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.counting_model import Counted
-from benchmarks.hunt import LOST, OTHER_NUMBER, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of, summary
+from benchmarks.hunt import CLOCKS, LOST, OTHER_NUMBER, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of, summary
 from benchmarks.tables import TABLES
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
@@ -47,7 +47,7 @@ def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
     }
     assert words >= {"--restarts", "--evaluate"}
     strikes = [strike.split(":") for plan in PLANS for strike in plan.strikes]
-    assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL", "CUT"}
+    assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL", "CUT", *CLOCKS}
     assert {strike[2] for strike in strikes} == set(PHASES)
     assert {word for strike in strikes for word in strike[4:]} == {"shard", "coordinator", "launcher"}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
+from queue import SimpleQueue
 from typing import ClassVar
 
 import pytest
@@ -13,7 +17,10 @@ from stretto.launcher.engines.conformance import check_engine
 from stretto.launcher.engines.interface import Exited
 from stretto.launcher.engines.local import LocalEngine, LocalProcess
 from stretto.launcher.local import run
+from stretto.launcher.process_specs import ProcessSpec
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.membership.worker_status import KeptModel
+from stretto.process_config import WorkerConfig
 from stretto.report.run_record import record
 from stretto.run_config import RunConfig
 
@@ -38,6 +45,16 @@ for epoch in range({EPOCHS}):
         time.sleep(0.02)
         if config.incarnation == 0 and steps == {{1: 5, 2: 13}}.get(config.worker):
             os.kill(os.getpid(), signal.SIGKILL)
+"""
+WRITES_AND_STOPS = """
+import os, signal
+from stretto.membership.worker_status import KeptModel, status
+from stretto.process_config import worker_config
+
+status.open(worker_config().status_fd)
+status.keep(KeptModel.WRITING)
+os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
 """
 
 
@@ -75,6 +92,20 @@ def test_conformance_finds_an_engine_that_loses_exits(monkeypatch: pytest.Monkey
         check_engine(Silent)
     for process in lost:
         process.release()
+
+
+def test_end_of_a_run_does_not_wait_for_the_model_of_a_stopped_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_s = 60.0
+    monkeypatch.setattr("stretto.launcher.engines.local.WRITING_S", limit_s)
+    engine = LocalEngine(SimpleQueue())
+    command = [sys.executable, "-c", WRITES_AND_STOPS]
+    process = engine.start(ProcessSpec(0, 1, command, dict(os.environ), WorkerConfig()))
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process.record().model == KeptModel.WRITING
+    began = time.monotonic()
+    engine.close()
+    process.output.close()
+    assert process.is_released and time.monotonic() - began < limit_s
 
 
 def test_exits_reported_late_twice_or_never_neither_stop_the_run_nor_count_a_sample_twice(

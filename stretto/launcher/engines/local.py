@@ -157,10 +157,10 @@ class LocalEngine:
     def close(self) -> None:
         """End all processes: SIGTERM, a wait of GRACE_S or until the next signal, SIGKILL.
 
-        Before that, a process that keeps a model in memory alone writes it.
+        Before that, a process that keeps a model in memory alone writes it, unless it is stopped.
         """
         began = time.monotonic()
-        while states := {process.ask_for_model() for process in self._unreleased()} - {KeptModel.WRITTEN}:
+        while states := {one.ask_for_model() for one in self._running if not one.is_stopped()} - {KeptModel.WRITTEN}:
             limit_s = WRITING_S if KeptModel.WRITING in states else ASKED_S
             now = time.monotonic()
             if now - began > limit_s or self._release_next(now + LOOK_S):
