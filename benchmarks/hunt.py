@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ import torch
 from benchmarks.counting_model import Counted, run_counted, unit_of
 from benchmarks.measure import RESULTS, now, save
 from benchmarks.pace import ROOT
+from benchmarks.proxy import TROUBLES, proxy
 
 QUESTION = "random runs with random faults: is anything lost, trained twice, or left?"
 WHOLE = 100
@@ -144,6 +145,11 @@ def plan_of(seed: int) -> Plan:
     if not disk and clocks.random() < 0.12:
         who = f"{clocks.randrange(workers)}" + (f".{clocks.randrange(ranks)}" if ranks > 1 else "")
         strikes += [f"{who}:{clocks.choice(CLOCKS)}:{clocks.choice(PHASES[:-1])}:{clocks.randint(1, 12)}"]
+    troubles = random.Random(f"troubles {seed}")
+    if workers * ranks > 1 and not disk and troubles.random() < 0.2:
+        who = f"{troubles.randrange(workers)}" + (f".{troubles.randrange(ranks)}" if ranks > 1 else "")
+        phase, at = troubles.choice(PHASES[:-1]), troubles.randint(1, 12)
+        strikes += [f"{who}:{troubles.choice([*TROUBLES])}:{phase}:{at}:proxy"]
     return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
 
 
@@ -210,7 +216,9 @@ def _row(plan: Plan, place: Path) -> dict[str, Any]:
     """Run a plan; return its row of the table. The folder of a run with findings is kept."""
     folder = Path(tempfile.mkdtemp(prefix=f"stretto-hunt-{plan.seed}-", dir=place))
     began, before = time.monotonic(), _shared_memory()
-    findings = _judged(plan, folder)
+    is_proxied = any(strike.endswith(":proxy") for strike in plan.strikes)
+    with proxy() if is_proxied else nullcontext("") as address:
+        findings = _judged(plan, folder, ["--proxy", address] if is_proxied else [])
     findings += _left(folder, before)
     struck = sorted(path.name.removeprefix("sent-") for path in folder.glob("counts/sent-*"))
     row = {"seed": plan.seed, "recipe": plan.recipe, "run": str(plan), "struck": struck, "findings": findings}
@@ -221,10 +229,13 @@ def _row(plan: Plan, place: Path) -> dict[str, Any]:
     return {**row, "seconds": round(time.monotonic() - began, 1), "taken": now()}
 
 
-def _judged(plan: Plan, folder: Path) -> list[str]:
-    """Run a plan, again from its checkpoint if its launcher is killed, and return the findings."""
+def _judged(plan: Plan, folder: Path, more: Sequence[str]) -> list[str]:
+    """Run a plan, with `more` words of its script, again from its checkpoint if its launcher is killed.
+
+    Returns the findings.
+    """
     limit = time.monotonic() + LIMIT_S
-    script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike))]
+    script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike)), *more]
     options, before = list(plan.options), list[str]()
     if plan.disk:
         (disk := folder / "disk").mkdir()

@@ -8,6 +8,8 @@ it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and S
 disk of the run folder; CUT shuts down all connections of the worker. AHEAD and BACK move the worker's time of day by an
 hour, SKIP its other clocks forward by half a minute, as a virtual machine that was paused may find them. SUSPEND stops
 all processes of the run for five seconds. A launcher is not struck before there is a checkpoint to continue from.
+With `--proxy`, the worker's connections to the coordinator and to the shards go through a proxy, and
+`--strike 1:STALL:stepped:3:proxy` begins a trouble there (`benchmarks/proxy.py`).
 """
 
 import argparse
@@ -24,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from torch import nn
@@ -58,7 +61,10 @@ parser.add_argument("--drop", action="store_true", help="drop gradients that an 
 parser.add_argument("--best", action="store_true", help="save the model of every epoch, as the best so far")
 parser.add_argument("--evaluate", type=int, help="steps between two evaluations; 0 for one at the end of each epoch")
 parser.add_argument("--loaders", type=int, default=0, help="processes that load")
-parser.add_argument("--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher]")
+parser.add_argument(
+    "--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher|proxy]"
+)
+parser.add_argument("--proxy", help="address of benchmarks/proxy.py")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
 arguments = parser.parse_args()
 config = worker_config() or WorkerConfig()
@@ -85,6 +91,9 @@ def pass_phase(phase: str) -> None:
         if who in (["shard"], ["coordinator"]):
             addresses = {"shard": config.servers[1:], "coordinator": (config.coordinator or "",)}[who[0]]
             pid = listener(launcher, int(addresses[0].rpartition(":")[2]))
+        if who == ["proxy"]:
+            ask_proxy(trouble=name)
+            continue
         if name == "FILL":
             fill_disk(Path(config.run or ""))
             continue
@@ -100,6 +109,15 @@ def pass_phase(phase: str) -> None:
         if name == "PAUSE":
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
         os.kill(pid, getattr(signal, f"SIG{name.replace('PAUSE', 'STOP')}"))
+
+
+def ask_proxy(**request: Any) -> list[str]:
+    """Return the reply of the proxy to a request of this process."""
+    host, _, port = arguments.proxy.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection, connection.makefile("rw") as lines:
+        lines.write(json.dumps({"worker": f"{config.worker}.{config.rank}", **request}) + "\n")
+        lines.flush()
+        return list(json.loads(lines.readline()))
 
 
 def listener(launcher: psutil.Process, port: int) -> int:
@@ -167,6 +185,10 @@ def count_calls(owner: Any, name: str, before: str = "", after: str = "") -> Non
     setattr(owner, name, counted)
 
 
+if arguments.proxy and config.coordinator is not None:
+    coordinator, *servers = ask_proxy(addresses=[config.coordinator, *config.servers])
+    proxied = msgspec.structs.replace(config, coordinator=coordinator, servers=tuple(servers), keys=None)
+    os.environ.update(proxied.environment())
 count_calls(ElasticTransport, "attempt", before="exchange", after="commit")
 count_calls(ParameterServerClient, "push", before="exchange")
 count_calls(ParameterServerClient, "settle", after="commit")

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.counting_model import Counted
 from benchmarks.hunt import CLOCKS, LOST, OTHER_NUMBER, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of, summary
+from benchmarks.proxy import TROUBLES
 from benchmarks.tables import TABLES
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
@@ -47,9 +48,9 @@ def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
     }
     assert words >= {"--restarts", "--evaluate"}
     strikes = [strike.split(":") for plan in PLANS for strike in plan.strikes]
-    assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL", "CUT", *CLOCKS}
+    assert {strike[1] for strike in strikes} == {"KILL", "PAUSE", "STOP", "TERM", "FILL", "CUT", *CLOCKS, *TROUBLES}
     assert {strike[2] for strike in strikes} == set(PHASES)
-    assert {word for strike in strikes for word in strike[4:]} == {"shard", "coordinator", "launcher"}
+    assert {word for strike in strikes for word in strike[4:]} == {"shard", "coordinator", "launcher", "proxy"}
 
 
 def test_launcher_is_killed_at_most_once_and_only_where_there_are_checkpoints() -> None:
