@@ -111,7 +111,7 @@ class MembershipClient(CoordinatorConnection):
         assert reply is not None
         if self.state.generation:
             status.join()
-        if self._is_leaving and isinstance(reply, GenerationView) and self._worker not in reply.numbers:
+        if isinstance(reply, GenerationView) and self._worker not in reply.numbers:  # a rank of it was asked to leave
             status.leave()
         return reply
 

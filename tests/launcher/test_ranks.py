@@ -66,6 +66,23 @@ while len(view.members) == 1 or not view.members[1].incarnation:
 client.leave()
 client.close()
 """
+LEAVES = """
+client = connect()
+view = client.await_generation(ReadyReport(0))
+until("begun-0-1-0")
+if rank == 1:
+    client.quit()
+step = 1
+while worker in view.numbers:
+    if client.pause_requested:
+        reply = client.pause_between_steps(ReadyReport(view.generation, step, step, True))
+        view = reply if isinstance(reply, GenerationView) else view
+    step += 1
+    time.sleep(0.01)
+client.close()
+if rank == 0:
+    until_exited(int(pathlib.Path("begun-0-1-0").read_text()))
+"""
 
 
 @pytest.fixture
@@ -189,3 +206,8 @@ def test_injected_faults_are_for_one_rank_after_the_other(place_with_ranks: Plac
     struck = [event for event in read_events(folder / "events.jsonl") if event["event"] == "fault_injected"]
     assert [event["rank"] for event in struck[:2]] == [0, 1]
     assert [event["text"] for event in struck[:2]] == ["killed: worker 1 rank 0", "killed: worker 1 rank 1"]
+
+
+def test_run_whose_worker_leaves_as_one_of_its_ranks_was_asked_to_is_not_complete(place_with_ranks: Place) -> None:
+    with pytest.raises(LaunchError, match="all workers left before the end, as they were asked to"):
+        place_with_ranks.run(HEAD + LEAVES, workers=1, failure_timeout_s=20.0)
