@@ -478,7 +478,9 @@ def test_stream_over_a_server_is_trained_whole_whatever_is_killed_and_of_an_iter
     text = path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", stream)
     text = text.replace("optimizer, loader, )", "optimizer, iter(loader))") if lost else text
     path.write_text("import itertools, time\n" + text)
-    process = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--restarts", "1", "--json", "run.json", path)
+    restarts = "0" if lost and victim == "worker" else "1"
+    options = ["-n", "2", "--recipe", "async_sgd", "--restarts", restarts, "--json", "run.json"]
+    process = place.stretto("run", *options, path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
     number = 1 if victim == "worker" else 0
     os.kill(next(one for one in place.left() if config_of(one).get(victim) == number).pid, signal.SIGKILL)
@@ -489,6 +491,51 @@ def test_stream_over_a_server_is_trained_whole_whatever_is_killed_and_of_an_iter
     assert lost in err.decode()
     assert record["samples"] == sum(record["samples_by_worker"])
     assert (record["samples"] < 20 * SAMPLES) if lost else (record["samples"] == 20 * SAMPLES)
+
+
+ENDLESS = """
+import itertools, pathlib, time, torch, stretto
+from stretto.process_config import worker_config
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (torch.tensor([row, row + 1]) for row in itertools.count(step=2))
+net = torch.nn.Embedding(40_000, 1)
+torch.nn.init.zeros_(net.weight)
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+config = worker_config()
+for rows in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(Stream(), batch_size=None)):
+    optimizer.zero_grad()
+    net(rows).sum().backward()
+    optimizer.step()
+    pathlib.Path(f"at-{config.worker}-{config.incarnation}").touch()
+    time.sleep(0.05)
+    if pathlib.Path("enough").exists():
+        break
+"""
+
+
+def test_endless_stream_over_a_server_has_as_many_workers_after_five_kills_and_trains_each_batch_once(
+    place: Place,
+) -> None:
+    """A restarted worker continues its share, without a gap."""
+    path = script(place.folder, ENDLESS)
+    options = ["-n", "3", "--recipe", "async_sgd", "--restarts", "2", "--out", "run", "--json", "run.json"]
+    process = place.stretto("run", *options, path)
+    for round_, victims in enumerate([(0, 1, 2), (1, 2)]):
+        until(lambda n=round_, who=victims: all(Path(f"at-{one}-{n}").exists() for one in who), LIMIT_S)
+        for one in victims:
+            os.kill(next(each for each in place.left() if config_of(each).get("worker") == one).pid, signal.SIGKILL)
+    until(lambda: all(Path(f"at-{one}").exists() for one in ("0-1", "1-2", "2-2")), LIMIT_S)
+    Path("enough").touch()
+    wait_for_success(process)
+    events, record = list(read_events(Path("run", "events.jsonl"))), json.loads(Path("run.json").read_text())
+    assert sorted(one["worker"] for one in events if one["event"] == "end") == [0, 1, 2]
+    counts = -load_file("run/final.safetensors")["weight"].flatten().reshape(-1, 2)
+    assert int(counts.sum()) == record["samples"] == sum(record["samples_by_worker"])
+    for share in (counts[first::3] for first in range(3)):
+        batches = int(share[:, 0].sum())
+        assert batches
+        assert torch.equal(share[:batches], torch.ones(batches, 2))
 
 
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])

@@ -6,6 +6,7 @@ got. If workers do not wait for each other, each gets its next batch as soon as 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from array import array
 from collections import Counter
@@ -37,12 +38,22 @@ from stretto.loader.epoch_order import (
     is_endless,
     joined,
     loaded,
+    pack,
     part_of,
     rebuilt,
+    unpack,
 )
 from stretto.loader.global_step import GlobalStep, refuse_too_few
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch, LeasingLoop
-from stretto.loader.stream_reader import CommonRandom, StreamPlace, StreamReader, read_to_place, stateful
+from stretto.loader.stream_reader import (
+    STREAM_DEAL,
+    CommonRandom,
+    StreamDeal,
+    StreamPlace,
+    StreamReader,
+    read_to_place,
+    stateful,
+)
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.loader.streams import compare_first, sharded_by
 from stretto.membership.epoch_numbers import epoch_of
@@ -53,6 +64,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.transport import Transport
 from stretto.transport.interface import Change
 
+OTHER_BATCHES = "it can't read the same batches: the only worker has drawn random numbers in turn with it"
 Rule = Literal["per-worker-batch", "global-batch"]
 """Which batch size stays constant under a changed membership: each worker's, or the global one."""
 
@@ -303,6 +315,11 @@ class EpochLoop(LeasingLoop, Protocol):
         """Return the largest share of each of these members that has run out of memory."""
         ...
 
+    @property
+    def samples_before(self) -> int:
+        """Number of samples of the epochs before this one."""
+        ...
+
     def kept(self) -> bytes:
         """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
         ...
@@ -547,13 +564,18 @@ class BatchSource:
             if isinstance(self._sampler, LeasedBatchSampler):
                 return LeasedEpoch(self._rebuilt, self._sampler, self._loop, number, begun)
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
+        if (position := self._transport.join_position) is not None and position.epoch_number == number:
+            try:
+                return self._continue_share(number, STREAM_DEAL.decode(unpack(position.order).stream))
+            except StaysOutError:
+                self._transport.abandon(stays_out=True)
+                raise
         is_own, joins = self.assignment == "own", self._transport.arrives and place is not None
         if joins and place is not None and not place.start:
             why = (
                 "each worker has a shard"
                 if is_own
-                else "it can't read the same batches: the only worker has drawn random numbers in turn with it, or the "
-                "others train batches of the epoch before"
+                else f"{OTHER_BATCHES}, or the others train batches of the epoch before"
             )
             raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}", returns=not is_own)
         if place is not None and (way := self._division.resume_stream) is not None and not joins:
@@ -561,8 +583,7 @@ class BatchSource:
             place = replace(place, trained=[], proofs=[], state=None, parts=[]) if begins_as_before else None
         if self.is_iterator and self.streamed is not None:
             if self.streamed.continue_in_next_epoch():
-                self.streamed.begin_count(number)
-                return self.streamed
+                return self._begin_count(number, self.streamed)
             reader = self.streamed.reader
             trained = [(0, reader.pass_read_ones(self._transport))]
         else:
@@ -600,8 +621,34 @@ class BatchSource:
             load,
             parts,
             place if joins else None,
-            number,
         )
+        return self._begin_count(number, self.streamed)
+
+    def _begin_count(self, number: int, streamed: StreamedEpoch) -> StreamedEpoch:
+        """Begin to count the trained batches of a stream, and keep its dealing for workers that return."""
+        loop = self._loop
+        streamed.begin_count(
+            number,
+            lambda: pack(dataclasses.replace(EpochOrder.of([]), peeks=loop.peeks, kept=loop.kept())),
+            loop.samples_before,
+        )
+        return streamed
+
+    def _continue_share(self, number: int, deal: StreamDeal) -> EpochBatches:
+        """Continue this worker's share of a stream over a server, in the middle of an epoch."""
+        place = deal.place
+        if place.is_own or not place.start:
+            why = "each worker has a shard" if place.is_own else OTHER_BATCHES
+            raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}")
+        reader = self._reader(number, False, place, joins=True)
+        split = self._split(is_split=place.splits)
+        order = StreamOrder(1 if place.splits else place.workers, place.trained)
+        load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
+        self.streamed = StreamedEpoch(
+            reader, order, self._transport, True, self._arrangement, split, False, deal.samples, load, place.parts
+        )
+        goal = self.streamed.continue_share(number, deal)
+        read_to_place(reader, place, self._transport, self._clock, self._loop.events, joins=True, alone_to=goal)
         return self.streamed
 
     def admit(self, current: EpochBatches | None) -> None:
@@ -622,7 +669,9 @@ class BatchSource:
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
-        is_alone = self._transport.workers == 1 and (place is None or place.workers == 1)
+        server = self._transport.server  # where others may return, the only worker reads as all do
+        is_alone = self._transport.workers == 1 and (server is None or server.expected == 1)
+        is_alone &= place is None or place.workers == 1
         if joins:  # its random states are those of the place
             return StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
         if is_own or is_alone:
@@ -634,9 +683,7 @@ class BatchSource:
         """Return a reader of the stream of this epoch from its beginning; None of an iterator, which is read once."""
         if self.is_iterator:
             return None
-        before = epoch.reader
-        proofs = [proof] if (proof := before.proof()) is not None else []
-        place = StreamPlace(0, False, [], {}, proofs, before.start, b"", None)
+        place = StreamPlace(0, False, [], {}, epoch.proofs(), epoch.reader.start, b"", None)
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)

@@ -90,7 +90,8 @@ class EpochOrder:
     """The samples of one epoch, in order, and where its batches begin. `dropped` samples of the data set are in none.
 
     For a worker that joins later, `peeks` are the numbers of the earlier iterations that were peeks, and `kept` holds
-    the script's own values at the first worker when the epoch began, where no worker sends the state of the run.
+    the script's own values at the first worker when the epoch began, where no worker sends the state of the run. Of a
+    stream, which has no order, `stream` is how it is dealt.
     """
 
     flat: Any
@@ -102,6 +103,7 @@ class EpochOrder:
     kept: bytes = b""
     permutation: Permutation | None = None
     """The draw of all samples, where other workers can repeat it."""
+    stream: bytes = b""
 
     @staticmethod
     def of(batches: Iterable[Batch], dropped: int = 0) -> EpochOrder:
@@ -160,6 +162,7 @@ class _Packed(msgspec.Struct):
     indices: Permutation | bytes | list[Any]
     peeks: list[int] = []
     kept: bytes = b""
+    stream: bytes = b""
 
 
 _PACKED = msgspec.msgpack.Decoder(_Packed)
@@ -332,7 +335,9 @@ def pack(order: EpochOrder) -> bytes:
         permutation = None  # the indices of few samples are shorter
     indices = permutation or (order.flat if isinstance(order.flat, list) else order.flat.tobytes())
     try:
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, indices, list(order.peeks), order.kept))
+        return msgspec.msgpack.encode(
+            _Packed(order.dropped, sizes, indices, list(order.peeks), order.kept, order.stream)
+        )
     except (TypeError, OverflowError) as error:
         problem = "the sampler gives indices that can't be sent to other workers"
         got = f"{type(order.flat[0]).__name__} ({error})"
@@ -368,6 +373,11 @@ def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
 
 
 @functools.lru_cache(maxsize=1)
+def with_stream(order: bytes, stream: bytes) -> bytes:
+    """Return a serialised order of an epoch over a stream that is dealt in this way."""
+    return pack(replace(unpack(order), stream=stream))
+
+
 def unpack(message: bytes) -> EpochOrder:
     """Return a received order. Workers in one process that receive the same bytes share it: it must not be changed."""
     try:
@@ -386,7 +396,7 @@ def unpack(message: bytes) -> EpochOrder:
         flat = np.frombuffer(found, np.int32 if len(found) == 4 * bounds[-1] else np.int64)
     else:
         flat = [_as_tuple(index) for index in found]
-    return EpochOrder(flat, bounds, packed.dropped, packed.peeks, packed.kept, permutation)
+    return EpochOrder(flat, bounds, packed.dropped, packed.peeks, packed.kept, permutation, packed.stream)
 
 
 def _as_tuple(index: Any) -> Any:

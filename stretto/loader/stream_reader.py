@@ -105,6 +105,24 @@ class StreamPlace(msgspec.Struct, frozen=True):
 STREAM_PLACE = msgspec.json.Decoder(StreamPlace)
 
 
+class StreamDeal(msgspec.Struct, frozen=True):
+    """The dealing of an epoch's stream to workers that do not wait for each other, for a worker that returns to it."""
+
+    place: StreamPlace
+    """Place from which on the stream is dealt, with the first number of each dealer as its count."""
+    dealers: tuple[int, ...]
+    """Workers among which the stream is dealt."""
+    deal: int
+    """Number of times that the rest of the stream was dealt again."""
+    samples_before: int
+    """Samples of the run before the epoch."""
+    samples: int
+    """Samples of the epoch that were trained before the run was resumed."""
+
+
+STREAM_DEAL = msgspec.msgpack.Decoder(StreamDeal)
+
+
 class CommonRandom:
     """The global random generators in a state that all workers share, while they read a stream.
 
@@ -310,6 +328,11 @@ class StreamReader:
 
     # --- the place ----------------------------------------------------------------------------------------------
 
+    @property
+    def common_start(self) -> bytes:
+        """Random states with which any worker begins the stream; empty if it draws from the generators of a script."""
+        return self.start if self._common is not None else b""
+
     def proof(self) -> tuple[int, str] | None:
         """Return position and digest of the batch that was taken last."""
         return (self._taken[0], digest_of(self._taken[1])) if self._taken is not None else None
@@ -410,14 +433,16 @@ def read_to_place(
     clock: Callable[[], float],
     events: EventWriter,
     joins: bool = False,
+    alone_to: int | None = None,
 ) -> None:
     """Read a stream again to its place, with all workers. No worker waits for another one for longer than a batch.
 
     If workers `joins`, those without a place wait for them, a minute or `SHARE` of the run's time at most; all have
-    read the same number of batches then.
+    read the same number of batches then. No other worker waits for a worker that reads `alone_to` a position.
     Raises LoaderError, at every worker, if the stream of any is another one; StaysOutError at a worker that joins.
     """
-    goal, began = place.goal if place is not None else 0, clock()
+    goal, began = alone_to if alone_to is not None else place.goal if place is not None else 0, clock()
+    gather = transport.all_gather_bytes if alone_to is None else lambda own: [own]
     first, shown, is_there = reader.position, began, False
     may_take_s = max(JOINS_S, SHARE * events.t()) if joins else math.inf
     while not is_there:
@@ -432,7 +457,7 @@ def read_to_place(
                 "load_state_dict continues at its place"
             )
         status = msgspec.msgpack.encode((reader.position, reader.problem))
-        found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in transport.all_gather_bytes(status)]
+        found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in gather(status)]
         if problem := next((problem for _, problem in found if problem and not joins), ""):
             raise other_stream(problem)
         if reader.problem:
@@ -447,12 +472,12 @@ def read_to_place(
             shown = clock()
             who = "a worker that joins reads" if joins else "reads"
             events.say(f"{who} the stream again: in {shown - began:.0f} s up to {left:,} batches before its place")
-    if place is not None and place.goal:
+    if place is not None and goal:
         how = f"continued from its state after {first:,} batches" if first else "was read again"
         proof = "a digest proves that it is the same" if place.proofs and place.proofs[-1][0] >= first else "unproved"
         where = f"worker {transport.number} has joined" if joins else "the run stopped"
         notice = events.own_notice if joins else events.notice
-        notice(f"the stream {how} to batch {place.goal:,}, where {where}: {proof}")
+        notice(f"the stream {how} to batch {goal:,}, where {where}: {proof}")
 
 
 def other_stream(problem: str) -> LoaderError:

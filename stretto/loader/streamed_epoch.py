@@ -24,9 +24,18 @@ from stretto.data.shares import SMALLEST_SHARE
 from stretto.data.stream_order import StreamOrder, first_untrained, merged, without
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
-from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in
+from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in, with_stream
 from stretto.loader.global_step import GlobalStep
-from stretto.loader.stream_reader import STREAM_PLACE, Piece, StreamPlace, StreamReader, Work
+from stretto.loader.stream_reader import (
+    STREAM_PLACE,
+    Piece,
+    StreamDeal,
+    StreamPlace,
+    StreamReader,
+    Work,
+    digest_of,
+    excerpt,
+)
 from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.transport import Transport
 from stretto.transport.interface import Change
@@ -47,7 +56,8 @@ class StreamedEpoch:
     All share the `parts` of earlier batches that were not trained before the rest of the stream. Workers that do not
     wait for each other (`asynchronous`) share nothing, and know only their own samples. Each numbers its batches, and
     the dispatcher has the numbers whose work the server has. Batches that are left at the end of the stream, since a
-    worker has failed or left or the server was rolled back, are dealt again, and the stream is read again for them.
+    worker has failed or left or the server was rolled back, are dealt again, and the stream is read again for them. A
+    worker that returns before continues its share, after the last of its batches whose work the server has.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
@@ -84,7 +94,6 @@ class StreamedEpoch:
         load: Callable[[Iterator[Any]], Iterator[Any]] | None = None,
         parts: Sequence[Piece] = (),
         joined: StreamPlace | None = None,
-        number: int = 0,
     ) -> None:
         self.reader, self._order, self._transport, self._asynchronous = reader, order, transport, asynchronous
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
@@ -127,16 +136,74 @@ class StreamedEpoch:
         self.departed = Counter(joined.departed if joined is not None else {})
         """Samples of this epoch that workers which have failed or left had trained, by worker."""
         self._keeps = transport.repeats_attempts and not is_own and not asynchronous
-        self.begin_count(number)
+        self._told: StreamDeal | None = None
+        """The dealing of the stream, as the dispatcher keeps it for workers that return."""
         self._begin_reading()
 
-    def begin_count(self, number: int) -> None:
-        """Let the dispatcher count the batches that are trained in the epoch of this number."""
+    def begin_count(self, number: int, order: Callable[[], bytes], samples_before: int) -> None:
+        """Let the dispatcher count the batches that are trained in the epoch of this number.
+
+        With the `order` of the first worker it keeps how the stream is dealt, for workers that return. The run has
+        trained this number of samples before.
+        """
         self._number, self._first = number, self._read
-        if self._server is not None:
-            self._transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
-            self._server.begin_epoch(number, (), None, "stream")
-            self._recovery_epoch = self._server.recovery_epoch
+        if self._server is None:
+            return
+        found = self._transport.all_gather_bytes(str(self._read).encode())
+        firsts = {worker: int(first) for worker, first in zip(self._transport.members, found, strict=True)}
+        self._note_deal(firsts, samples_before)
+        with self._server.storing_order(number if self._server.admits_workers else None):
+            self._transport.broadcast_bytes(lambda: with_stream(order(), msgspec.msgpack.encode(self._told)))
+        self._server.begin_epoch(number, (), None, "stream")
+        self._recovery_epoch = self._server.recovery_epoch
+
+    def _note_deal(self, firsts: Mapping[int, int], samples_before: int) -> None:
+        place = StreamPlace(
+            workers=len(self._dealers),
+            is_own=self._is_own,
+            trained=self._order.trained([0] * self._order.workers),
+            counts=dict(firsts),
+            proofs=self._told.place.proofs if self._told is not None else [],
+            start=self.reader.common_start,
+            before_last=b"",
+            state=None,
+            splits=self._split is not None,
+            parts=self._returned,
+        )
+        self._told = StreamDeal(place, self._dealers, self._deals, samples_before, self.samples_resumed)
+
+    def _store_deal(self) -> None:
+        """Let the dispatcher keep how the stream is dealt now."""
+        if self._server is not None and self._server.admits_workers:
+            order = with_stream(self._server.order[1], msgspec.msgpack.encode(self._told))
+            self._server.store_order(self._number, order)
+
+    def _store_proof(self, number: int, position: int, batch: Any) -> None:
+        """Store a digest of this worker's batch, if that doubles the number of its batches."""
+        if self._told is not None and not self._is_own and not number & (number - 1):
+            proofs = [*self._told.place.proofs, (position, digest_of(excerpt(batch)))]
+            self._told = replace(self._told, place=replace(self._told.place, proofs=proofs))
+            self._store_deal()
+
+    def continue_share(self, number: int, deal: StreamDeal) -> int:
+        """Continue this worker's share of the epoch, where its earlier incarnation ended; no worker waits for it.
+
+        Return the position to which its stream is read first. The batches before, whose work the server does not have,
+        are dealt again at the end of the stream. A worker without a share takes part from the end of the epoch on.
+        """
+        assert self._server is not None
+        own = self._transport.number
+        self._number, self._deals, self._dealers, self._told = number, deal.deal, deal.dealers, deal
+        self._first, self._recovery_epoch = deal.place.counts.get(own, 0), NONE
+        self._given = dict.fromkeys(self._dealers, 0)
+        self._carried = dict(self._given)
+        self._server.begin_epoch(number, (), None, "stream")
+        first = max((stop for _, stop in self._after_rollbacks()[0].get(own, [])), default=self._first)
+        self._read = self._stepped = self._given[own] = first
+        self._begin_reading()
+        if own not in self._dealers:
+            return 0
+        return min(self._needed(), self._piece(self._index, max(first - 1, 0))[0])
 
     def _begin_reading(self) -> None:
         """Read from this worker's next piece on."""
@@ -152,11 +219,18 @@ class StreamedEpoch:
 
     def _keep_needed(self) -> None:
         """Keep the batches that may be read again: neither in the agreed state nor given to any worker."""
-        given = self._given[self._transport.number if self._asynchronous else self._dealers[0]]
+        self.reader.keep_from(self._needed() if self._keeps or self._own_given < len(self._returned) else None)
+
+    def _needed(self) -> int:
+        """Return the first position that may be read again, or that is read next."""
+        given = self._own_given
         needed = [position for position, _ in (*self._returned[given:], self._piece(0, given))]
         needed.append(self._order.position(0, max(given - len(self._returned), 0)))
-        needed += [position for of_worker in self._uncommitted.values() for (position, _), _ in of_worker]
-        self.reader.keep_from(min(needed) if self._keeps or given < len(self._returned) else None)
+        return min([*needed, *(position for work in self._uncommitted.values() for (position, _), _ in work)])
+
+    @property
+    def _own_given(self) -> int:
+        return self._given[self._transport.number if self._asynchronous else self._dealers[0]]
 
     @property
     def _index(self) -> int:
@@ -198,12 +272,14 @@ class StreamedEpoch:
     def continue_in_next_epoch(self) -> bool:
         """Begin the next epoch over the same iterator, where this one has ended: batches may lie between its positions.
 
-        Return False, at all workers alike, if a worker has failed that the others did not wait for: its share is over.
+        Return False, at all workers alike, if workers that do not wait have failed or joined: all shares are over.
         """
         self._has_ended, self._samples_so_far, self.samples_resumed = False, 0, 0
         self._samples.clear()
         self.departed.clear()
-        return not self._asynchronous or len(self._transport.all_gather_bytes(b"")) == len(self._dealers)
+        if self._asynchronous:
+            self._transport.all_gather_bytes(b"")
+        return not self._asynchronous or self._transport.members == self._dealers
 
     def uncommitted_work(self) -> dict[int, list[Work]]:
         """Return the work of each other worker that no exchange has carried."""
@@ -376,6 +452,8 @@ class StreamedEpoch:
 
     def _parts(self) -> Iterator[Any]:
         """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
+        if self._transport.number not in self._dealers:
+            return
         number, own = self._read, self._dealers.index(self._transport.number)
         while self._note_last_step(number):
             if self._is_last_step(number) and self._shares is not None and self._shares[1][own] is None:
@@ -385,6 +463,7 @@ class StreamedEpoch:
             if batch is None:
                 return
             number += 1
+            self._store_proof(number, position, batch)
             proof = self.reader.proof()
             if self._last is None and self._split is not None and self._load is None and samples_in(batch):
                 self._last = self._cut(batch)  # a part of it may have no sample
@@ -516,6 +595,11 @@ class StreamedEpoch:
         position, parts = self._piece(index if self._is_dealt else 0, number)
         return position, parts if self._is_dealt else (*parts, (index, len(self._dealers)))
 
+    def proofs(self) -> list[tuple[int, str]]:
+        """Return positions and digests of batches of the stream, which prove that another reader reads the same."""
+        last = self.reader.proof()
+        return [*(self._told.place.proofs if self._told is not None else ()), *([last] if last is not None else ())]
+
     def undone(self, held: Sequence[Lease]) -> list[int]:
         """Return this worker's numbers whose work a rollback has undone, all but those that it still has."""
         assert self._server is not None
@@ -537,7 +621,10 @@ class StreamedEpoch:
         settled: dict[int, list[Range]] = msgspec.msgpack.decode(packed, type=dict[int, list[Range]])
         if any(is_left for *_, is_left in found):
             return []
-        length = max(position for _, _, position, _ in found)
+        if not any(worker in self._dealers for worker, *_ in found):
+            while self.reader.skip():  # all workers that have read the stream to its end have failed
+                pass
+        length = max(self.reader.position, *(position for _, _, position, _ in found))
         numbers = {worker: undone for worker, undone, *_ in found}
         for worker in self._dealers:
             if worker not in numbers:
@@ -558,6 +645,9 @@ class StreamedEpoch:
         else:
             self._returned = list(pieces)
             self._deal(everything)
+        if self._told is not None:
+            self._note_deal(dict.fromkeys(self._dealers, 0), self._told.samples_before)
+            self._store_deal()
 
     def take_lost_shards(self) -> dict[int, int]:
         """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.

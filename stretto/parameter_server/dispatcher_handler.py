@@ -267,7 +267,7 @@ class DispatcherHandler:
         return messages
 
     def _store_order(self, epoch_number: int, order: Tensor) -> None:
-        if epoch_number > self._order[0]:
+        if epoch_number >= self._order[0]:
             self._order = epoch_number, order.clone()
 
     def _admit(self) -> list[OutgoingMessage]:

@@ -132,6 +132,11 @@ class Epochs:
         """Return the largest share of each of these members that has run out of memory."""
         return self._trainer.agent.share_limits()
 
+    @property
+    def samples_before(self) -> int:
+        """Number of samples of the epochs before this one."""
+        return self._progress.samples_before
+
     def kept(self) -> bytes:
         """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
         if not self._trainer.strategy.asynchronous:
@@ -314,9 +319,10 @@ class Epochs:
         all_have_ended = False
         while not all_have_ended:
             with self._timer.on("waiting"):
-                replies = self._transport.all_gather_bytes(b"ended" if has_ended else b"more")
-            all_have_ended = set(replies) == {b"ended"}
-            if not all_have_ended and is_proved:
+                replies = self._transport.all_gather_bytes(struct.pack("??", has_ended, is_proved))
+            found = [struct.unpack("??", reply) for reply in replies]
+            all_have_ended = all(ended for ended, _ in found)
+            if not all_have_ended and all(proved for _, proved in found):
                 self.on_snapshot()
             if not has_ended:
                 break

@@ -231,9 +231,9 @@ class LoopProgress:
         """Continue an epoch that had ended: its end was no global step."""
         self.step_requests_before += 1
 
-    def joined(self, peeks: Sequence[int], global_batches_before: int) -> None:
-        """Take the peeks of a run over a server that this worker has joined, and its global batches so far."""
-        self.peeks, self.global_batches_before = list(peeks), global_batches_before
+    def joined(self, peeks: Sequence[int], global_batches_before: int, samples_before: int) -> None:
+        """Take the peeks of a run over a server that this worker has joined, and what it has trained before."""
+        self.peeks, self.global_batches_before, self.samples = list(peeks), global_batches_before, samples_before
         self.has_just_joined = True
 
     def facts(self) -> dict[str, Any]:

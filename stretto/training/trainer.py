@@ -48,8 +48,6 @@ class Trainer:
         self.transport, self.section = transport, section
         self.is_over = False
         """True once the section has ended."""
-        if transport.server is not None and (transport.arrives or context.incarnation > 0) and not is_leasable(loader):
-            raise StaysOutError("a restarted worker cannot rejoin in the middle of a stream over a server")
         if transport.arrives and arguments.assignment == "own":
             raise StaysOutError("a restarted worker cannot rejoin in the middle of a shard of its own")
         log = context.event_log(transport.number)

@@ -243,9 +243,7 @@ def test_worker_killed_after_leaving_redoes_nothing(tmp_path: Path) -> None:
         ],
     ),
 )
-def test_restarted_worker_rejoins_an_iterable_epoch_under_recipes_that_wait(recipe: str, fault: str) -> None:
-    """Over a server that does not wait it stays out; the others continue, and train its share."""
-
+def test_restarted_worker_rejoins_an_iterable_epoch(recipe: str, fault: str) -> None:
     def work(worker: int) -> Any:
         torch.manual_seed(0)
         net = nn.Linear(2, 1)
@@ -261,8 +259,7 @@ def test_restarted_worker_rejoins_an_iterable_epoch_under_recipes_that_wait(reci
 
     ended = simulated(3, work, recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
     victim = int(fault.split()[2])
-    assert (ended.found[victim] is not None) == ("back" in fault and recipe not in FREE)
-    assert None not in [ended.found[one] for one in range(3) if one != victim]
+    assert [one is not None for one in ended.found] == [one != victim or "back" in fault for one in range(3)]
     assert len(ended.of("epoch")) == 3
     assert not ended.of("batches_lost")
 
@@ -298,6 +295,33 @@ def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wai
     assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "fault", "batch"),
+    [
+        ("async_sgd", "kill worker 1 at 47ms, back after 9ms", "keep"),
+        (
+            "async_sgd(shards=2)",
+            "kill worker 0 at 60ms, back after 9ms; kill worker 0 at 150ms, back after 9ms",
+            "keep",
+        ),
+        ("downpour(every=3)", "kill worker 1 at 47ms, back after 9ms; kill worker 2 at 90ms, back after 9ms", "keep"),
+        ("downpour(every=3)", "kill worker 0 at 90ms, back after 9ms", "split"),
+        ("async_sgd", "kill worker 1 at 47ms, back after 9ms; kill server 0 at 120ms", "keep"),
+        ("async_sgd(shards=2)", "kill server 0 at 60ms; kill worker 2 at 130ms, back after 9ms", "keep"),
+    ],
+)
+def test_restarted_worker_continues_its_share_of_a_stream_over_a_server_that_does_not_wait(
+    recipe: str, fault: str, batch: str
+) -> None:
+    """Or it takes part from the end of the epoch on, if another worker waits there already."""
+    asks = {"failure_timeout_s": 0.2, "global_batch": batch}
+    ended = simulated(3, summed(lambda _: BATCHES), recipe, net=NET, fault=fault, asks=asks)
+    assert ended.found == [[1.0] * 160] * 3
+    assert not ended.of("batches_lost")
+    assert [sum(event["trained"].values()) for event in ended.of("epoch")] == [80, 80]
+    assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
+
+
 @pytest.mark.parametrize("fault", ["kill worker 1 at 47ms", "pause worker 2 for 180ms at 60ms; kill worker 1 at 230ms"])
 def test_share_that_an_iterator_does_not_give_again_is_named_by_its_batches(fault: str) -> None:
     """A worker that fails after its whole share has lost none."""
@@ -324,6 +348,46 @@ def test_record_of_workers_with_shards_of_their_own_is_what_the_server_has(recip
     assert ended.of("batches_lost") or 0.0 not in counts
     (event,) = ended.of("epoch")
     assert sum(event["trained"].values()) == event["samples"] == sum(counts)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill workers 0-2 at 60ms, back after 9ms",  # the epoch has no worker for a moment
+        # the second epoch is dealt among workers 1 and 2, and ends with worker 0 alone
+        "kill worker 0 at 124ms, back after 5ms; kill worker 0 at 239ms, back after 9ms; "
+        "kill worker 2 at 350ms; kill worker 1 at 392ms",
+    ],
+)
+def test_each_sample_of_a_stream_is_trained_once_if_all_workers_that_it_was_dealt_to_fail(fault: str) -> None:
+    asks = {"failure_timeout_s": 0.2}
+    ended = simulated(3, summed(lambda _: BATCHES), "async_sgd(shards=2)", net=NET, fault=fault, asks=asks)
+    assert ended.found[0] == [1.0] * 160
+    assert not ended.of("batches_lost")
+    assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
+
+
+@pytest.mark.parametrize("fault", ["kill worker 1 at 47ms, back after 9ms", "kill workers 0,2 at 80ms, back after 9ms"])
+def test_restarted_worker_continues_its_share_of_an_iterator(fault: str) -> None:
+    work = summed(lambda _: iter(BATCHES), epochs=1)
+    ended = simulated(3, work, "async_sgd", net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
+    assert ended.found == [[1.0] * 80] * 3
+    assert not ended.of("batches_lost")
+
+
+def test_restarted_worker_whose_stream_gives_other_batches_stays_out() -> None:
+    """The others train its share: a digest of its first batches shows the difference."""
+    begun = {0: 0, 1: 0, 2: 0}
+
+    def stream(worker: int) -> list[torch.Tensor]:
+        begun[worker] += 1
+        return BATCHES if begun[worker] == 1 else BATCHES[::-1]
+
+    fault = "kill worker 1 at 120ms, back after 9ms"
+    ended = simulated(3, summed(stream), "async_sgd", net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
+    assert [one is None for one in ended.found] == [False, True, False]
+    assert ended.found[0] == [1.0] * 160
+    assert not ended.of("batches_lost")
 
 
 BATCHES = [torch.tensor([2 * number, 2 * number + 1]) for number in range(40)]
