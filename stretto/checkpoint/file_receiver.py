@@ -42,7 +42,7 @@ from stretto.checkpoint.file_messages import (
     checkpoint_folder,
     sender_of,
 )
-from stretto.checkpoint.folder import MANIFEST, CheckpointFolder, checked, name_of, order
+from stretto.checkpoint.folder import FROZEN, MANIFEST, CheckpointFolder, checked, name_of, order, read_manifest
 from stretto.errors import LogError
 from stretto.run_dir import read_run, section_folder, section_folders, write_section
 from stretto.whole_files import RESERVE_BYTES, free_bytes, sync
@@ -289,11 +289,14 @@ class FileReceiver:
             self._publish_checkpoint(upload.folder, target)
 
     def _publish_checkpoint(self, filled: Path, target: CheckpointOf) -> None:
+        checkpoints = self._checkpoints(target.section)
+        frozen = read_manifest(filled / MANIFEST).files.get(FROZEN)
+        if frozen is not None and not (filled / FROZEN).exists() and not checkpoints.links_frozen(frozen, filled):
+            raise ConnectionResetError(errno.ECONNRESET, "no checkpoint has these frozen tensors any more")
         manifest = checked(filled)
         if manifest.number != target.round or {*manifest.files, MANIFEST} != {one.name for one in filled.iterdir()}:
             raise UploadError("the files are not those of its manifest")
         with self._folders_lock:
-            checkpoints = self._checkpoints(target.section)
             checkpoints.folder.mkdir(exist_ok=True)
             checkpoints.publish(filled, target.round)
             checkpoints.prune()

@@ -1,9 +1,11 @@
 """Directory of checkpoints, without tensors: names, manifests with checksums, and removal of old checkpoints.
 
 A checkpoint is a directory `round-00000120` with `state.safetensors` (the tensors that all workers share),
-`worker-0.safetensors` and so on (the tensors of one worker) and `manifest.json`: the facts, and size and checksum of
-every file. The manifest carries its own checksum. The directory is filled under a temporary name, synced to the disk
-and then renamed. A reader verifies all checksums first and falls back to the previous checkpoint if a file is damaged.
+`frozen.safetensors` (those of them that nothing trains, if there are any), `worker-0.safetensors` and so on (the
+tensors of one worker) and `manifest.json`: the facts, and size and checksum of every file. The manifest carries its
+own checksum. The directory is filled under a temporary name, synced to the disk and then renamed. A file of frozen
+tensors with the checksum of the previous one is another name (a hard link) of it, which takes neither time nor room.
+A reader verifies all checksums first and falls back to the previous checkpoint if a file is damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from stretto.errors import LogError
 from stretto.whole_files import sync
 
 FORMAT = 3
-MANIFEST, COMMON = "manifest.json", "state.safetensors"
+MANIFEST, COMMON, FROZEN = "manifest.json", "state.safetensors", "frozen.safetensors"
 NAME = re.compile(r"round-([0-9]{8,})(?:-([0-9]+))?", re.ASCII)
 """Name of a checkpoint: its round, and its number among several of the same round."""
 TEMPORARY = ".unfinished-"
@@ -78,6 +80,18 @@ class CheckpointFolder:
         sync(self.folder.parent)
         self._complete.add(written)
         return written
+
+    def links_frozen(self, seal: Seal, filled: Path) -> bool:
+        """Give the file of frozen tensors in a checkpoint another name, in the directory that is being filled.
+
+        Return False if no checkpoint has one with this checksum, or the disk knows no such names.
+        """
+        for path in self.paths():
+            with contextlib.suppress(OSError, DamagedError):
+                if read_manifest(path / MANIFEST).files.get(FROZEN) == seal:
+                    (filled / FROZEN).hardlink_to(path / FROZEN)
+                    return True
+        return False
 
     def highest(self) -> int:
         """Return the round of the newest checkpoint, complete or not; 0 without any."""
@@ -196,7 +210,7 @@ def sealed(body: bytes) -> bytes:
 def checked(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after every byte was verified."""
     manifest = read_manifest(path / MANIFEST)
-    for name in (COMMON, *map(worker_file, manifest.own)):
+    for name in (COMMON, *map(worker_file, manifest.own), *({FROZEN} & manifest.files.keys())):
         _check(path / name, manifest.files[name])
     return manifest
 

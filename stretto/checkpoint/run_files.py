@@ -33,6 +33,7 @@ from stretto.checkpoint.folder import (
     KEPT_CHECKPOINTS,
     MANIFEST,
     DamagedError,
+    Seal,
     checked,
     name_of,
     order,
@@ -304,11 +305,19 @@ class RemoteCheckpoints:
     def __init__(self, client: FileClient, section: int) -> None:
         self._client, self._section = client, section
         self._last: int | None = None
+        self._frozen: Seal | None = None
+        """Checksum of the frozen tensors of the last one, which the coordinator has."""
 
     def write(self, state: State, number: int) -> None:
-        """Send a state to the coordinator."""
-        self._client.upload(CheckpointOf(self._section, number), lambda: state_parts(state, number))
-        self._last = number
+        """Send a state to the coordinator; frozen tensors that it has are sent where a first attempt has failed."""
+        stored, self._frozen, sent = self._frozen, None, list[Seal]()
+
+        def is_stored(seal: Seal) -> bool:
+            sent.append(seal)
+            return sent == [stored]
+
+        self._client.upload(CheckpointOf(self._section, number), lambda: state_parts(state, number, is_stored))
+        self._last, self._frozen = number, sent[-1] if sent else None
 
     def prune(self) -> None:
         """Do nothing: the coordinator has removed older ones."""

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stretto.checkpoint.folder import new_digest
 from stretto.checkpoint.storage import State
 from stretto.errors import ModelError, explain
 from stretto.runtime.device_random import device_states, set_device_states
-from stretto.strategies.model_sync import plain_name, state_of
+from stretto.strategies.model_sync import plain_name, state_of, trained
 from stretto.strategies.optimizers import Optimizers, device_of_state
 from stretto.strategies.parameter_view import like_parameter, local
-from stretto.transport.tensor_bytes import Packed, packed, unpacked
+from stretto.transport.tensor_bytes import Packed, octets, packed, unpacked
 
 Own = tuple[dict[str, Any], dict[str, Tensor]]
 """State of one worker: facts and tensors."""
@@ -127,6 +128,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"model/{name}": tensor for name, tensor in in_state_dict.items()} | {
         f"more/{name}": tensor for name, tensor in further.items()
     }
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that nothing trains, as entries of `model_tensors`."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {plain_name(name) for name, one in parameters if not trained(one)}
+    return {f"model/{name}": one for name, one in state_dict_of(model).items() if name in frozen}
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a checksum of tensors, their names, types and shapes."""
+    digest = new_digest()
+    for name, one in sorted(tensors.items()):
+        digest.update(repr((name, one.dtype, tuple(one.shape))).encode())
+        digest.update(octets(local(one)).data)
+    return digest.digest()
 
 
 def mean_model(own: Mapping[int, Own]) -> dict[str, Tensor]:

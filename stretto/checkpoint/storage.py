@@ -23,6 +23,7 @@ from torch import Tensor
 from stretto.checkpoint.folder import (
     COMMON,
     FORMAT,
+    FROZEN,
     MANIFEST,
     TEMPORARY,
     CheckpointFolder,
@@ -68,6 +69,8 @@ class State:
     tensors: dict[str, Tensor]
     own: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = field(default_factory=dict)
     """Facts and tensors of each worker."""
+    frozen: frozenset[str] = frozenset()
+    """Names of tensors that nothing trains, which are stored beside the others."""
 
 
 def _ignore(text: str) -> None:
@@ -88,7 +91,7 @@ class Checkpoints(CheckpointFolder):
         temporary = self.temporary()
         try:
             temporary.mkdir()
-            _fill(temporary, state_parts(state, number))
+            _fill(temporary, state_parts(state, number, lambda seal: self.links_frozen(seal, temporary)))
             return self.publish(temporary, number)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -162,8 +165,8 @@ def _write_all(file: BinaryIO, chunk: memoryview) -> None:
         chunk = chunk[file.write(chunk) :]
 
 
-def state_parts(state: State, number: int) -> Iterator[FilePart]:
-    """Yield the files of a checkpoint part by part, the manifest last.
+def state_parts(state: State, number: int, is_stored: Callable[[Seal], bool]) -> Iterator[FilePart]:
+    """Yield the files of a checkpoint part by part, the manifest last, without frozen tensors that are stored.
 
     Raises TypeError for facts or tensors that could not be read back unchanged.
     """
@@ -171,7 +174,13 @@ def state_parts(state: State, number: int) -> Iterator[FilePart]:
     for facts in (state.facts, *own.values()):
         _check_plain(facts, "facts")
     seals: dict[str, Seal] = {}
-    files = {COMMON: state.tensors} | {worker_file(worker): tensors for worker, (_, tensors) in state.own.items()}
+    frozen = {name: one for name, one in state.tensors.items() if name in state.frozen}
+    files = {COMMON: {name: one for name, one in state.tensors.items() if name not in frozen}}
+    files |= {worker_file(worker): tensors for worker, (_, tensors) in state.own.items()}
+    if frozen:
+        seals[FROZEN] = seal_of(tensor_chunks(frozen))
+        if not is_stored(seals[FROZEN]):
+            yield from ((FROZEN, chunk) for chunk in tensor_chunks(frozen))
     for name, tensors in files.items():
         digest, size = new_digest(), 0
         for chunk in tensor_chunks(tensors):
@@ -181,6 +190,15 @@ def state_parts(state: State, number: int) -> Iterator[FilePart]:
         seals[name] = Seal(size, digest.hexdigest())
     manifest = Manifest(FORMAT, number, state.facts, own, seals)
     yield MANIFEST, memoryview(sealed(json.dumps(msgspec.to_builtins(manifest, str_keys=True)).encode()))
+
+
+def seal_of(chunks: Iterable[memoryview]) -> Seal:
+    """Return size and checksum of a file with this content."""
+    digest, size = new_digest(), 0
+    for chunk in chunks:
+        digest.update(chunk)
+        size += len(chunk)
+    return Seal(size, digest.hexdigest())
 
 
 def _fill(folder: Path, parts: Iterable[FilePart]) -> None:
@@ -211,6 +229,7 @@ def read_checkpoint(path: Path, manifest: Manifest) -> State:
     """Return the state of a checkpoint, whose tensors are in memory-mapped files. Raises DamagedError."""
     try:
         own = {worker: (facts, load_file(path / worker_file(worker))) for worker, facts in manifest.own.items()}
-        return State(manifest.facts, load_file(path / COMMON), own)
+        frozen = load_file(path / FROZEN) if FROZEN in manifest.files else {}
+        return State(manifest.facts, load_file(path / COMMON) | frozen, own, frozenset(frozen))
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a removed file
         raise DamagedError(f"the tensors in {path} cannot be read: {error}") from error

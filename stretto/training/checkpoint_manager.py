@@ -199,7 +199,7 @@ class CheckpointManager:
             self._give_up(self._unsaved)
             return b"unsaved"
         tensors = state.tensors | copies
-        kept = State(state_transfer.as_text(state.facts), tensors, state.own)
+        kept = State(state_transfer.as_text(state.facts), tensors, state.own, own_state.frozen & tensors.keys())
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put, self._clock)
             if left_out := state_transfer.unsaved(trainer.optimizers):
@@ -312,7 +312,14 @@ class CheckpointManager:
         if not own:
             kept, kept_tensors = self._script.saved()
             facts, tensors = facts | kept, tensors | kept_tensors
-        return State(facts, tensors, own)
+        return State(facts, tensors, own, frozenset(state_transfer.frozen_tensors(trainer.model)))
+
+    def state_for_others(self, has_frozen: bool) -> bytes:
+        """Return the state for workers that arrive, without the frozen tensors if they have the same."""
+        state = self.state({})
+        if has_frozen:
+            state.tensors = {name: one for name, one in state.tensors.items() if name not in state.frozen}
+        return state_transfer.pack(state)
 
     @property
     def _stream(self) -> StreamedEpoch | None:

@@ -400,7 +400,10 @@ class ElasticAgent:
         if self.checkpoints.is_due():
             self.checkpoints.save()
         while transport.is_to_rest() and self._trainer.global_steps.is_at_rest():
-            change = transport.rest(lambda: state_transfer.pack(self.checkpoints.state({})))
+            change = transport.rest(
+                lambda: state_transfer.checksum(state_transfer.frozen_tensors(self._trainer.model)),
+                self.checkpoints.state_for_others,
+            )
             if change is None:
                 return
             self._rested(change)

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.file_messages import Kind
@@ -210,20 +211,23 @@ class Sections:
             self._transport = self._context.transport_for(recipe, arguments.device)
             if self._context.opens_folder:
                 self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
-            self._entered = self._where(self._transport)
+            self._entered = self._where(self._transport, arguments.model)
             self._script.is_looked_up = True
             if (state := self._entered.state) is not None:
                 self._script.take(own_of(state, self._transport.number, self._transport.members))
         return self._transport
 
-    def _where(self, transport: Transport) -> Section:
+    def _where(self, transport: Transport, model: nn.Module) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
         if transport.arrives and transport.join_position is not None:
             if kept := unpack(transport.join_position.order).kept:
                 self._script.take(state_transfer.unpack_own(kept))
             return Section(section_of(transport.join_position.epoch_number))
         if transport.arrives:
-            return continued(state_transfer.unpack(transport.receive_state()))
+            frozen = state_transfer.frozen_tensors(model)
+            state = state_transfer.unpack(transport.receive_state(lambda: state_transfer.checksum(frozen)))
+            state.tensors = frozen | state.tensors
+            return continued(state)
         begins_again = transport.begins_again
         if self._context.resume is None and not begins_again:
             return Section()

@@ -412,7 +412,7 @@ class ElasticTransport(Transport):
         """Return True if a pause is requested and this worker has reached the global step it must complete first."""
         return self._coordinator.pause_requested and self._loop.counts()[0] >= self._go_on
 
-    def rest(self, state: Callable[[], bytes]) -> Change | None:
+    def rest(self, frozen: Callable[[], bytes], state: Callable[[bool], bytes]) -> Change | None:
         """Pause until all workers do, and broadcast the state to workers that join. Return the change of membership.
 
         Returns None if this worker must first complete a later step.
@@ -429,7 +429,7 @@ class ElasticTransport(Transport):
             return Change(reply.generation, reply.numbers, (self._number,), (), global_step, rounds)
         change = self._take(reply) or self._meet_again()
         if change.came:
-            self._broadcast_state(state)
+            self._broadcast_state(frozen, state)
         return change
 
     def mend(self) -> None:
@@ -452,20 +452,25 @@ class ElasticTransport(Transport):
                 self._ranks.on_abort(self.mend)
             yield
 
-    def receive_state(self) -> bytes:
+    def receive_state(self, frozen: Callable[[], bytes]) -> bytes:
         """Receive the state of the run, as a worker that arrives."""
-        state = self._broadcast_state(b"")
+        state = self._broadcast_state(frozen, None)
         self._generation = self._form.generation
         return state
 
-    def _broadcast_state(self, message: Message) -> bytes:
-        """Broadcast the state of the run from the first member that has it to joining members."""
+    def _broadcast_state(self, frozen: Callable[[], bytes], state: Callable[[bool], bytes] | None) -> bytes:
+        """Broadcast the state of the run from the first member that has it to joining members.
 
-        found: bytes = self.attempt(
-            lambda: self._single(lambda: self._transport().broadcast_bytes(message, self._form.first)),
-            alone=True,
-            kind="broadcast",
-        )
+        Joining members, without a `state`, and the first one first exchange the checksums of their frozen tensors.
+        """
+
+        def exchange() -> bytes:
+            transport, first = self._transport(), self._form.first
+            tells = state is None or self.members.index(self._number) == first
+            checksums = {*transport.all_gather_bytes(frozen() if tells else b"")} - {b""}
+            return transport.broadcast_bytes(lambda: state(len(checksums) == 1) if state is not None else b"", first)
+
+        found: bytes = self.attempt(lambda: self._single(exchange), alone=True, kind="broadcast")
         return found
 
     # --- generations --------------------------------------------------------------------------------------------

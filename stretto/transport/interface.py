@@ -259,8 +259,11 @@ class Transport(Collectives):
     def checkpoint_took(self, seconds: float) -> None:
         """Publish the cost of the last checkpoint at the worker that wrote it; 0 elsewhere; infinity if none can be."""
 
-    def receive_state(self) -> bytes:
-        """Return the state of the run at a worker that arrives, from the first member that has it."""
+    def receive_state(self, frozen: Callable[[], bytes]) -> bytes:
+        """Return the state of the run at a worker that arrives, from the first member that has it.
+
+        `frozen` gives the checksum of what this worker need not receive if it has the same.
+        """
         return b""
 
     def caught_up(self) -> None:
@@ -272,9 +275,10 @@ class Transport(Collectives):
         """Return True if a pause is requested, and this worker is as far as the others."""
         return False
 
-    def rest(self, state: Callable[[], bytes]) -> Change | None:
+    def rest(self, frozen: Callable[[], bytes], state: Callable[[bool], bytes]) -> Change | None:
         """Pause until all workers do; give the `state` to workers that join. Return the change of membership.
 
+        `state` is given True if these have what `frozen` is the checksum of.
         Returns None if this worker must first complete a later step.
         """
         return None

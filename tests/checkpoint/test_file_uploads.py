@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from own_disk import own_disk
 
+from stretto.checkpoint.file_client import ATTEMPTS
 from stretto.checkpoint.file_messages import (
     CHECKPOINTS_FOUND,
     CONTENT,
@@ -43,6 +46,8 @@ from stretto.checkpoint.file_messages import (
     SendWindow,
 )
 from stretto.checkpoint.file_receiver import INCOMING, FileReceiver
+from stretto.checkpoint.folder import Seal
+from stretto.checkpoint.run_files import RemoteCheckpoints
 from stretto.checkpoint.storage import Checkpoints, State, state_parts
 from stretto.run_dir import CHECKPOINTS
 from stretto.whole_files import PART as PART_SUFFIX
@@ -86,6 +91,10 @@ def upload(receiver: FileReceiver, sender: Sender, parts: Iterator[tuple[str, me
 def state_of(number: int, size: int = 5) -> State:
     facts = {"number": number}
     return State(facts, {"w": torch.full((size,), float(number))}, {2: (facts, {"r": torch.ones(3)})})
+
+
+def unsent(seal: Seal) -> bool:
+    return False
 
 
 class Network:
@@ -155,7 +164,7 @@ def test_received_checkpoint_is_read_back_and_older_ones_are_removed(tmp_path: P
     for number in range(1, 6):
         state = state_of(number, 50_000)
         sender = sender_of(connection=f"{number:016x}")
-        assert upload(receiver, sender, state_parts(state, number), CheckpointOf(1, number)) == Answer(1)
+        assert upload(receiver, sender, state_parts(state, number, unsent), CheckpointOf(1, number)) == Answer(1)
     checkpoints = Checkpoints(tmp_path / CHECKPOINTS)
     assert sorted(os.listdir(checkpoints.folder)) == [f"round-{number:08d}" for number in (3, 4, 5)]
     newest = checkpoints.newest()
@@ -169,9 +178,57 @@ def test_received_checkpoint_is_read_back_and_older_ones_are_removed(tmp_path: P
     assert removed == [b"round-00000003", b"round-00000004", b""]
 
 
+class Client:
+    """A worker's client without a network; the coordinator loses as many uploads as `losses` says."""
+
+    def __init__(self, receiver: FileReceiver) -> None:
+        self.receiver, self.losses, self.sent, self.connections = receiver, 0, list[list[str]](), itertools.count()
+
+    def upload(self, target: Any, parts: Any) -> None:
+        for _ in range(ATTEMPTS):
+            files = [(name, memoryview(bytes(data))) for name, data in parts()]
+            self.sent.append(sorted({name for name, _ in files}))
+            answer = upload(self.receiver, sender_of(connection=f"{next(self.connections):016x}"), iter(files), target)
+            if self.losses:
+                self.losses -= 1
+            elif answer == Answer(1):
+                return
+            else:
+                assert answer.errno == errno.ECONNRESET
+        raise ConnectionResetError(errno.ECONNRESET, "lost")
+
+
+def test_frozen_tensors_are_sent_once_and_again_when_the_coordinator_has_them_no_more(tmp_path: Path) -> None:
+    client = Client(receiver_of(tmp_path))
+    remote: Any = RemoteCheckpoints(cast(Any, client), 1)
+    folder = tmp_path / CHECKPOINTS
+    rest = ["manifest.json", "state.safetensors", "worker-2.safetensors"]
+    whole = ["frozen.safetensors", *rest]
+
+    def sent(number: int, base: int = 1) -> list[list[str]]:
+        state = state_of(number)
+        state.tensors["base"], state.frozen = torch.full((9,), base), frozenset({"base"})
+        client.sent.clear()
+        remote.write(state, number)
+        newest = Checkpoints(folder).newest(pytest.fail)
+        assert newest is not None and newest[0] == number and newest[1].tensors["base"].eq(base).all()
+        return client.sent
+
+    client.losses = 1
+    assert sent(1) == [whole, whole]
+    assert sent(2) == sent(3) == [rest]
+    assert sent(4, base=2) == [whole]
+    shutil.rmtree(folder)
+    assert sent(5, base=2) == [rest, whole]
+    client.losses = 3
+    with pytest.raises(ConnectionResetError):
+        sent(6, base=2)
+    assert sent(7, base=2) == [whole]
+
+
 def test_checkpoint_with_a_file_missing_changed_or_added_is_refused(tmp_path: Path) -> None:
     receiver = receiver_of(tmp_path)
-    parts = [(name, bytes(data)) for name, data in state_parts(state_of(7), 7)]
+    parts = [(name, bytes(data)) for name, data in state_parts(state_of(7), 7, unsent)]
     changed = [(name, data.replace(b"number", b"numbre")) for name, data in parts]
     lies = [parts[:-1], parts[1:], changed, [*parts, ("worker-5.safetensors", b"more")], parts[-1:], [("content", b"")]]
     for number, lie in enumerate(lies):
@@ -285,7 +342,7 @@ from test_file_uploads import *
 run, size = Path(sys.argv[1]), 1 << 20
 receiver = receiver_of(run, reserve_bytes=1 << 18)
 for number in range(1, 4):
-    parts = state_parts(state_of(number, size // 16), number)
+    parts = state_parts(state_of(number, size // 16), number, unsent)
     assert upload(receiver, sender_of(connection=f"{number:016x}"), parts, CheckpointOf(1, number)) == Answer(1)
 full = upload(receiver, sender_of(connection="a" * 16), parts_of(bytes(size)), FINAL)
 assert full.errno == errno.ENOSPC and "No space" in full.problem, full

@@ -77,7 +77,8 @@ def state_fingerprint(state: State) -> tuple[Any, ...]:
 def small_state(number: int) -> State:
     """Return a small state in which every value is its number."""
     own = {3: ({"number": number}, {"residual": torch.full((3,), number)})}
-    return State({"number": number}, {"model/w": torch.full((2, 2), float(number))}, own)
+    tensors = {"model/w": torch.full((2, 2), float(number)), "model/base": torch.full((3,), number)}
+    return State({"number": number}, tensors, own, frozenset({"model/base"}))
 
 
 def check_state_is(state: State, number: int) -> None:
@@ -232,7 +233,8 @@ def check_detected(second_checkpoint: Path, file: Path) -> None:
 
 def every_file(second_checkpoint: Path) -> Iterator[tuple[Path, bytes]]:
     files = sorted(second_checkpoint.iterdir())
-    assert [file.name for file in files] == ["manifest.json", "state.safetensors", "worker-3.safetensors"]
+    names = ["frozen.safetensors", "manifest.json", "state.safetensors", "worker-3.safetensors"]
+    assert [file.name for file in files] == names
     for file in files:
         whole = file.read_bytes()
         yield file, whole
@@ -264,7 +266,28 @@ def test_a_missing_file_is_detected(second_checkpoint: Path) -> None:
         assert checked_round(Checkpoints(second_checkpoint.parent).newest(notices.append)) == 1
         assert str(file) in notices[-1]
         file.write_bytes(whole)
-    assert len(notices) == 3
+    assert len(notices) == 4
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_frozen_tensors_are_written_once_and_again_when_they_change(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
+    checkpoints, written = Checkpoints(tmp_path, keep=2), list[Path]()
+    for number, base in enumerate((5, 5, 6, 6), 1):
+        state = small_state(number)
+        state.tensors["model/base"].fill_(base)
+        written.append(checkpoints.write(state, number))
+        newest = checkpoints.newest(pytest.fail)
+        assert newest is not None and state_fingerprint(newest[1]) == state_fingerprint(state)
+        assert newest[1].frozen == state.frozen
+        if number == 2:
+            assert written[0].joinpath("frozen.safetensors").samefile(written[1] / "frozen.safetensors") == has_links
+        checkpoints.prune()
+    assert {one.name for one in checkpoints.paths()} == {"round-00000003", "round-00000004"}
+    assert written[2].joinpath("frozen.safetensors").samefile(written[3] / "frozen.safetensors") == has_links
 
 
 def test_files_of_another_complete_checkpoint_are_detected(second_checkpoint: Path) -> None:

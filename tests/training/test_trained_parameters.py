@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from combinations import each_value, pairwise
+from elastic_workers import WorkerKilled, run_elastic_workers
 from thread_workers import (
     flat,
     regression,
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
+from stretto.checkpoint import state_transfer
+from stretto.interval import every
 
 DOUBLE = torch.float64
 EXACT = ["allreduce", "local_sgd(every=1)"]
@@ -306,3 +310,75 @@ def test_a_gradient_that_the_script_drops_moves_no_parameter_of_a_worker_without
 
     found = run_workers(3, work, "allreduce")
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+# --- arrival with frozen parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)", "gossip"])
+def test_a_restarted_worker_is_sent_frozen_parameters_only_if_its_own_differ(
+    recipe: str, is_same: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes, starts, pack = list[int](), iter(range(9)), state_transfer.pack
+
+    def counted(state: Any) -> bytes:
+        packed = pack(state)
+        sizes.append(len(packed))
+        return packed
+
+    monkeypatch.setattr(state_transfer, "pack", counted)
+
+    def work(worker: int) -> dict[str, Tensor]:
+        start = next(starts) if worker == 2 else 0
+        model = nn.Sequential(nn.Linear(4, 5000), nn.Linear(5000, 1)).requires_grad_(False)
+        for one in model.parameters():
+            nn.init.constant_(one, 0.01 * start if not is_same else 0.1)
+        model[1].bias.requires_grad_(True)
+        optimizer = torch.optim.SGD([model[1].bias], 0.01)
+        data = torch.utils.data.TensorDataset(torch.linspace(0, 1, 384).view(96, 4), torch.ones(96, 1))
+        loader = stretto.distribute(model, optimizer, DataLoader(data, 4))
+        for _ in range(60):
+            for number, (x, y) in enumerate(loader):
+                if worker == 2 and not start and number == 3:
+                    raise WorkerKilled
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return {name: one.clone() for name, one in model.state_dict().items()}
+
+    found, _ = run_elastic_workers(3, work, recipe, tmp_path / "run", again=1)
+    assert [size > 4 * 5000 for size in sizes] == [not is_same]
+    for other in found[1:]:
+        for name, one in found[0].items():
+            assert torch.equal(one, other[name]) or (recipe == "gossip" and name == "1.bias"), name
+
+
+def test_checkpoints_share_the_file_of_frozen_parameters_and_a_resumed_run_has_them(tmp_path: Path) -> None:
+    def work(base: float, epochs: int = 4) -> Callable[[int], dict[str, Tensor]]:
+        def of_worker(worker: int) -> dict[str, Tensor]:
+            model = nn.Sequential(nn.Linear(4, 50_000, bias=False), nn.Linear(50_000, 1, bias=False))
+            for one in model.parameters():
+                nn.init.constant_(one, base)
+            model[0].requires_grad_(False)
+            optimizer = torch.optim.Adam(model[1].parameters(), 1e-4)
+            data = torch.utils.data.TensorDataset(torch.linspace(0, 1, 64).view(16, 4), torch.ones(16, 1))
+            loader = stretto.distribute(model, optimizer, DataLoader(data, 4))
+            for _ in range(epochs):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(model(x), y).backward()
+                    optimizer.step()
+            return model.state_dict()
+
+        return of_worker
+
+    kept = {"checkpoint": every("2 rounds"), "keep": 99}
+    whole = run_workers(2, work(0.1), "allreduce", run=tmp_path / "whole", **kept)[0]
+    run_workers(2, work(0.1, 2), "allreduce", run=tmp_path / "half", **kept)
+    found = sorted((tmp_path / "half" / "checkpoints").iterdir())
+    assert len({path.joinpath("frozen.safetensors").stat().st_ino for path in found}) == 1 < len(found)
+    trained = 4 * 50_000
+    assert all((path / "state.safetensors").stat().st_size < 3.1 * trained for path in found)
+    resumed = run_workers(2, work(0.7), "allreduce", resume=tmp_path / "half")[0]
+    assert all(torch.equal(one, resumed[name]) for name, one in whole.items())

@@ -177,7 +177,7 @@ def test_a_joining_worker_is_evicted_if_no_member_has_the_state() -> None:
     wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
     assert wire.arrives
     with pytest.raises(MemberOutError, match="no worker is left that has the state"):
-        wire.receive_state()
+        wire.receive_state(bytes)
     assert former.formed == [2]
 
 
