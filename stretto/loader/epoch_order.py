@@ -372,12 +372,12 @@ def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
     return replace(order, bounds=bounds), done
 
 
-@functools.lru_cache(maxsize=1)
 def with_stream(order: bytes, stream: bytes) -> bytes:
     """Return a serialised order of an epoch over a stream that is dealt in this way."""
     return pack(replace(unpack(order), stream=stream))
 
 
+@functools.lru_cache(maxsize=1)
 def unpack(message: bytes) -> EpochOrder:
     """Return a received order. Workers in one process that receive the same bytes share it: it must not be changed."""
     try:
