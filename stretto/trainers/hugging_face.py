@@ -8,7 +8,7 @@ writes files, logs and trackers.
                            `resume_from_checkpoint` that has the counters
     get_batch_samples      one window: weighs the worker by its labels (`num_items_in_batch`) or samples
     training_step          exchanges gradients at the last micro-batch only
-    compute_loss           weighs micro-batches of unequal sizes, where the library takes the mean of their means
+    compute_loss           weighs micro-batches, where the library adds their means, as one process does
     evaluation_loop        the main worker evaluates the agreed model; all have its metrics, and decide alike
     _save_checkpoint       the main worker writes first
     log                    mean losses of all workers; numbers for the page of the run
@@ -106,12 +106,13 @@ class Hooks:
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._batches = trainer, _Batches()
         self._shows_agreed = False
-        self._part: float | None = None
-        """Part of the micro-batch under way in the items of its window; None outside a step."""
-        self._uses_items: bool | None = None
-        """True if the model's loss is a sum over `num_items_in_batch`; None before the first step."""
+        self._loss = _Loss()
+        self._factor = 1.0
+        """Factor of the loss of the micro-batch under way."""
+        self._factors: Iterator[float] = iter(())
+        """Those of the next ones."""
         self._items = 0.0
-        """Labels or samples of this worker in the window under way."""
+        """Weight of this worker in the window under way."""
         self._losses = _Losses()
         if (missing := [name for name in METHODS if not hasattr(trainer, name)]) != []:
             raise ScriptError(_missing(missing[0]))
@@ -131,10 +132,12 @@ class Hooks:
         steps = trainer.args.gradient_accumulation_steps
         is_given = trainer.lr_scheduler is not None and not trainer._created_lr_scheduler
         schedule: Mode = "per-sample" if is_given and trainer.args.max_steps < 0 else "per-step"
-        self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps, schedule)
-        self._losses = _Losses()
-        counters = checkpointed(trainer=_Counters(trainer), losses=self._losses).trainer
+        self._batches.loader = WindowedLoader(trainer.model, trainer.optimizer, loader, steps, schedule, by_groups=True)
+        self._losses, self._loss = _Losses(), _Loss()
+        counters = checkpointed(trainer=_Counters(trainer), losses=self._losses, loss=self._loss).trainer
         renumber()
+        if getattr(trainer, "calculate_KL", False) and not self._batches.is_alone:
+            say_once("KTO: the KL term of a loss is that of the worker's own micro-batch, not the mean of all workers")
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             self._batches.is_continued = counters.write(Path(folder) / STATE)
             if self._batches.is_continued:
@@ -180,13 +183,43 @@ class Hooks:
         window = list(islice(batches, number))
         full = [batch for batch in window if not isinstance(batch, Empty)]
         found, items = plain(iter(full), len(full), *device)
-        self._items = sum(map(items_in, found)) if items is None or self._is_mean(items) else float(items)
-        if found:
-            weight(self._items)
-        return window[: len(window) - len(full)] + found, items
+        if not found:
+            return window, items
+        divides = self._divides(items)
+        self._look_at_loss(found[0], items)
+        if items is not None and not divides and self._loss.is_sum:
+            self._items, factors = float(items) if self._batches.has_own else 0.0, [1.0] * len(found)
+        else:
+            weights, means = self._weights(found, number)
+            weighed = [one for one in zip(found, weights, strict=True) if one[1]] or [(found[-1], 0.0)]
+            found, self._items = [one for one, _ in weighed], sum(weights)
+            times = number if divides else means
+            factors = [times * one / self._items if self._items else 0.0 for _, one in weighed]
+        self._factors = iter(factors)
+        weight(self._items)
+        return [Empty.like(found[0])] * (len(window) - len(found)) + found, items
 
-    def _is_mean(self, items: Any) -> bool:
-        """Return True if the loss of a step is the mean of the losses of its micro-batches, not a sum over items."""
+    def _weights(self, found: list[Any], number: int) -> tuple[list[float], int]:
+        """Return what each micro-batch adds to the sum of means of one process, and the number of these means.
+
+        A mean of one process is over a group. Its items at all workers are known where they exchange gradients; in
+        local steps each item of this worker weighs the same.
+        """
+        items = [items_in(one, self._loss.shifts) if self._batches.has_own else 0 for one in found]
+        together, total = lockstep_training(), dict[int, float]()
+        if number == 1 or together is None or not together.strategy.exchanges_gradients:
+            return [float(one) for one in items], number
+        own = dict[int, int]()
+        for group, one in zip(self._batches.groups, items, strict=True):
+            own[group] = own.get(group, 0) + one
+        for message in together.transport.all_gather_bytes(json.dumps([*own.items()]).encode()):
+            for group, one in json.loads(message):
+                total[group] = total.get(group, 0) + one
+        each = zip(self._batches.groups, items, strict=True)
+        return [one and one / total[group] for group, one in each], sum(map(bool, total.values()))
+
+    def _divides(self, items: Any) -> bool:
+        """Return True if the library divides the sum of the losses of the micro-batches by their number."""
         trainer = self._trainer
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
@@ -200,11 +233,11 @@ class Hooks:
             return self._last_exchanges(plain, model, inputs, items)
         if isinstance(inputs, Empty):
             return torch.zeros((), device=self._trainer.args.device)
-        self._part = items_in(inputs) / self._items if self._items else 0.0
+        self._factor = next(self._factors)
         try:
             loss = self._last_exchanges(plain, model, inputs, items)
         finally:
-            self._part = None
+            self._factor = 1.0
         self._losses.add(self._trainer.state.global_step, self._items, loss)
         return loss
 
@@ -214,30 +247,38 @@ class Hooks:
 
     def compute_loss(self, plain: Plain, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         """Return the loss of a micro-batch; a mean as large as its part of the window."""
-        steps, part = self._trainer.args.gradient_accumulation_steps, self._part
-        items = named.get("num_items_in_batch")
-        is_mean = part is not None and steps > 1 and (self._is_mean(items) or not self._is_sum(model, inputs, items))
         found = plain(model, inputs, *given, **named)
-        if part is None or not is_mean:
+        if self._factor == 1.0:
             return found
-        factor = steps * part
-        return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
+        return (found[0] * self._factor, *found[1:]) if isinstance(found, tuple) else found * self._factor
 
-    def _is_sum(self, model: Any, inputs: Any, items: Any) -> bool:
-        """Return True if more items make the loss smaller: models may take `num_items_in_batch` and leave it unused."""
-        trainer = self._trainer
-        if getattr(trainer, "compute_loss_func", None) is not None or "labels" not in inputs:
-            return True
-        if trainer.label_smoother is not None:
-            return False
-        if self._uses_items is None:
-            was_training = model.training
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                model.eval()
-                once, twice = (float(model(**inputs, num_items_in_batch=items * k)["loss"]) for k in (1, 2))
-                model.train(was_training)
-            self._uses_items = not math.isclose(once, twice, rel_tol=1e-3)
-        return self._uses_items
+    def _look_at_loss(self, inputs: Any, items: Any) -> None:
+        """Find out in the first step what the loss is, by passes over one micro-batch of each worker.
+
+        A sum over `num_items_in_batch` is smaller for more of them, which models may take and leave unused. Where
+        labels are shifted, the first label of a sample is never compared.
+        """
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if self._loss.is_known or not isinstance(labels, torch.Tensor):
+            return
+        trainer, first = self._trainer, labels.clone()
+        first[..., :1] = -100
+        was_training = trainer.model.training
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            trainer.model.eval()
+            once, twice, later = (
+                float(_loss(trainer)(trainer.model, given, num_items_in_batch=items and items * times))
+                for given, times in ((inputs, 1), (inputs, 2), (dict(inputs) | {"labels": first}, 1))
+                for given in [trainer._prepare_inputs(dict(given))]
+            )
+            trainer.model.train(was_training)
+        is_clear = math.isfinite(once)
+        own = [is_clear and math.isclose(once, twice, rel_tol=1e-3), is_clear and once != later]
+        together = lockstep_training()
+        message = json.dumps(own).encode()
+        told = [message] if together is None else together.transport.all_gather_bytes(message)
+        is_mean, has_first = (any(one) for one in zip(*map(json.loads, told), strict=True))
+        self._loss.found = [not is_mean, not has_first]
 
     # --- evaluation, files, logs --------------------------------------------------------------------------------
 
@@ -314,6 +355,36 @@ class Hooks:
         if together is not None and any(name.startswith("eval_") for name in logs):  # a subclass may have added some
             logs |= json.loads(together.transport.broadcast_bytes(lambda: json.dumps(logs, default=float).encode()))
         log(**{name: value for name, value in logs.items() if isinstance(value, int | float) and math.isfinite(value)})
+
+
+class _Loss:
+    """What the workers have found about the loss in their first step; a restarted worker is told."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    @property
+    def is_known(self) -> bool:
+        """True after the first step."""
+        return self.found != []
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the loss is a sum over `num_items_in_batch`."""
+        return not self.found or self.found[0]
+
+    @property
+    def shifts(self) -> bool:
+        """True if the loss has no place for the first label of a sample."""
+        return self.found != [] and self.found[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known."""
+        return {"found": list(self.found)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take what another worker knows, or a checkpoint."""
+        self.found = list(saved["found"])
 
 
 class _Losses:
@@ -425,6 +496,14 @@ def _end_of_epoch() -> Any:
                 trainer.epochs.end_epoch()
 
     return EndOfEpoch()
+
+
+def _loss(trainer: Any) -> Plain:
+    """Return the function of the losses of this Trainer; of TRL's, which count their calls, that of the library."""
+    kind = next(one for one in type(trainer).__mro__ if "compute_loss" in vars(one))
+    if kind.__module__.startswith("trl."):
+        kind = next(one for one in kind.__mro__ if one.__module__ == "transformers.trainer")
+    return functools.partial(vars(kind)["compute_loss"], trainer)
 
 
 def _own_folder(folder: str) -> str:

@@ -11,14 +11,19 @@ The share is cut by the collate function, in the loader's processes. Every worke
 each window, as the library counts them: a share of fewer samples is preceded by empty ones, over which no pass is made.
 A process that trains alone has the batches of the script, and fewer in the last window of an epoch.
 
+Where a pass over an empty micro-batch costs nothing (`by_groups`), the share is cut where one process has its
+micro-batches, too, into parts of at most the script's size. The parts of all workers within one of them are a group, by
+which losses that are means over a micro-batch can be weighed as one process does.
+
 Batches that mean something as a whole (of a batch sampler, or with `drop_last`) are not cut: there a unit of the window
 is a batch.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count, islice
+from itertools import chain, count, islice, pairwise, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +54,14 @@ def sizes_of(window: list[Any], items: Callable[[Any], int] = samples_in) -> lis
     return [0 if isinstance(one, Empty) else items(one) for one in window]
 
 
+class Window(list[Any]):
+    """The micro-batches of a window, and the group of each: the micro-batch of one process that it is a part of."""
+
+    def __init__(self, batches: Iterable[Any], groups: Sequence[int]) -> None:
+        super().__init__(batches)
+        self.groups = groups
+
+
 class WindowedLoader:
     """A library's loader, distributed in windows of `accumulation` micro-batches, which it gives one by one.
 
@@ -62,14 +75,20 @@ class WindowedLoader:
         loader: DataLoader[Any],
         accumulation: int,
         schedule: Mode = "per-step",
+        by_groups: bool = False,
     ) -> None:
         _refuse_changing_length()
         self._inner, self.accumulation = loader, accumulation
+        self.groups: Sequence[int] = ()
+        """Group of each micro-batch of the window under way; empty ones have none."""
         self._skipped = 0
         """Windows of the next epoch that were trained before."""
         is_stream = isinstance(loader.dataset, IterableDataset)
-        self._parts = _Parts(loader.collate_fn, accumulation)
         self._order = None if is_stream else _order_of(loader)
+        has_groups = by_groups and accumulation > 1
+        self._parts = _Parts(loader.collate_fn, accumulation, self._order, has_groups)
+        if self._order is not None and has_groups:
+            self._order.groups = self._groups
         windows = _Stream(loader, accumulation) if self._order is None else self._windows(self._order)
         self._shared = distribute(model, optimizer, windows, schedule=schedule)
         self._trainer = training()
@@ -88,11 +107,12 @@ class WindowedLoader:
         if inner.num_workers:
             names = ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
             ahead = {name: getattr(inner, name) for name in names}
+        data = _Whole(data) if order.is_whole else data
         return DataLoader(
-            _Whole(data) if order.is_whole else data,
+            data if order.groups is None else _Grouped(data),
             sampler=order,
             batch_size=order.batch * self.accumulation,
-            collate_fn=_Joined(self._parts) if order.is_whole else self._parts,
+            collate_fn=self._parts,
             pin_memory=inner.pin_memory,
             worker_init_fn=inner.worker_init_fn,
             generator=inner.generator,
@@ -131,6 +151,19 @@ class WindowedLoader:
         batches = 1 if trainer is None else trainer.batch_source.batches_per_step
         return min(step * batches * self._order.batch * self.accumulation, units)
 
+    def _groups(self) -> Iterator[int]:
+        """Yield the group of each unit of an epoch: the micro-batch of one process that has it, within its step."""
+        assert self._order is not None
+        size = self._order.batch * (1 if self._trainer is None else self._trainer.batch_source.batches_per_step)
+        for start, stop in pairwise(map(self._samples_before, range(self.steps + 1))):
+            yield from (place // size for place in range(stop - start))
+
+    @property
+    def has_own(self) -> bool:
+        """True unless the batch under way is another worker's, over which a pass of weight 0 is made."""
+        current = self._trainer.global_steps.current if self._trainer is not None else None
+        return current is None or not current.is_weightless
+
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's micro-batches of an epoch. A section that was over before this worker came has none."""
         return chain.from_iterable(self.windows())
@@ -151,6 +184,7 @@ class WindowedLoader:
             steps = count()
         for _, window in zip(steps, Batches(trainer), strict=False):
             missing = 0 if self.is_alone else self.accumulation - len(window)
+            self.groups = window.groups if isinstance(window, Window) else range(len(window))
             yield [Empty.like(window[0])] * missing + window
 
     def weighed(self, window: list[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, float]]:
@@ -188,15 +222,21 @@ def expected_length(loader: DataLoader[Any], accumulation: int) -> int:
 class _Order(Sampler[Any]):
     """The library's sampler, of which the next iteration may leave out the first units; `batch` of them make a batch.
 
-    A unit is a sample, or a batch of samples where these belong together.
+    A unit is a sample, or a batch of samples where these belong together. `groups` yields the group of each.
     """
+
+    groups: Callable[[], Iterator[int]] | None = None
 
     def __init__(self, units: Any, batch: int, is_whole: bool) -> None:
         self._units, self.batch, self.is_whole, self.skipped = units, batch, is_whole, 0
 
     def __iter__(self) -> Iterator[Any]:
         skipped, self.skipped = self.skipped, 0
-        return islice(iter(self._units), skipped, None)
+        units = iter(self._units)
+        if self.groups is not None:
+            groups = chain(self.groups(), repeat(0))  # a last step that is dropped has none
+            units = (_coded(unit, group) for unit, group in zip(units, groups, strict=False))
+        return islice(units, skipped, None)
 
     def __len__(self) -> int:
         return len(self._units)
@@ -242,36 +282,93 @@ class _Whole(Dataset[list[Any]]):
         return found
 
 
+class _Grouped(Dataset[tuple[int, Any]]):
+    """A data set whose samples are paired with the group that their index has."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, codes: Sequence[Any]) -> list[tuple[int, Any]]:
+        groups, indices = zip(*map(_decoded, codes), strict=True)
+        several = getattr(self.data, "__getitems__", None)
+        found = several(list(indices)) if several is not None else [self.data[index] for index in indices]
+        return list(zip(groups, found, strict=True))
+
+    def __getitem__(self, code: Any) -> tuple[int, Any]:
+        return self.__getitems__([code])[0]
+
+
+GROUP = 1 << 40
+"""Place of the group in a number that has the index of a sample, too."""
+
+
+def _coded(unit: Any, group: int) -> Any:
+    """Return one number, which an order of numbers can have, for a sample and its group; a pair for other units."""
+    try:
+        index = operator.index(unit)
+    except TypeError:
+        return unit, group
+    return index + group * GROUP if 0 <= index < GROUP else (unit, group)
+
+
+def _decoded(code: Any) -> tuple[int, Any]:
+    """Return the group and the unit.
+
+    >>> _decoded(_coded(5, 2)), _decoded(_coded((3, 4), 1)), _decoded(_coded(-1, 1))
+    ((2, 5), (1, (3, 4)), (1, -1))
+    """
+    return divmod(code, GROUP) if isinstance(code, int) else (code[1], code[0])
+
+
 class _Parts:
-    """Collate function of a window: its micro-batches."""
+    """Collate function of a window: its micro-batches, of at most `accumulation` parts of its units."""
 
     unit_size = 0
-    """Units of each micro-batch; 0 to cut a window evenly."""
+    """Units of each micro-batch; 0 to cut a window evenly, or by groups."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], accumulation: int) -> None:
-        self._collate, self._accumulation = collate, accumulation
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], accumulation: int, order: _Order | None, has_groups: bool
+    ) -> None:
+        self._collate, self._accumulation, self._has_groups = collate, accumulation, has_groups
+        self._is_whole, self._largest = (order.is_whole, order.batch) if order is not None else (False, 0)
 
     def __call__(self, units: Sequence[Any]) -> list[Any]:
-        return [self._collate(list(part)) for part in self.of(units)]
+        if not self._has_groups:
+            return [self._batch(units[start:stop]) for start, stop in self._bounds(len(units))]
+        if self.unit_size:
+            return [self._batch([unit for _, unit in units[start:stop]]) for start, stop in self._bounds(len(units))]
+        groups = dict[int, list[Any]]()
+        for group, unit in units:
+            groups.setdefault(group, []).append(unit)
+        found = [(group, part) for group, parts in sorted(self._cut(groups).items()) for part in parts]
+        return Window((self._batch(part) for _, part in found), [group for group, _ in found])
 
-    def of(self, units: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Yield the units of each micro-batch."""
-        parts = min(self._accumulation, len(units))
-        for part in range(-(-len(units) // self.unit_size) if self.unit_size else parts):
-            start, stop = portion(len(units), part, parts)
-            if self.unit_size:
-                start, stop = part * self.unit_size, (part + 1) * self.unit_size
-            yield units[start:stop]
+    def _batch(self, units: Sequence[Any]) -> Any:
+        return self._collate(list(chain(*units)) if self._is_whole else list(units))
 
+    def _bounds(self, units: int) -> Iterator[tuple[int, int]]:
+        """Yield the first unit of each micro-batch, and the unit after its last."""
+        if self.unit_size:
+            yield from ((start, start + self.unit_size) for start in range(0, units, self.unit_size))
+        else:
+            parts = min(self._accumulation, units)
+            yield from (portion(units, part, parts) for part in range(parts))
 
-class _Joined:
-    """Collate function of a window whose units are lists of samples."""
-
-    def __init__(self, parts: _Parts) -> None:
-        self._parts = parts
-
-    def __call__(self, units: Sequence[list[Any]]) -> list[Any]:
-        return [self._parts._collate(list(chain(*part))) for part in self._parts.of(units)]
+    def _cut(self, groups: dict[int, list[Any]]) -> dict[int, list[list[Any]]]:
+        """Cut groups of units, the largest first, until no part is larger than a micro-batch of the script."""
+        parts = dict.fromkeys(groups, 1)
+        while sum(parts.values()) < self._accumulation:
+            largest = max(groups, key=lambda group: len(groups[group]) / parts[group])
+            if len(groups[largest]) <= self._largest * parts[largest]:
+                break
+            parts[largest] += 1
+        return {
+            group: [units[slice(*portion(len(units), part, parts[group]))] for part in range(parts[group])]
+            for group, units in groups.items()
+        }
 
 
 class _Stream:
@@ -315,8 +412,10 @@ def early_end(library: str, got: str) -> ScriptError:
     )
 
 
-def items_in(batch: Any) -> int:
+def items_in(batch: Any, shifts: bool = False) -> int:
     """Return the items of a micro-batch that its mean loss is over: labels other than -100, or samples without any.
+
+    With `shifts` the first label of each sample is none: nothing comes before it.
 
     >>> import torch
     >>> items_in({"labels": torch.tensor([[1, -100], [2, 3]])}), items_in({"x": torch.ones(4, 2)})
@@ -324,7 +423,7 @@ def items_in(batch: Any) -> int:
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return (
-        int(labels.ne(-100).sum())
+        int((labels[:, 1:] if shifts and labels.ndim == 2 else labels).ne(-100).sum())
         if isinstance(labels, Tensor) and not labels.is_floating_point()
         else samples_in(batch)
     )

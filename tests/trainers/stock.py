@@ -26,6 +26,7 @@ parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--resume", default=None)
 parser.add_argument("--trains", type=int, default=1)
 parser.add_argument("--kill", default="-1:0:none", help="worker, step and event at which it is killed, once")
+parser.add_argument("--mean", action="store_true", help="a loss of the script's own, the mean of each micro-batch")
 given = parser.parse_args()
 
 set_seed(7)
@@ -97,7 +98,15 @@ options = {
     "use_cpu": True,
     "disable_tqdm": True,
 }
-trainer = Trainer(
+
+
+class MeanTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **named):  # type: ignore[no-untyped-def]
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+trainer = (MeanTrainer if given.mean else Trainer)(
     model,
     TrainingArguments(str(given.out), **(options | given.set)),
     data_collator=collate,

@@ -46,6 +46,19 @@ def test_two_workers_equal_one_process_with_the_same_global_batch(alone: Trained
     assert len(logged) >= 4
 
 
+def test_a_mean_of_each_micro_batch_weighs_as_in_one_process_and_a_worker_that_returns_knows_it(tmp_path: Path) -> None:
+    """Three workers divide each micro-batch, whose tokens only all of them know."""
+    script = ["--mean", "--samples", "101", "--set", '{"optim": "sgd", "learning_rate": 0.1, "max_steps": 40}']
+    alone = train(tmp_path, "alone", [], *script)
+    three = train(tmp_path, "three", ["-n", "3", "--batch", "split"], *script)
+    assert three.code == 0, three.output
+    assert three.apart(alone) < 1e-6
+    assert three.result["losses"] == pytest.approx(alone.result["losses"], abs=4e-6)
+    killed = train(tmp_path, "killed", ["-n", "3", "--batch", "split"], *script, "--kill", "1:5:substep")
+    assert killed.code == 0, killed.output
+    assert killed.result["steps"] == 40
+
+
 def test_three_workers_with_fewer_samples_than_micro_batches_and_local_steps(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     script = ["--samples", "100", "--set", json.dumps(sizes | {"max_steps": -1, "num_train_epochs": 2})]
@@ -160,9 +173,10 @@ def test_a_model_that_leaves_the_number_of_items_unused_has_a_mean(kind: str, is
     model = getattr(transformers, kind)(config).train()
     ids = torch.arange(12).reshape(3, 4)
     batch = {"input_ids": ids, "labels": ids if is_sum else ids[:, 0] % 2}
-    hooks = object.__new__(Hooks)
-    hooks._trainer, hooks._uses_items = SimpleNamespace(label_smoother=None), None
+    arguments = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
+    hooks = Hooks(transformers.Trainer(model, arguments))
     before = torch.get_rng_state()
-    assert hooks._is_sum(model, batch, 5) == is_sum
+    hooks._look_at_loss(batch, 5)
+    assert (hooks._loss.is_sum, hooks._loss.shifts) == (is_sum, is_sum)
     assert torch.equal(before, torch.get_rng_state())
     assert model.training

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.trainers
 TUNING = Path(__file__).parent / "tuning.py"
 
 
-@pytest.mark.parametrize("kind", ["sft", "packing", "dpo", "lora"])
+@pytest.mark.parametrize("kind", ["sft", "packing", "lora", "dpo", "reward", "kto", "seq2seq"])
 def test_two_workers_equal_one_process_with_the_same_global_batch(kind: str, tmp_path: Path) -> None:
+    """Texts of unequal lengths, and an epoch whose last step is of 4 and 3 samples."""
     alone = train(tmp_path, "alone", [], "--kind", kind, stock=TUNING).result
     two = train(tmp_path, "two", ["-n", "2", "--batch", "split"], "--kind", kind, stock=TUNING)
     assert two.code == 0, two.output

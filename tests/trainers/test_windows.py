@@ -117,6 +117,45 @@ def test_an_epoch_that_begins_later_has_the_rest_of_the_whole_one(workers: int, 
         assert rest == all_of[4:]
 
 
+@pytest.mark.parametrize(
+    ("workers", "batch", "accumulation", "split"), [(2, 4, 2, True), (3, 5, 3, True), (2, 3, 2, False), (3, 4, 1, True)]
+)
+def test_workers_divide_the_micro_batches_of_one_process(
+    workers: int, batch: int, accumulation: int, split: bool
+) -> None:
+    loader = plain(53, batch, shuffle=True)
+
+    def work(worker: int) -> list[list[tuple[int, list[int]]]]:
+        net = small_net()
+        batches = WindowedLoader(
+            net, torch.optim.SGD(net.parameters(), lr=0.05), loader(), accumulation, by_groups=True
+        )
+        found = []
+        for window in batches.windows():
+            full = [one[2].tolist() for one in window if not isinstance(one, Empty)]
+            assert len(window) == accumulation
+            found.append(list(zip(batches.groups, full if batches.has_own else [[]] * len(full), strict=True)))
+        return found
+
+    each = run_workers(workers, work, split=split)
+    order, size, place = (
+        [number for one in loader() for number in one[2].tolist()],
+        batch * (1 if split else workers),
+        0,
+    )
+    for windows in zip(*each, strict=True):
+        step = [
+            [n for window in windows for one, part in window if one == group for n in part]
+            for group in range(accumulation)
+        ]
+        total = sum(map(len, step))
+        assert step == [order[place : place + total][size * group :][:size] for group in range(accumulation)]
+        place += total
+    assert place == 53
+    if split:
+        assert max(len(part) for windows in each for window in windows for _, part in window) <= batch
+
+
 def odd_batches() -> DataLoader[Any]:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10, 11], [12]]
     return DataLoader(Numbered(13), batch_sampler=batches)

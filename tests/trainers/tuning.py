@@ -1,4 +1,7 @@
-"""Stock scripts of TRL and PEFT with random weights: `python tuning.py OUT --kind sft`, packing, dpo or lora."""
+"""Stock scripts of TRL, PEFT and Seq2SeqTrainer with random weights: `python tuning.py OUT --kind sft`.
+
+Other kinds: packing, lora, dpo, reward, kto, seq2seq.
+"""
 
 import argparse
 import copy
@@ -9,13 +12,33 @@ from pathlib import Path
 import datasets
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    set_seed,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
 parser.add_argument("--kind", default="sft")
-parser.add_argument("--samples", type=int, default=83)
+parser.add_argument("--samples", type=int, default=87)
 parser.add_argument("--rank", type=int, default=32)
 parser.add_argument("--set", type=json.loads, default={})
 given = parser.parse_args()
@@ -27,7 +50,8 @@ inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(w
 inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokens = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape, pad_token_id=0, bos_token_id=2, eos_token_id=1))
+llama = LlamaConfig(vocab_size=len(words), **shape, pad_token_id=0, bos_token_id=2, eos_token_id=1, num_labels=1)
+model = (LlamaForSequenceClassification if given.kind == "reward" else LlamaForCausalLM)(llama)
 source = random.Random(1)
 
 
@@ -37,8 +61,17 @@ def text(step: int) -> str:
 
 
 def rows(samples: int) -> datasets.Dataset:
-    kinds = {"prompt": 1, "chosen": 3, "rejected": 7} if given.kind == "dpo" else {"prompt": 1, "completion": 3}
-    return datasets.Dataset.from_list([{name: text(step) for name, step in kinds.items()} for _ in range(samples)])
+    pairs = given.kind in ("dpo", "reward")
+    kinds = {"prompt": 1, "chosen": 3, "rejected": 7} if pairs else {"prompt": 1, "completion": 3}
+    found = [{name: text(step) for name, step in kinds.items()} for _ in range(samples)]
+    if given.kind == "seq2seq":
+        found = [
+            {"input_ids": tokens(one["prompt"]).input_ids, "labels": tokens(one["completion"]).input_ids}
+            for one in found
+        ]
+    if given.kind == "kto":
+        found = [one | {"label": number % 2 == 0} for number, one in enumerate(found)]
+    return datasets.Dataset.from_list(found)
 
 
 options = {
@@ -60,16 +93,27 @@ options = {
     "packing": given.kind == "packing",
     "gradient_checkpointing": given.kind == "lora",
 } | given.set
-if given.kind == "dpo":
+OTHERS = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "seq2seq": (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+}
+if given.kind in OTHERS:
     options.pop("packing")
-    kind, config = DPOTrainer, DPOConfig(str(given.out), **options)
-else:
-    kind, config = SFTTrainer, SFTConfig(str(given.out), **options)
-if given.kind == "dpo":
+kind, Config = OTHERS.get(given.kind, (SFTTrainer, SFTConfig))
+more = {}
+if given.kind in ("dpo", "kto"):
     more = {"ref_model": copy.deepcopy(model)}
-else:
-    adapter = LoraConfig(r=given.rank, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-    more = {"peft_config": adapter if given.kind == "lora" else None}
+elif given.kind == "lora":
+    more = {"peft_config": LoraConfig(r=given.rank, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])}
+elif given.kind == "seq2seq":
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=len(words), decoder_start_token_id=0, **sizes))
+    more = {"data_collator": DataCollatorForSeq2Seq(tokens, model=model)}
+    options |= {"predict_with_generate": True, "train_sampling_strategy": "group_by_length"}
+    options.pop("max_length")
+config = Config(str(given.out), **options)
 data = {"train_dataset": rows(given.samples), "eval_dataset": rows(20), "processing_class": tokens}
 trainer = kind(model, args=config, **data, **more)
 done = trainer.train()
