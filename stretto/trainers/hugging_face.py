@@ -110,7 +110,7 @@ class Hooks:
         self._factor = 1.0
         """Factor of the loss of the micro-batch under way."""
         self._factors: Iterator[float] = iter(())
-        """Those of the next ones."""
+        """Factors of the micro-batches after it."""
         self._items = 0.0
         """Weight of this worker in the window under way."""
         self._losses = _Losses()
@@ -358,7 +358,7 @@ class Hooks:
 
 
 class _Loss:
-    """What the workers have found about the loss in their first step; a restarted worker is told."""
+    """Properties of the loss, found by the workers in their first step; a restarted worker is told."""
 
     def __init__(self) -> None:
         self.found: list[bool] = []
@@ -379,11 +379,11 @@ class _Loss:
         return self.found != [] and self.found[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known."""
+        """Return the properties as plain values."""
         return {"found": list(self.found)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take what another worker knows, or a checkpoint."""
+        """Take the properties that another worker knows, or a checkpoint has."""
         self.found = list(saved["found"])
 
 
