@@ -559,3 +559,27 @@ def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
         assert err.decode().count(f"{ended} 1 was killed by SIGKILL") == 1
     assert "Traceback" not in err.decode()
     assert not [one for one in psutil.process_iter() if one.pid == getattr(victim, "pid", -1)]
+
+
+UNEQUAL_SHARDS = """
+import torch, stretto
+
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        first, count = (1000, 8) if stretto.rank() else (0, 80)
+        return iter([torch.tensor(float(number)) / 1000 for number in range(first, first + count)])
+
+net = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+for x in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=4), deal="own"):
+    optimizer.zero_grad()
+    net(x[:, None]).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_worker_whose_shard_is_over_holds_none_back_while_it_waits_for_a_checkpoint(place: Place) -> None:
+    options = ("-n", "2", "--recipe", "stale_synchronous(bound=2)", "--checkpoint-every", "2 rounds")
+    _, events = run_successfully(place, script(Path(), UNEQUAL_SHARDS), *options)
+    (end,) = (one for one in events if one["event"] == "epoch")
+    assert end["samples"] == 88

@@ -220,7 +220,8 @@ model.add_module("body", body)
 optimizer: Any = torch.optim.Adam(model.parameters()) if arguments.adam else torch.optim.SGD(model.parameters(), lr=1.0)
 since: list[tuple[int, int]] = []
 """Epoch and sample of this worker's work since its last exchange."""
-is_carried = False
+is_carried = has_share = False
+"""True once an exchange has carried this work; once its share is noted."""
 epoch = 0
 shares = (arguments.folder / f"shares-{config.worker}-{os.getpid()}.jsonl").open("a")
 own_share, carried = Weights.share, Weights.carried
@@ -228,14 +229,17 @@ own_share, carried = Weights.share, Weights.carried
 
 def noted_share(weights: Weights) -> float:
     """Return this worker's share of a mean, and note it with the work that it is of."""
+    global has_share
+    has_share = True
     shares.write(json.dumps([own_share(weights), [] if is_carried else since]) + "\n")
     shares.flush()
     return own_share(weights)
 
 
 def noted_carried(weights: Weights) -> None:
-    """Note that an exchange has ended: the next work has another share."""
+    """Note that an exchange has ended: the next work has another share. One worker alone has no part in a mean."""
     global is_carried
+    has_share or noted_share(weights)
     is_carried = True
     carried(weights)
 
@@ -281,7 +285,7 @@ for epoch in range(arguments.epochs):
     for number, batch in enumerate(loader, 1):
         x, indices = batches[batch] if arguments.data == "numbers" else batch
         if is_carried:
-            since, is_carried = [], False
+            since, is_carried, has_share = [], False, False
         since += [(epoch, sample) for sample in indices.tolist()]
         pass_phase("begun")
         is_step = number % arguments.accumulate == 0 or (arguments.tail and stretto.is_last_batch())

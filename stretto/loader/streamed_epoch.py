@@ -244,11 +244,14 @@ class StreamedEpoch:
     def is_last(self) -> bool:
         """Return True if the stream has ended, which is read to the first batch of the next global step for it.
 
-        Workers that do not wait, or have a shard each, look for their own next batch.
+        Workers that do not wait, or have a shard each, look for their own next batch. In others the first dealer has a
+        piece of each step, this one perhaps none.
         """
-        if not self._is_dealt or self._asynchronous:
+        is_alone = not self._is_dealt or self._asynchronous
+        if is_alone:
             self.reader.note_state()
-        position, _ = self._piece(self._index if self._asynchronous else 0, self._read)
+        number = self._read if is_alone else self._given[self._dealers[0]]
+        position, _ = self._piece(self._index if self._asynchronous else 0, number)
         count = position - self.reader.position + 1
         return count > 0 and len(self.reader.peek(count)) < count
 

@@ -356,6 +356,10 @@ class ParameterServerClient(Transport):
         self.barriers_passed += called
         return self.take_snapshot()
 
+    def hold_none_back(self) -> None:
+        """Hold no other worker back until the next push, since this one waits for them."""
+        self._enter_barrier(self._pushed, None)
+
     def take_snapshot(self) -> bool:
         """Take a snapshot after a collective operation at every service; return True if the epoch was over then.
 

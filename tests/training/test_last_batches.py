@@ -77,6 +77,25 @@ def test_all_loops_are_equal_and_each_row_is_trained_once(recipe: str, workers: 
     assert 1 not in last
 
 
+@pytest.mark.parametrize("recipe", WAITING)
+@pytest.mark.parametrize(("workers", "batches"), [(4, 3), (4, 9), (3, 5), (2, 7), (3, 6)])
+def test_all_workers_know_the_last_batch_where_some_have_no_part_of_it(recipe: str, workers: int, batches: int) -> None:
+    """A batch is a number, which can't be divided."""
+
+    def work(worker: int) -> list[bool]:
+        net, marks = nn.Embedding(batches, 1), list[bool]()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for number in stretto.distribute(net, optimizer, range(batches)):
+            marks.append(stretto.is_last_batch())
+            optimizer.zero_grad()
+            net(torch.tensor([number])).sum().backward()
+            optimizer.step()
+        return marks
+
+    steps = -(-batches // workers)
+    assert run_workers(workers, work, recipe) == [[False] * (steps - 1) + [True]] * workers
+
+
 def test_a_stream_in_shares_equals_one_process() -> None:
     rows, data = 13 * BATCH, regression(13 * BATCH, torch.float64)
 
