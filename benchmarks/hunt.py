@@ -5,6 +5,9 @@ phase, the k-th exchange, the k-th commit), so that a seed that fails fails agai
 time or ends with another exit code, if a process, or a file in shared memory, is left, if replicas differ, if the
 record says something else than the model (`counting_model.py`), or if a sample was not trained as often as it should.
 
+From seed 500 on, runs of several whole workers are over two hosts (`laboratory.py`: root, iproute2), of which one may
+be lost, or cut off from the other.
+
     python -m benchmarks hunt --seeds 0..499
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
 import re
 import shutil
@@ -22,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ import psutil
 import torch
 
 from benchmarks.counting_model import Counted, run_counted, unit_of
+from benchmarks.laboratory import LabError, Laboratory, address, name, set_link
 from benchmarks.measure import RESULTS, now, save
 from benchmarks.pace import ROOT
 from benchmarks.proxy import TROUBLES, proxy
@@ -55,10 +60,18 @@ RECIPES = (*COUNTED, *SUMMED, *TOUCHED, *RECORDED)
 OVER_A_SERVER = (*SUMMED, *TOUCHED[3:9])
 PHASES = ("begun", "computed", "stepped", "exchange", "operation", "commit", "ended")
 CLOCKS = ("AHEAD", "BACK", "SKIP", "SUSPEND")
+HOSTS = ("KILL", "DOWN", "AWAY", "FLAP")
+WITH_HOSTS = 500
+"""First seed whose run is over two hosts, if it has several whole workers."""
 LOST = "a part of a stream was not trained"
 OTHER_NUMBER = "each worker of the resumed run was in the middle of a shard of its own"
 OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
 """Words before a command for which a folder is a disk of a size: both follow them."""
+SSH = f"""#!/bin/sh
+for command; do :; done
+cd "$(dirname "$0")" && exec ip netns exec {name(1)} sh -c "$command"
+"""
+"""A client `ssh` that carries out its last argument on host 1, in the folder that it is in itself."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,11 @@ class Plan:
     def is_stream(self) -> bool:
         """True if the script's data has no index."""
         return "--data" in self.script
+
+    @property
+    def has_hosts(self) -> bool:
+        """True if the run is over two hosts."""
+        return "--hosts" in self.options
 
     @property
     def may_lose(self) -> bool:
@@ -150,7 +168,49 @@ def plan_of(seed: int) -> Plan:
         who = f"{troubles.randrange(workers)}" + (f".{troubles.randrange(ranks)}" if ranks > 1 else "")
         phase, at = troubles.choice(PHASES[:-1]), troubles.randint(1, 12)
         strikes += [f"{who}:{troubles.choice([*TROUBLES])}:{phase}:{at}:proxy"]
-    return Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
+    plan = Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
+    return plan if seed < WITH_HOSTS or workers == 1 or layout or disk else _over_hosts(plan, workers)
+
+
+def _over_hosts(plan: Plan, workers: int) -> Plan:
+    """Return a plan with its workers on two hosts, of which one may be lost or cut off from the other."""
+    draw = random.Random(f"hosts {plan.seed}")
+    here = draw.randint(1, workers - 1)
+    options = ["-n", str(here), "--hosts", f"there:{workers - here}", "--listen", address(0), *plan.options[2:]]
+    strikes = [_of_host(strike, here) for strike in plan.strikes if not strike.endswith("proxy")]
+    resumed_by = here if "own" in plan.script else plan.resumed_by
+    script = plan.script
+    if draw.random() < 0.6:
+        kind, worker = draw.choice(HOSTS), draw.choice((0, workers - 1))
+        strikes = [strike for strike in strikes if _is_survived(strike, here, worker)]
+        strikes += [f"{worker}:{kind}:{draw.choice(PHASES[:-1])}:{draw.randint(1, 6)}:host"]
+        if kind == "AWAY":
+            pause = "0.2" if "split" in options else "0.4"  # a host that was cut off returns before the end
+            script = ("--pause", pause, *script[2:])
+        if kind == "KILL" and worker < here:  # and so does the launcher
+            strikes = [strike for strike in strikes if not strike.endswith("launcher")]
+            options += [] if "--checkpoint-every" in options else ["--checkpoint-every", "300ms"]
+            resumed_by = resumed_by or here
+    resumed_by = resumed_by if any(_ends_launcher(strike, here) for strike in strikes) else 0
+    return replace(plan, options=tuple(options), script=script, strikes=tuple(strikes), resumed_by=resumed_by)
+
+
+def _of_host(strike: str, here: int) -> str:
+    """Return a fault; those of the launcher and its processes are carried out by workers on its host."""
+    worker, rest = strike.split(":", 1)
+    return f"{int(worker) % here}:{rest}" if strike.endswith(("launcher", "coordinator", "shard")) else strike
+
+
+def _is_survived(strike: str, here: int, lost: int) -> bool:
+    """Return whether a fault leaves workers if the host of a worker is lost, too."""
+    worker, kind, *_, who = strike.split(":")
+    fails = who not in ("launcher", "coordinator", "shard") and kind in ("KILL", "STOP", "TERM", "SUSPEND")
+    return not fails or (int(worker) < here) == (lost < here)
+
+
+def _ends_launcher(strike: str, here: int) -> bool:
+    worker, kind, *_, who = strike.split(":")
+    return who == "launcher" or (who == "host" and kind == "KILL" and int(worker) < here)
 
 
 def _faults(draw: random.Random, workers: int, ranks: int, has_server: bool) -> list[str]:
@@ -182,9 +242,14 @@ def run(seeds: Sequence[int]) -> dict[str, Any]:
     print(f"hunt: {QUESTION}", flush=True)
     trial = len(seeds) < WHOLE
     table = RESULTS / f"hunt{'-trial' * trial}.jsonl"
+    table.touch()
     with _forking() as place:
         for seed in seeds:
-            row = _row(plan_of(seed), Path(place))
+            try:
+                row = _row(plan_of(seed), Path(place))
+            except LabError as error:
+                print(f"  {seed:4} skipped: {error}", flush=True)
+                continue
             with table.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             kind = "FAIL" if row["findings"] else "ok  "
@@ -214,12 +279,13 @@ def _forking() -> Iterator[str]:
 
 def _row(plan: Plan, place: Path) -> dict[str, Any]:
     """Run a plan; return its row of the table. The folder of a run with findings is kept."""
-    folder = Path(tempfile.mkdtemp(prefix=f"stretto-hunt-{plan.seed}-", dir=place))
     began, before = time.monotonic(), _shared_memory()
     is_proxied = any(strike.endswith(":proxy") for strike in plan.strikes)
-    with proxy() if is_proxied else nullcontext("") as address:
-        findings = _judged(plan, folder, ["--proxy", address] if is_proxied else [])
-    findings += _left(folder, before)
+    with Laboratory(hosts=2, mbit=1000) if plan.has_hosts else nullcontext():
+        folder = Path(tempfile.mkdtemp(prefix=f"stretto-hunt-{plan.seed}-", dir=place))
+        with proxy() if is_proxied else nullcontext("") as there:
+            findings = _judged(plan, folder, ["--proxy", there] if is_proxied else [])
+        findings += _left(folder, before)
     struck = sorted(path.name.removeprefix("sent-") for path in folder.glob("counts/sent-*"))
     row = {"seed": plan.seed, "recipe": plan.recipe, "run": str(plan), "struck": struck, "findings": findings}
     if findings:
@@ -236,17 +302,34 @@ def _judged(plan: Plan, folder: Path, more: Sequence[str]) -> list[str]:
     """
     limit = time.monotonic() + LIMIT_S
     script = [*plan.script, *(word for strike in plan.strikes for word in ("--strike", strike)), *more]
-    options, before = list(plan.options), list[str]()
+    options, before, environment = list(plan.options), list[str](), dict(os.environ)
     if plan.disk:
         (disk := folder / "disk").mkdir()
         before, options = [*OWN_DISK, plan.disk, str(disk)], [*options, "--out", str(disk / "run")]
+    if plan.has_hosts:
+        (ssh := folder / "there" / "ssh").parent.mkdir()
+        ssh.write_text(SSH)
+        ssh.chmod(0o755)
+        environment["PATH"] = f"{ssh.parent}:{environment['PATH']}"
+        before = ["ip", "netns", "exec", name(0)]
+        options += ["--remote-stretto", f"{sys.executable} -m stretto.cli"]
     try:
         while True:
             left_s = limit - time.monotonic()
-            done = run_counted(folder, plan.recipe, options=options, script=script, before=before, limit_s=left_s)
+            done = run_counted(
+                folder,
+                plan.recipe,
+                options=options,
+                script=script,
+                before=before,
+                environment=environment,
+                limit_s=left_s,
+            )
             if done.code != -9 or "--resume" in options:
                 return findings(plan, done) + ([] if done.code else _wrong_best(plan, folder))
             _await_end(folder)
+            for host in range(2) if plan.has_hosts else ():
+                set_link(host, "up")
             options += ["--resume", str(folder / "run-1"), "-n", str(plan.resumed_by)]
     except subprocess.TimeoutExpired:
         return [f"not over after {LIMIT_S:g} s"]

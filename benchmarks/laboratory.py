@@ -220,6 +220,11 @@ def address(host: int) -> str:
     return f"{NETWORK}.{host + 1}"
 
 
+def set_link(host: int, state: str) -> None:
+    """Set the link of a host "up" or "down", at the bridge: the host does not learn of it."""
+    _ip("-n", f"{PREFIX}hub", "link", "set", f"port{host}", state)
+
+
 def remove_all() -> None:
     """Remove all namespaces of laboratories and kill the processes in them, with SIGINT and SIGTERM blocked."""
     signals = {signal.SIGINT, signal.SIGTERM}

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.laboratory import PREFIX, Laboratory, address, name
+from benchmarks.laboratory import Laboratory, address, name, set_link
 from benchmarks.learning_tasks import MNIST
 from benchmarks.measure import Spread, save
 from benchmarks.pace import ROOT
@@ -170,7 +170,7 @@ def _kill_worker() -> None:
 
 def _cut(*hosts: int) -> None:
     for host in hosts:
-        subprocess.run(["ip", "-n", f"{PREFIX}hub", "link", "set", f"port{host}", "down"], check=True, timeout=10)
+        set_link(host, "down")
 
 
 FAULTS: dict[str, Callable[[], None]] = {

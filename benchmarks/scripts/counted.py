@@ -7,7 +7,9 @@ of its rounds.
 it send that to a shard. `1.2` is process 2 of worker 1. PAUSE is SIGSTOP, and SIGCONT a second later; FILL fills the
 disk of the run folder; CUT shuts down all connections of the worker. AHEAD and BACK move the worker's time of day by an
 hour, SKIP its other clocks forward by half a minute, as a virtual machine that was paused may find them. SUSPEND stops
-all processes of the run for five seconds. A launcher is not struck before there is a checkpoint to continue from.
+all processes of the worker's host for five seconds. `1:KILL:stepped:3:host` kills these, for a run over network
+namespaces of `benchmarks/laboratory.py`; DOWN takes the link of that host down, AWAY for four seconds, FLAP for one.
+A launcher is not struck before there is a checkpoint to continue from.
 With `--proxy`, the worker's connections to the coordinator and to the shards go through a proxy, and
 `--strike 1:STALL:stepped:3:proxy` begins a trouble there (`benchmarks/proxy.py`).
 """
@@ -45,6 +47,8 @@ CLOCKS: dict[str, tuple[int, *tuple[str, ...]]] = {
     "SKIP": (30, "monotonic", "perf_counter"),
 }
 """Faults that move clocks: by how many seconds, and which."""
+LINKS = {"DOWN": 0, "AWAY": 4, "FLAP": 1}
+"""Faults of a host's link: seconds until it is up again; 0 for never."""
 LISTEN_S = 10.0
 """Limit of the wait for a process that is restarted to listen again."""
 parser = argparse.ArgumentParser()
@@ -62,7 +66,7 @@ parser.add_argument("--best", action="store_true", help="save the model of every
 parser.add_argument("--evaluate", type=int, help="steps between two evaluations; 0 for one at the end of each epoch")
 parser.add_argument("--loaders", type=int, default=0, help="processes that load")
 parser.add_argument(
-    "--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher|proxy]"
+    "--strike", action="append", default=[], help="WORKER:SIGNAL:PHASE:AT[:shard|coordinator|launcher|proxy|host]"
 )
 parser.add_argument("--proxy", help="address of benchmarks/proxy.py")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
@@ -77,13 +81,15 @@ def pass_phase(phase: str) -> None:
     for strike in arguments.strike:
         worker, name, at, number, *who = strike.split(":")
         worker, _, rank = worker.partition(".")
+        if (int(worker), int(rank or 0), at) != (config.worker, config.rank, phase):
+            continue
         is_due = passed[phase] == int(number)
-        if who == ["launcher"]:
+        if who == ["launcher"] or (who == ["host"] and name == "KILL" and host() == "0"):
             saved = [*Path(config.run or "").glob("checkpoints/[!.]*/manifest.json")]
             is_due = passed[phase] >= int(number) and bool(saved)
         is_due &= who != ["coordinator"] or config.coordinator is not None  # a run of one process has none
         done = arguments.folder / f"sent-{strike}"
-        if (int(worker), int(rank or 0), at) != (config.worker, config.rank, phase) or not is_due or done.exists():
+        if not is_due or done.exists():
             continue
         done.touch()
         launcher = psutil.Process(os.getppid())
@@ -93,6 +99,9 @@ def pass_phase(phase: str) -> None:
             pid = listener(launcher, int(addresses[0].rpartition(":")[2]))
         if who == ["proxy"]:
             ask_proxy(trouble=name)
+            continue
+        if who == ["host"]:
+            strike_host(name)
             continue
         if name == "FILL":
             fill_disk(Path(config.run or ""))
@@ -107,8 +116,14 @@ def pass_phase(phase: str) -> None:
             suspend([launcher, *launcher.children(recursive=True)])
             continue
         if name == "PAUSE":
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pid}"])
+            later(1, f"kill -CONT {pid}")
         os.kill(pid, getattr(signal, f"SIG{name.replace('PAUSE', 'STOP')}"))
+
+
+def later(seconds: int, command: str) -> None:
+    """Run a command of the shell later, also if this worker has ended by then, with its process group."""
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; {command}"], start_new_session=True, **quiet)
 
 
 def ask_proxy(**request: Any) -> list[str]:
@@ -118,6 +133,30 @@ def ask_proxy(**request: Any) -> list[str]:
         lines.write(json.dumps({"worker": f"{config.worker}.{config.rank}", **request}) + "\n")
         lines.flush()
         return list(json.loads(lines.readline()))
+
+
+def ip(*words: str) -> str:
+    """Return what `ip` prints, such as about network namespaces."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def host() -> str:
+    """Return the number of this process's host in the laboratory."""
+    return ip("netns", "identify").rpartition("-")[2]
+
+
+def strike_host(name: str) -> None:
+    """Kill all processes of this process's host, this one last, or take the link of the host down."""
+    namespace = ip("netns", "identify")
+    if name == "KILL":
+        for pid in sorted(map(int, ip("netns", "pids", namespace).split()), key=os.getpid().__eq__):
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
+    prefix, _, number = namespace.rpartition("-")
+    set_link = ["ip", "-n", f"{prefix}-hub", "link", "set", f"port{number}"]
+    subprocess.run([*set_link, "down"], check=True)
+    if LINKS[name]:
+        later(LINKS[name], f"{' '.join(set_link)} up")
 
 
 def listener(launcher: psutil.Process, port: int) -> int:
@@ -153,7 +192,7 @@ def move_clocks(by_s: int, *names: str) -> None:
 def suspend(run: list[psutil.Process]) -> None:
     """Stop all processes of a run, this one last; they continue five seconds later."""
     others = [one for one in run if one.pid != os.getpid()]
-    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {' '.join(str(one.pid) for one in run)}"])
+    later(5, f"kill -CONT {' '.join(str(one.pid) for one in run)}")
     for one in others:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
             one.suspend()

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import hunt, laboratory
 from benchmarks.counting_model import Counted
-from benchmarks.hunt import CLOCKS, LOST, OTHER_NUMBER, PHASES, RECIPES, SAMPLES, Plan, findings, plan_of, summary
+from benchmarks.hunt import (
+    CLOCKS,
+    HOSTS,
+    LOST,
+    OTHER_NUMBER,
+    PHASES,
+    RECIPES,
+    SAMPLES,
+    WITH_HOSTS,
+    Plan,
+    findings,
+    plan_of,
+    summary,
+)
+from benchmarks.laboratory import LabError, Laboratory, namespaces
 from benchmarks.proxy import TROUBLES
 from benchmarks.tables import TABLES
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
 
 PLANS = [plan_of(seed) for seed in range(8 * len(RECIPES))]
+OVER_HOSTS = [plan for plan in map(plan_of, range(WITH_HOSTS, WITH_HOSTS + 400)) if plan.has_hosts]
 
 
 def test_plan_depends_on_its_seed_alone() -> None:
@@ -54,10 +72,85 @@ def test_plans_have_all_layouts_data_signals_phases_and_processes() -> None:
 
 
 def test_launcher_is_killed_at_most_once_and_only_where_there_are_checkpoints() -> None:
-    for plan in PLANS:
-        killed = sum(strike.endswith("launcher") for strike in plan.strikes)
+    for plan in (*PLANS, *OVER_HOSTS):
+        here = workers_of(plan)[0]
+        killed = sum(strike.endswith("launcher") or ends_host(strike, range(here)) for strike in plan.strikes)
         assert killed <= ("--checkpoint-every" in plan.options)
         assert killed == (plan.resumed_by > 0)
+
+
+def workers_of(plan: Plan) -> tuple[int, int]:
+    """Return the workers on the host of the launcher, and on the other one."""
+    there = plan.options[plan.options.index("--hosts") + 1].split(":")[1] if plan.has_hosts else 0
+    return int(plan.options[1]), int(there)
+
+
+def ends_host(strike: str, workers: range) -> bool:
+    """Return whether a fault kills the host of these workers."""
+    worker, kind, *_, who = strike.split(":")
+    return (kind, who) == ("KILL", "host") and int(worker) in workers
+
+
+def test_from_a_seed_on_runs_of_several_whole_workers_are_over_two_hosts() -> None:
+    assert not any(plan.has_hosts for plan in PLANS)
+    assert {plan.recipe for plan in OVER_HOSTS} == set(RECIPES)
+    assert all(min(workers_of(plan)) > 0 for plan in OVER_HOSTS)
+    others = [plan for plan in map(plan_of, range(WITH_HOSTS, WITH_HOSTS + 400)) if not plan.has_hosts]
+    assert all(plan.options[1] == "1" or "--layout" in plan.options or plan.disk for plan in others)
+    faults = {strike.split(":")[1] for plan in OVER_HOSTS for strike in plan.strikes if strike.endswith(":host")}
+    assert faults == set(HOSTS)
+
+
+def test_hosts_are_struck_so_that_a_worker_is_left() -> None:
+    for plan in OVER_HOSTS:
+        here, there = workers_of(plan)
+        struck = [int(strike.split(":")[0]) for strike in plan.strikes if strike.endswith(":host")]
+        for strike in plan.strikes:
+            worker, kind, _, _, *who = strike.split(":")
+            assert int(worker) < (here if who in (["launcher"], ["coordinator"], ["shard"]) else here + there)
+            if struck and not who and kind in ("KILL", "STOP", "TERM", "SUSPEND"):
+                assert (int(worker) < here) == (struck[0] < here)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder for the table and the folders of runs, whose processes are started plainly."""
+    monkeypatch.setattr(hunt, "_forking", lambda: nullcontext(tmp_path))
+    monkeypatch.setattr(hunt, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_run_over_hosts_is_skipped_with_a_line_where_there_can_be_none(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(laboratory.os, "geteuid", lambda: 1000)
+    assert hunt.run([OVER_HOSTS[0].seed])["seeds"] == 0
+    assert "skipped" in capsys.readouterr().out
+    assert not [path for path in alone.iterdir() if path.is_dir()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["0:KILL:stepped:5:host", "1:KILL:stepped:5:host", "1:AWAY:stepped:5:host"])
+def test_lost_host_costs_no_sample_and_leaves_nothing(
+    fault: str, only_laboratory: None, alone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        with Laboratory(hosts=1):
+            pass
+    except LabError as error:
+        pytest.skip(str(error))
+    options = ("-n", "1", "--hosts", "there:1", "--listen", laboratory.address(0), "--failure-timeout", "3s")
+    options += ("--checkpoint-every", "300ms")
+    plan = Plan(
+        WITH_HOSTS, "allreduce", options, ("--pause", "0.4" if "AWAY" in fault else "0.03"), (fault,), resumed_by=1
+    )
+    monkeypatch.setattr(hunt, "plan_of", lambda _: plan)
+    monkeypatch.setattr(hunt, "LIMIT_S", 300.0)
+    record = hunt.run([WITH_HOSTS])
+    said = capsys.readouterr().out
+    assert record["wrong"] == {}, said
+    assert record["faults"] == {f"host {fault.split(':')[1]}": 1}, said
+    assert namespaces() == []
 
 
 GOOD = Counted(
