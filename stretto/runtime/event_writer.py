@@ -137,22 +137,21 @@ ADVICE = "the usual causes are a learning rate that is too large, or data with N
 
 
 def common_zero(wire: Transport, clock: Callable[[], float]) -> float:
-    """Return the reading of this worker's clock at a moment that is zero for all workers.
+    """Return the reading of this worker's clock at a moment that is zero for all workers: the last one is here.
 
     Workers on the same boot of one machine share the system's clock. Others compare their clocks after a common
     exchange, five times, and take the median, which is exact to about the latency of the network.
     """
     readings = wire.all_gather_bytes(boot_id() + struct.pack("<d", clock()))
     if all(reading[:-8] == readings[0][:-8] for reading in readings):
-        return float(struct.unpack("<d", readings[0][-8:])[0])
-    offsets = []
+        return max(float(struct.unpack("<d", reading[-8:])[0]) for reading in readings)
+    roots, offsets = list[float](), list[float]()
     for _ in range(5):
         wire.all_gather_bytes(b"")
         own_reading = clock()
-        root: float = struct.unpack("<d", wire.all_gather_bytes(struct.pack("<d", own_reading))[0])[0]
-        offsets.append(own_reading - root)
-    root_zero: float = struct.unpack("<d", readings[0][-8:])[0]
-    return root_zero + statistics.median(offsets)
+        roots += struct.unpack("<d", wire.all_gather_bytes(struct.pack("<d", own_reading))[0])
+        offsets.append(own_reading - roots[-1])
+    return roots[0] + statistics.median(offsets)
 
 
 @functools.cache

@@ -354,6 +354,7 @@ def test_a_restarted_worker_is_sent_frozen_parameters_only_if_its_own_differ(
             assert torch.equal(one, other[name]) or (recipe == "gossip" and name == "1.bias"), name
 
 
+@pytest.mark.usefixtures("every_checkpoint")
 def test_checkpoints_share_the_file_of_frozen_parameters_and_a_resumed_run_has_them(tmp_path: Path) -> None:
     def work(base: float, epochs: int = 4) -> Callable[[int], dict[str, Tensor]]:
         def of_worker(worker: int) -> dict[str, Tensor]:
@@ -374,6 +375,8 @@ def test_checkpoints_share_the_file_of_frozen_parameters_and_a_resumed_run_has_t
         return of_worker
 
     kept = {"checkpoint": every("2 rounds"), "keep": 99}
+    for run in ("whole", "half"):
+        (tmp_path / run).mkdir()
     whole = run_workers(2, work(0.1), "allreduce", run=tmp_path / "whole", **kept)[0]
     run_workers(2, work(0.1, 2), "allreduce", run=tmp_path / "half", **kept)
     found = sorted((tmp_path / "half" / "checkpoints").iterdir())
