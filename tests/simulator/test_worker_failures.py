@@ -264,6 +264,16 @@ def test_restarted_worker_rejoins_an_iterable_epoch(recipe: str, fault: str) -> 
     assert not ended.of("batches_lost")
 
 
+def found_without_loss(recipe: str, fault: str, batch: str) -> list[Any]:
+    """Return what three workers have counted in two epochs of a stream whose record has each sample once in each."""
+    asks = {"failure_timeout_s": 0.2, "global_batch": batch}
+    ended = simulated(3, summed(lambda _: BATCHES), recipe, net=NET, fault=fault, asks=asks)
+    assert not ended.of("batches_lost")
+    assert [sum(event["trained"].values()) for event in ended.of("epoch")] == [80, 80]
+    assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
+    return ended.found
+
+
 @pytest.mark.parametrize(
     ("recipe", "fault", "batch"),
     [
@@ -280,19 +290,8 @@ def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wai
     recipe: str, fault: str, batch: str
 ) -> None:
     """The others train the rest of a failed worker's share, and what a rollback of the server has undone."""
-    ended = simulated(
-        3,
-        summed(lambda _: BATCHES),
-        recipe,
-        net=NET,
-        fault=fault,
-        asks={"failure_timeout_s": 0.2, "global_batch": batch},
-    )
-    counts = next(one for one in ended.found if one is not None)
+    counts = next(one for one in found_without_loss(recipe, fault, batch) if one is not None)
     assert counts == [1.0] * 80 + [1.0] * 80
-    assert not ended.of("batches_lost")
-    assert [sum(event["trained"].values()) for event in ended.of("epoch")] == [80, 80]
-    assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
 
 
 @pytest.mark.parametrize(
@@ -314,12 +313,7 @@ def test_restarted_worker_continues_its_share_of_a_stream_over_a_server_that_doe
     recipe: str, fault: str, batch: str
 ) -> None:
     """Or it takes part from the end of the epoch on, if another worker waits there already."""
-    asks = {"failure_timeout_s": 0.2, "global_batch": batch}
-    ended = simulated(3, summed(lambda _: BATCHES), recipe, net=NET, fault=fault, asks=asks)
-    assert ended.found == [[1.0] * 160] * 3
-    assert not ended.of("batches_lost")
-    assert [sum(event["trained"].values()) for event in ended.of("epoch")] == [80, 80]
-    assert [event["samples"] for event in ended.of("epoch")] == [80, 160]
+    assert found_without_loss(recipe, fault, batch) == [[1.0] * 160] * 3
 
 
 @pytest.mark.parametrize("fault", ["kill worker 1 at 47ms", "pause worker 2 for 180ms at 60ms; kill worker 1 at 230ms"])
