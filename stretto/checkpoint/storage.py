@@ -178,27 +178,24 @@ def state_parts(state: State, number: int, is_stored: Callable[[Seal], bool]) ->
     files = {COMMON: {name: one for name, one in state.tensors.items() if name not in frozen}}
     files |= {worker_file(worker): tensors for worker, (_, tensors) in state.own.items()}
     if frozen:
-        seals[FROZEN] = seal_of(tensor_chunks(frozen))
+        for _ in _sealing(FROZEN, frozen, seals):
+            pass
         if not is_stored(seals[FROZEN]):
-            yield from ((FROZEN, chunk) for chunk in tensor_chunks(frozen))
+            yield from _sealing(FROZEN, frozen, seals)
     for name, tensors in files.items():
-        digest, size = new_digest(), 0
-        for chunk in tensor_chunks(tensors):
-            digest.update(chunk)
-            size += len(chunk)
-            yield name, chunk
-        seals[name] = Seal(size, digest.hexdigest())
+        yield from _sealing(name, tensors, seals)
     manifest = Manifest(FORMAT, number, state.facts, own, seals)
     yield MANIFEST, memoryview(sealed(json.dumps(msgspec.to_builtins(manifest, str_keys=True)).encode()))
 
 
-def seal_of(chunks: Iterable[memoryview]) -> Seal:
-    """Return size and checksum of a file with this content."""
+def _sealing(name: str, tensors: Mapping[str, Tensor], seals: dict[str, Seal]) -> Iterator[FilePart]:
+    """Yield a file part by part, and note its size and checksum at its end."""
     digest, size = new_digest(), 0
-    for chunk in chunks:
+    for chunk in tensor_chunks(tensors):
         digest.update(chunk)
         size += len(chunk)
-    return Seal(size, digest.hexdigest())
+        yield name, chunk
+    seals[name] = Seal(size, digest.hexdigest())
 
 
 def _fill(folder: Path, parts: Iterable[FilePart]) -> None:
