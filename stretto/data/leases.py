@@ -218,34 +218,30 @@ class Ledger:
 class StreamLedger:
     """Ledger of an epoch over a stream, which the workers deal among themselves: the numbers that count, by worker.
 
-    Each worker numbers its own batches. Settling is idempotent, also by numbers of which the samples are not known: a
-    worker that failed had batches of the size of its last one.
+    Each worker numbers its own batches. Settling is idempotent.
 
     >>> ledger = StreamLedger()
     >>> ledger.settle(1, [0, 1, 3], [8, 8, 8])
     3
-    >>> ledger.settle(1, [3, 4])
+    >>> ledger.settle(1, [3, 4], [8, 5])
     1
     >>> ledger.numbers, ledger.samples_by_worker()
-    ({1: [(0, 2), (3, 5)]}, {1: 32})
+    ({1: [(0, 2), (3, 5)]}, {1: 29})
     """
 
     def __init__(self) -> None:
         self.numbers: dict[int, list[Range]] = {}
         """Sorted ranges of the settled numbers, by worker."""
         self._samples: dict[int, int] = {}
-        self._last_size: dict[int, int] = {}
 
-    def settle(self, worker: int, numbers: Sequence[int], samples: Sequence[int] = ()) -> int:
+    def settle(self, worker: int, numbers: Sequence[int], samples: Sequence[int]) -> int:
         """Count these numbers; return how many were not counted before."""
         settled = self.numbers.setdefault(worker, [])
         new = 0
-        for at, number in enumerate(numbers):
+        for number, size in zip(numbers, samples, strict=True):
             if any(start <= number < stop for start, stop in reversed(settled)):
                 continue
-            size = samples[at] if samples else self._last_size.get(worker, 0)
             self._samples[worker] = self._samples.get(worker, 0) + size
-            self._last_size[worker] = size
             settled[:] = merged([*settled, (number, number + 1)])
             new += 1
         return new
@@ -256,15 +252,15 @@ class StreamLedger:
 
     def state(self) -> Any:
         """Return the state as plain values."""
-        return self.numbers, self._samples, self._last_size
+        return self.numbers, self._samples
 
     @classmethod
     def restored(cls, state: Any) -> StreamLedger:
         """Return the ledger that had this state."""
         ledger = cls()
-        numbers, samples, last_size = state
+        numbers, samples = state
         ledger.numbers = {worker: [(start, stop) for start, stop in ranges] for worker, ranges in numbers.items()}
-        ledger._samples, ledger._last_size = dict(samples), dict(last_size)
+        ledger._samples = dict(samples)
         return ledger
 
 

@@ -187,15 +187,14 @@ class DispatcherHandler:
             stored.pop(worker, None)
         return [*self._collectives.leave(worker), *self._release(), *self._admit()]
 
-    def remove(
-        self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
-    ) -> list[OutgoingMessage]:
-        """Remove a worker whose incarnation ended: settle `batches`, return its other leases; the others continue.
+    def remove(self, worker: int, ended: m.IncarnationEnded | None = None) -> list[OutgoingMessage]:
+        """Remove a worker: settle the batches of an `ended` incarnation, return its other leases; the others continue.
 
         If only some shards have its last update, all roll back to the last snapshot, which is consistent.
         """
-        self._is_partial = self._is_partial or (is_partial and self._is_elastic)
-        self.dispatcher.settle(worker, epoch_number, batches)
+        if ended is not None:
+            self._is_partial = self._is_partial or (ended.is_partial and self._is_elastic)
+            self.dispatcher.settle(worker, ended.epoch_number, ended.batches, ended.samples)
         self.dispatcher.remove(worker)
         for stored in (self._awaiting_end, self._joining, self._outside_barrier):
             stored.pop(worker, None)

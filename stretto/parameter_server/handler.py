@@ -62,13 +62,8 @@ class RequestHandler(Protocol):
         """Process the graceful end of a worker: operations that wait for it are refused."""
         ...
 
-    def remove(
-        self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
-    ) -> list[OutgoingMessage]:
-        """Remove a worker whose incarnation ended; the others continue without it. `batches` are its work that counts.
-
-        `is_partial` is True if only some shards have its last update.
-        """
+    def remove(self, worker: int, ended: m.IncarnationEnded | None = None) -> list[OutgoingMessage]:
+        """Remove a worker; the others continue without it. Its incarnation may have `ended` with work that counts."""
         ...
 
     def work_of(self, worker: int) -> m.CountedWork:

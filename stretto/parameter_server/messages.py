@@ -320,13 +320,14 @@ class Quit(_Message):
 class IncarnationEnded(_Message):
     """Notice that an incarnation of a worker has ended. `batches` are its work of the epoch that is in the parameters.
 
-    `is_partial`: only some shards have its last update, or this is unknown.
+    `samples` are those of each. `is_partial`: only some shards have its last update, or this is unknown.
     """
 
     worker: int
     incarnation: int
     epoch_number: int = 0
     batches: list[int] = []
+    samples: list[int] = []
     is_partial: bool = False
 
 
@@ -426,10 +427,11 @@ class RolledBack(_Message):
 
 
 class CountedWork(_Message):
-    """Batches of an ended incarnation's updates at this service."""
+    """Batches of an ended incarnation's updates at this service. The first one of an update has all its `samples`."""
 
     epoch_number: int
     batches: list[int]
+    samples: list[int] = []
 
 
 def incarnation_ended(worker: int, incarnation: int, work: Sequence[CountedWork], shards: int) -> IncarnationEnded:
@@ -437,7 +439,10 @@ def incarnation_ended(worker: int, incarnation: int, work: Sequence[CountedWork]
     epoch_number = max((counted.epoch_number for counted in work), default=0)
     sets = {frozenset(counted.batches) if counted.epoch_number == epoch_number else frozenset() for counted in work}
     common = sorted(frozenset.intersection(*sets)) if len(work) == shards and sets else []
-    return IncarnationEnded(worker, incarnation, epoch_number, common, is_partial=len(work) < shards or len(sets) > 1)
+    sizes = {batch: size for counted in work for batch, size in zip(counted.batches, counted.samples, strict=False)}
+    samples = [sizes.get(batch, 0) for batch in common]
+    is_partial = len(work) < shards or len(sets) > 1
+    return IncarnationEnded(worker, incarnation, epoch_number, common, samples, is_partial)
 
 
 class Refused(_Message):

@@ -89,7 +89,7 @@ class Service:
         self._sessions.pop(worker, None)
         if not self._incarnations.end(worker, incarnation):
             return work, []
-        return work, self._stored(self.handler.remove(worker, notice.epoch_number, notice.batches, notice.is_partial))
+        return work, self._stored(self.handler.remove(worker, notice))
 
     def close(self) -> None:
         """Close the log. Idempotent."""

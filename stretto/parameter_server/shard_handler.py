@@ -68,25 +68,25 @@ class _UpdateBatches:
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._epoch_number = 0
-        self._batches: dict[int, list[int]] = {}
+        self._updates: dict[int, m.Push] = {}
         self._counted: m.CountedWork | None = None
 
     def note(self, body: m.Push) -> None:
         """Note an update that has arrived, though it may not be applied yet."""
         if body.epoch_number != self._epoch_number:
-            self._epoch_number, self._batches = body.epoch_number, {}
-        if body.batches:  # a stream has no batch numbers, and no end
-            self._batches[body.seq] = body.batches
+            self._epoch_number, self._updates = body.epoch_number, {}
+        if body.batches:
+            self._updates[body.seq] = body
 
     def counted(self, shard: Shard | None) -> m.CountedWork:
         """Return the batches whose work is in the parameters, or will be even though the incarnation has ended."""
         if self._counted is not None:
             return self._counted
         member = shard.members.get(self._worker) if shard is not None else None
-        applied = [
-            batch for seq, batches in self._batches.items() if member and member.has_received(seq) for batch in batches
-        ]
-        return m.CountedWork(self._epoch_number, applied)
+        received = [one for one in self._updates.values() if member and member.has_received(one.seq)]
+        batches = [batch for one in received for batch in one.batches]
+        samples = [size for one in received for size in (one.samples, *[0] * (len(one.batches) - 1))]
+        return m.CountedWork(self._epoch_number, batches, samples)
 
     def end(self, shard: Shard | None) -> None:
         """Store the result of `counted` when the incarnation ends: the shard's record of the worker is removed then."""
@@ -252,9 +252,7 @@ class ShardHandler:
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._delayed_replies(replies), *self._collectives.leave(worker)]
 
-    def remove(
-        self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
-    ) -> list[OutgoingMessage]:
+    def remove(self, worker: int, ended: m.IncarnationEnded | None = None) -> list[OutgoingMessage]:
         """Remove a worker whose incarnation ended."""
         self._batches_of(worker).end(self._shard)
         self._drop_kept(worker)

@@ -117,6 +117,6 @@ def test_streamed_updates_are_not_logged() -> None:
     replies_to(handler, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(4)])
     for seq in range(1, 4):
         replies_to(handler, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
-    assert handler._batches_by_worker[0]._batches == {}
+    assert handler._batches_by_worker[0]._updates == {}
     replies_to(handler, 0, 5, m.Push(1, 4, 3, 8, 0.1, 0, 1, [0]), [torch.ones(4)])
     assert handler._batches_by_worker[0]._batches == {4: [0]}

@@ -281,6 +281,9 @@ def found_without_loss(recipe: str, fault: str, batch: str) -> list[Any]:
         ("async_sgd(shards=2)", "kill worker 0 at 90ms", "keep"),
         ("downpour(every=3)", "kill worker 1 at 47ms; kill worker 2 at 300ms", "keep"),
         ("downpour(every=3)", "kill worker 0 at 90ms", "split"),
+        # after the server has its first update, and before the dispatcher is told
+        ("downpour(every=3)", "kill worker 1 at 73ms", "keep"),
+        ("downpour(every=3)", "kill worker 0 at 74ms", "split"),
         ("async_sgd", "kill server 0 at 90ms", "keep"),
         ("async_sgd(shards=2)", "kill server 0 at 90ms; kill worker 2 at 330ms", "keep"),
         ("downpour(every=3)", "kill worker 1 at 47ms; kill server 0 at 90ms", "split"),
