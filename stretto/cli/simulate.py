@@ -318,7 +318,8 @@ def _placed(simulation: Simulation, files: PrivateFiles) -> Simulation:
     """Return the simulation of the script as it lies in private files."""
     config = simulation.config
     script = config.script if config.module else files.place(config.script)
-    return replace(simulation, config=structs.replace(config, script=script))
+    args = tuple(files.arguments(config.args))
+    return replace(simulation, config=structs.replace(config, script=script, args=args))
 
 
 def _measure_transports(simulation: Simulation) -> dict[str, float]:

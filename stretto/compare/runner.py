@@ -51,7 +51,7 @@ class Comparison:
         self.trials = trials(question)
         self.records: dict[str, Record] = {}
         self._reporter, self._run_trial = reporter, run
-        self._kept = Kept(0, ())
+        self._kept = Kept()
         self._first_failed: dict[str, str] = {}
         """Names of the first trials that failed with an error, by its text."""
         self._save()
@@ -103,8 +103,7 @@ class Comparison:
         except StrettoError as error:
             failed = str(error)
         finally:
-            kept = files.keep(self.folder / trial.name / "files")
-            self._kept = Kept(self._kept.count + kept.count, tuple(dict.fromkeys((*self._kept.changed, *kept.changed))))
+            self._kept += files.keep(self.folder / trial.name / "files")
         self.records[trial.name] = self._record(trial, failed)
         self._measure_distances(trial)
         self._reporter.end(trial, self.records[trial.name])

@@ -24,13 +24,14 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -58,9 +59,13 @@ same function, its name, and the name of the argument."""
 FOLLOW_NO_LINKS = ("_iterate_directories", "select_recursive_step", "walk")
 """Functions of `pathlib` that do not enter folders by links."""
 SYSTEM = ("/dev", "/proc", "/sys")
+ABSOLUTE = re.compile(r"([^/=]*=)?(/.+)", re.DOTALL)
+"""An argument of a script that is an absolute path, or names one: `/data/out`, `--out=/data/out`."""
 CACHES = ("__pycache__", "/torchinductor_", "/.triton/")
 """Parts of the paths of files that several processes may write: compiled code of Python and of torch.compile."""
 SHOWN = 3
+ABOVE = "-above"
+"""End of the name of the folder with what a script has written outside of its working folder."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 _AT_FDCWD, _EXCHANGE = -100, 2
 _ENTRIES = {"os.mkdir": 1, "os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2}
@@ -71,19 +76,26 @@ _CONTENTS = ("os.truncate", "os.chmod", "os.utime", "sqlite3.connect")
 
 @dataclass(frozen=True)
 class Kept:
-    """Number of files that a script has written privately, and the files outside that it has changed."""
+    """Ends of the names of the folders with what a script has written, and the files outside that it has changed."""
 
-    count: int
-    changed: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    def __add__(self, other: Kept) -> Kept:
+        """Return what two scripts have left, each once."""
+        pairs = ((self.folders, other.folders), (self.changed, other.changed))
+        return Kept(*(tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in pairs))
 
     def sentences(self, folder: str) -> list[str]:
-        """Return sentences for the user; `folder` is where the files are now."""
-        sentences = [f"files that the script has written: {folder}"] if self.count else []
+        """Return sentences for the user; `folder` is where the files of the working folder are now."""
+        written = " and ".join(f"{folder}{end}" for end in self.folders)
+        sentences = [f"files that the script has written: {written}"] if written else []
         if self.changed:
             others = f" and {len(self.changed) - SHOWN} others" if len(self.changed) > SHOWN else ""
             sentences.append(
                 f"the script has changed files outside of its private folder: {', '.join(self.changed[:SHOWN])}{others}"
-                ". Absolute paths lead there, and libraries that open files themselves: type relative paths"
+                ". Absolute paths lead there, and libraries that open files themselves: type relative paths, or give "
+                "the script the path of a folder as an argument"
             )
         return sentences
 
@@ -134,6 +146,22 @@ class PrivateFiles:
         """Return where the script finds a file: absolute paths within its working folder are in the tree."""
         real = os.path.join(os.path.realpath(path.parent), path.name)
         return Path(self._tree + real) if path.is_absolute() and self._is_inside(real) else path
+
+    def arguments(self, given: Sequence[str]) -> list[str]:
+        """Return the script's arguments; absolute paths of folders, and paths without a file yet, are in the tree.
+
+        The path of a file that is there stays: the script reads it.
+        """
+        return [self._argument(one) for one in given]
+
+    def _argument(self, text: str) -> str:
+        found = ABSOLUTE.fullmatch(text)
+        if found is None:
+            return text
+        path = os.path.normpath(found[2])
+        above = next(one for one in (path, *map(str, Path(path).parents)) if os.path.lexists(one))
+        is_other = above == "/" or not os.path.isdir(above) or f"{path}/".startswith(tuple(f"{one}/" for one in SYSTEM))
+        return text if is_other or not os.path.isdir(self._tree + above) else f"{found[1] or ''}{self._tree}{path}"
 
     def begin(self) -> None:
         """Work in the tree from now on: this process's working folder, its calls that open files, and its errors."""
@@ -333,14 +361,17 @@ class PrivateFiles:
 
     def keep(self, folder: Path) -> Kept:
         """Move what the script has written to a folder, and remove the tree."""
-        changed, count = self._changed(), self._remove_unchanged()
+        changed, folders = self._changed(), list[str]()
+        self._remove_unchanged()
         if os.path.isdir(self.here):
             shutil.move(self.here, folder)
+            folders.append("")
         self._remove_unchanged()
         if os.listdir(self._tree):
-            shutil.move(self._tree, folder.with_name(f"{folder.name}-above"))
+            shutil.move(self._tree, folder.with_name(f"{folder.name}{ABOVE}"))
+            folders.append(ABOVE)
         _remove(self._base)
-        return Kept(count, tuple(changed))
+        return Kept(tuple(folders), tuple(changed))
 
     def _changed(self) -> list[str]:
         """Return the recorded files whose state differs, and those that are new in the working folder."""
@@ -374,9 +405,8 @@ class PrivateFiles:
                         left -= 1
                         yield from [path[len(self._tree) :]] * _has_changed(path, began)
 
-    def _remove_unchanged(self) -> int:
-        """Remove all that the script has not written, and return the number of files that it has."""
-        count = 0
+    def _remove_unchanged(self) -> None:
+        """Remove all that the script has not written."""
         for folder, folders, files in os.walk(self._tree, topdown=False):
             for name in (*folders, *files):
                 path = os.path.join(folder, name)
@@ -388,9 +418,6 @@ class PrivateFiles:
                         _remove(path) if name == "__pycache__" else os.rmdir(path)
                 elif not os.path.isfile(path) or _state(path) == _state(path[len(self._tree) :]):
                     os.unlink(path)
-                else:
-                    count += 1
-        return count
 
     def _is_of_script(self, link: str) -> bool:
         """Return True for a symbolic link that the script has made, to a file in the tree."""

@@ -81,7 +81,7 @@ def main() -> None:
     if config.options.private_files is not None:
         files = PrivateFiles(config.options.private_files, os.getcwd(), config.worker)
         files.begin()
-        script = script if kind == MODULE else str(files.place(Path(script)))
+        script, args = script if kind == MODULE else str(files.place(Path(script))), files.arguments(args)
     if (since := began_again_at(config, time.time())) is not None:
         ReplacedFiles(own_folders(config.run), since, functools.partial(_note_replaced, config)).begin()
     written = _watch(config)

@@ -185,16 +185,16 @@ def _metrics(history: History) -> Record:
 
 
 def _evaluations(history: History) -> list[Record]:
-    """Return the evaluations by rising samples; of those that were repeated after a rollback, the last."""
-    by_samples = {int(event.get("samples") or 0): event for event in history.of("evaluation")}
-    return [
-        {
-            "samples": samples,
-            "training_s": number(event.get("training_s")) or 0.0,
-            "metrics": {name: number(value) for name, value in (event.get("metrics") or {}).items()},
-        }
-        for samples, event in sorted(by_samples.items())
-    ]
+    """Return the evaluations by rising samples, and of each metric after equal samples the last: a rollback repeats it.
+
+    A library evaluates several data sets one after the other.
+    """
+    by_samples: dict[int, Record] = {}
+    for event in history.of("evaluation"):
+        found = by_samples.setdefault(int(event.get("samples") or 0), {"metrics": {}})
+        found["training_s"] = number(event.get("training_s")) or 0.0
+        found["metrics"] |= {name: number(value) for name, value in (event.get("metrics") or {}).items()}
+    return [{"samples": samples, **found} for samples, found in sorted(by_samples.items())]
 
 
 def _counted(history: History) -> Record:

@@ -334,7 +334,7 @@ def _of_unknown_quality(unknown: Sequence[_Pair], singles: Sequence[Group], metr
     """Return the verdict without metrics: by speed, if all runs trained on as many samples, which is never positive."""
     best = max(unknown, key=lambda pair: pair.gain)
     if all(pair.is_same for pair in unknown) and are_same(_samples(singles[0]), _samples(best.run.group)):
-        cause = "the script gives no `evaluate`" if metric is None else f"the single process has no finite {metric}"
+        cause = "the runs have no evaluations" if metric is None else f"the single process has no finite {metric}"
         judged = _by_work(best, "the fastest distributed run", SPEED)
         sentence = judged.sentence.replace(WORTH, FASTER, 1)
         judged = replace(judged, worth=None if judged.worth else False, sentence=sentence)
@@ -342,11 +342,16 @@ def _of_unknown_quality(unknown: Sequence[_Pair], singles: Sequence[Group], metr
     run, single = best.run.group, singles[0]
     trained = f"{_name(run)} trained on {formatting.count(_samples(run))} samples, {_name(single)} on "
     steps = run.median(lambda record: record["steps"]) or 0
-    add = f"`evaluate_every={max(1, round(steps / EVALUATIONS))}`"
+    every = max(1, round(steps / EVALUATIONS))
+    add = f"`evaluate_every={every}`"
     return Verdict(
         None,
         f"{UNKNOWN}{trained}{formatting.count(_samples(single))}, without evaluations near equal samples.",
-        (f"Give stretto.distribute {add if metric else f'`evaluate=` and {add}'}.",),
+        (
+            f"Give stretto.distribute {add if metric else f'`evaluate=` and {add}'}; transformers.TrainingArguments "
+            f'`eval_strategy="steps", eval_steps={every}`; Lightning\'s Trainer `val_check_interval={every}, '
+            "check_val_every_n_epoch=None`.",
+        ),
         sides=_sides(single, run),
     )
 

@@ -59,8 +59,9 @@ GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "PPOTrainer", "N
 Plain = Callable[..., Any]
 
 
+@functools.cache
 def install(module: ModuleType) -> None:
-    """Wrap every Trainer that is made from now on. Does nothing in a process that the script has started."""
+    """Wrap every Trainer that a worker of a run makes from now on."""
     if not __version__.startswith(TRIED):
         say_once(f"transformers {__version__}: tried with 4.46 to 5.24")
     number_processes()
@@ -68,6 +69,9 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(made)
     def init(trainer: Any, *given: Any, **named: Any) -> None:
+        if find_context() is None:
+            made(trainer, *given, **named)
+            return
         be_only_process()
         made(trainer, *given, **named)
         Hooks(trainer)
@@ -94,8 +98,7 @@ def take(trainer: Any) -> Any:
         )
     import transformers.trainer
 
-    if not hasattr(transformers.trainer.Trainer.__init__, "__wrapped__"):
-        install(transformers.trainer)
+    install(transformers.trainer)
     Hooks(trainer)
     return trainer
 
@@ -303,18 +306,23 @@ class Hooks:
 
     def evaluation_loop(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Evaluate the agreed model at the main worker; the others wait for its metrics. Predictions are each one's."""
-        together = lockstep_training()
-        if together is None or named.get("description") == "Prediction":
+        current, together = training(), lockstep_training()
+        if current is None or named.get("description") == "Prediction":
             with self._agreed():
                 return plain(*given, **named)
         found: list[Any] = []
+        with self._agreed(), current.evaluator.of_library() as write:
 
-        def at_main() -> bytes:
-            found.append(plain(*given, **named))
-            return json.dumps([found[0].metrics, found[0].num_samples], default=float).encode()
+            def evaluated() -> bytes:
+                found.append(plain(*given, **named))
+                if together is not None or is_main():
+                    metrics = _finite(found[0].metrics)
+                    write({name: one for name, one in metrics.items() if not name.endswith("_preparation_time")})
+                return json.dumps([found[0].metrics, found[0].num_samples], default=float).encode()
 
-        with self._agreed():
-            metrics, samples = json.loads(together.transport.broadcast_bytes(at_main))
+            metrics, samples = json.loads(
+                evaluated() if together is None else together.transport.broadcast_bytes(evaluated)
+            )
         if found:
             return found[0]
         self._trainer.model.eval()
@@ -354,7 +362,7 @@ class Hooks:
         plain(logs, *given, **named)
         if together is not None and any(name.startswith("eval_") for name in logs):  # a subclass may have added some
             logs |= json.loads(together.transport.broadcast_bytes(lambda: json.dumps(logs, default=float).encode()))
-        log(**{name: value for name, value in logs.items() if isinstance(value, int | float) and math.isfinite(value)})
+        log(**_finite(logs))
 
 
 class _Loss:
@@ -496,6 +504,10 @@ def _end_of_epoch() -> Any:
                 trainer.epochs.end_epoch()
 
     return EndOfEpoch()
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: one for name, one in values.items() if isinstance(one, int | float) and math.isfinite(one)}
 
 
 def _loss(trainer: Any) -> Plain:

@@ -42,6 +42,7 @@ CALLBACKS = ("GradientAccumulationScheduler", "BatchSizeFinder", "LearningRateFi
 """Callbacks that change the windows, or train within the training."""
 
 
+@functools.cache
 def install(module: ModuleType) -> None:
     """Give every Trainer that is made from now on the strategy of a run."""
     package = module.__name__.removesuffix(".trainer.trainer")
@@ -98,6 +99,7 @@ class StrettoStrategy(_Strategy):  # type: ignore[misc]
     checkpoint_io: Any
     _batches: _Batches | None = None
     _shown: ExitStack | None = None
+    _write: Callable[[Mapping[str, float]], None]
 
     @property
     def is_global_zero(self) -> bool:
@@ -151,11 +153,15 @@ class StrettoStrategy(_Strategy):  # type: ignore[misc]
         self.renumber()
         shown = ExitStack()
         shown.enter_context(self._agreed())
+        if (current := training()) is not None:
+            self._write = shown.enter_context(current.evaluator.of_library())
         self._shown = shown
 
     def on_validation_end(self) -> None:
-        """Continue with this worker's own model."""
+        """Write the numbers of the evaluation to the run, and continue with this worker's own model."""
         if self._shown is not None:
+            if training() is not None and self.is_global_zero:
+                self._write(_numbers(self.lightning_module.trainer._results.metrics(on_step=False)["callback"]))
             shown, self._shown = self._shown, None
             shown.close()
 
@@ -230,8 +236,12 @@ def _ends(base: Any) -> Any:
 
 def _log(trainer: Any) -> None:
     if training() is not None:
-        values = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-        log(**{name: value for name, value in values.items() if math.isfinite(value)})
+        log(**_numbers(trainer.callback_metrics))
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    values = {name: float(value) for name, value in metrics.items() if value.numel() == 1}
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class _Batches:

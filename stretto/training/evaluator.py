@@ -7,7 +7,8 @@ import io
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,13 +185,29 @@ class Evaluator:
             to_type = "return the numbers, and leave the loop on every worker"
             got = f"sys.exit({error.code!r})"
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
+        self._write(training_s, metrics, estimated)
+        return b"evaluated"
+
+    def _write(self, training_s: float, metrics: Mapping[str, float], estimated: int | None = None) -> None:
+        """Write the event of an evaluation, and the state if the run keeps states, at the first worker."""
+        trainer = self._trainer
         samples = trainer.progress.samples if estimated is None else estimated
         fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.progress.steps, "samples": samples}
         if trainer.strategy.asynchronous:
             fields["versions"] = trainer.strategy.versions_read
         trainer.events.write("evaluation", **fields, training_s=training_s, metrics=metrics)
         self._save_state(f"states/{samples:08d}")
-        return b"evaluated"
+
+    @contextmanager
+    def of_library(self) -> Iterator[Callable[[Mapping[str, float]], None]]:
+        """Count the block as an evaluation that a library's loop makes; yield a function that writes its numbers.
+
+        The first worker calls the function, with the agreed model in place.
+        """
+        trainer, training_s = self._trainer, self._trainer.figures.training_s()
+        with trainer.timer.on("evaluating"):
+            yield functools.partial(self._write, training_s)
+        trainer.events.flush()
 
     def close_epoch(self, epoch_batches: EpochBatches) -> None:
         """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""

@@ -240,9 +240,8 @@ def test_written_files_are_kept_alone_and_the_next_trial_does_not_see_them(proje
         assert kept == sorted([str(above), *(f"files/{name}" for name in names)])
         assert torch.load(run / "files" / "newest.pt")["trial"] == trial
         assert (run / "files" / "log.csv").stat().st_mode & 0o777 == 0o640
-    assert sentences == [
-        f"files that the script has written: {project / 'runs' / trial / 'files'}" for trial in ("one", "two")
-    ]
+    kept_in = [project / "runs" / trial / "files" for trial in ("one", "two")]
+    assert sentences == [f"files that the script has written: {one} and {one}-above" for one in kept_in]
     assert not (project.parent / "above.txt").exists()
 
 
@@ -329,3 +328,33 @@ def test_processes_that_write_at_the_same_time_lose_nothing(project: Path, monke
         assert sorted(Path("log.csv").read_text().splitlines()) == ["0", "1", "2", "3", "old log.csv"]
         assert sorted(os.listdir("data/train")) == ["0", "0.txt", "1", "1.txt", "2", "3"]
     assert Path("log.csv").read_text() == "old log.csv\n"
+
+
+def test_arguments_that_are_folders_or_not_there_yet_lead_into_the_tree(tmp_path: Path) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (elsewhere / "out").mkdir(parents=True)
+    (elsewhere / "data.csv").write_text("read")
+    project.mkdir()
+    (elsewhere / "out" / "kept.txt").write_text("kept")
+    stays = ["--lr", "0.1", "/", "/think", "a/b", "https://host/a", "--null=/dev/null", f"--data={elsewhere}/data.csv"]
+    own = [f"{elsewhere}/out", f"--out={elsewhere}/out", f"dir={elsewhere}/new/deeper"]
+    given = [*stays, *own]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(project)
+        with private(project) as (files, sentences):
+            found = files.arguments(given)
+            assert found[: len(stays)] == stays
+            assert [
+                one.replace(str(files.place(project).parent).removesuffix(str(tmp_path)), "") for one in found
+            ] == given
+            first, _, third = found[len(stays) :]
+            assert Path(first, "kept.txt").read_text() == "kept"
+            Path(first, "kept.txt").write_text("changed")
+            new = Path(third.removeprefix("dir="))
+            new.mkdir(parents=True)
+            (new / "model.pt").write_text("model")
+    assert (elsewhere / "out" / "kept.txt").read_text() == "kept"
+    assert not (elsewhere / "new").exists()
+    above = Path(f"{project}/runs/run/files-above{elsewhere}")
+    assert {one.name for one in above.rglob("*.*")} == {"kept.txt", "model.pt"}
+    assert sentences == [f"files that the script has written: {project}/runs/run/files-above"]

@@ -130,8 +130,10 @@ def test_a_folder_without_run_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_evaluations_are_sorted_by_samples_and_repeated_ones_count_once(tmp_path: Path) -> None:
+    """Evaluations of several data sets after equal samples are one."""
     events = training(1, 0.02, 0, 0, 0.97)
-    again = {"event": "evaluation", "t": 9.0, "worker": 0, "samples": 400, "training_s": 8.0, "metrics": {"a": 1.0}}
-    found = record(write_run(tmp_path / "run", events=[*events, again]))["evaluations"]
+    again = {"event": "evaluation", "t": 9.0, "worker": 0, "samples": 400, "training_s": 8.0}
+    more = [again | {"metrics": {"test_accuracy": 1.0}}, again | {"metrics": {"test_loss": 2.0}}]
+    found = record(write_run(tmp_path / "run", events=[*events, *more]))["evaluations"]
     assert [one["samples"] for one in found] == [400, 800, 1200]
-    assert found[0] == {"samples": 400, "training_s": 8.0, "metrics": {"a": 1.0}}
+    assert found[0] == {"samples": 400, "training_s": 8.0, "metrics": {"test_accuracy": 1.0, "test_loss": 2.0}}

@@ -335,7 +335,8 @@ def test_unequal_samples_without_evaluations_have_no_verdict() -> None:
         f"{UNKNOWN}a() on 4 workers trained on 4,000 samples, a single process on 1,000, "
         "without evaluations near equal samples."
     )
-    assert "Give stretto.distribute `evaluate=` and `evaluate_every=5`." in judged.caveats
+    assert judged.caveats[0].startswith("Give stretto.distribute `evaluate=` and `evaluate_every=5`; ")
+    assert 'eval_strategy="steps", eval_steps=5' in judged.caveats[0]
 
 
 def test_a_worse_metric_after_equal_samples_does_not_win_by_more_samples() -> None:

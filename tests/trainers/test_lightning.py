@@ -46,6 +46,8 @@ def test_two_workers_equal_one_process_in_two_fits(alone: Trained, tmp_path: Pat
     assert files[0] == files[1]
     assert "several workers" not in two.output
     assert any("val_loss" in one["values"] for one in two.events("log"))
+    evaluated = [(one["step"], [*one["metrics"]]) for one in two.events("evaluation")]
+    assert evaluated == [(13 * epoch, ["val_loss"]) for epoch in (1, 2, 3)]
 
 
 def test_means_over_tokens_and_an_uneven_last_step_equal_one_process(tmp_path: Path) -> None:

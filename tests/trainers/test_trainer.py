@@ -44,6 +44,9 @@ def test_two_workers_equal_one_process_with_the_same_global_batch(alone: Trained
     assert "does not come to its end" not in two.output
     logged = [one["values"] for one in two.events("log") if "eval_loss" in one["values"]]
     assert len(logged) >= 4
+    evaluated = two.events("evaluation")
+    assert [(one["step"], [*one["metrics"]]) for one in evaluated] == [(5 * k, ["eval_loss"]) for k in (1, 2, 3, 4)]
+    assert all(one["time_breakdown"]["evaluating"] > 0 for one in two.events("end"))
 
 
 def test_a_mean_of_each_micro_batch_weighs_as_in_one_process_and_a_worker_that_returns_knows_it(tmp_path: Path) -> None:
