@@ -9,7 +9,7 @@ import pytest
 from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulator.failures import FREE, SAMPLES, faults, lived
+from simulator.failures import FREE, SAMPLES, faults, is_whole, lived
 from simulator.harness import Ended
 
 from stretto.report.run_record import record
@@ -19,7 +19,7 @@ EPOCHS = 2
 
 def trained(folder: Path, recipe: str, fault: str, workers: int) -> list[int]:
     ended: Ended = lived(recipe, fault, workers, EPOCHS, folder=folder)
-    assert {one["sample_counts"]["once"] for one in ended.of("epoch")} == {SAMPLES}
+    is_whole(ended, recipe, EPOCHS)
     found = record(folder / "run")
     assert found["samples"] == EPOCHS * SAMPLES
     return list(found["samples_by_worker"])
