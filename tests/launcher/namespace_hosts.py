@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fork_server import OWN_DISK
+from safetensors.torch import load_file
 
 from stretto.events import read_events
 
@@ -26,21 +27,34 @@ torch.manual_seed(0)
 x = torch.randn(160, 8); y = x.sum(1, keepdim=True)
 net = nets.net()
 optimizer = torch.optim.SGD(net.parameters(), lr=float(sys.argv[2]))
-data = torch.utils.data.TensorDataset(x, y)
+data = torch.utils.data.TensorDataset(x, y, torch.arange(160))
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 loader = stretto.distribute(net, optimizer, loader)
 print("code in", nets.__file__, flush=True)
 epochs = EPOCHS
 for epoch in range(epochs):
-    for a, b in loader:
+    for a, b, numbers in loader:
         optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
+        (((net(a) - b) ** 2).mean() + nets.counted(net, numbers, epoch)).backward()
         optimizer.step()
         for _ in range(1 if epoch < epochs - 1 else 100):  # a busy machine needs longer than all epochs take
             if not pathlib.Path(ENOUGH).exists():
                 time.sleep(0.12)
 """.replace("EPOCHS", str(EPOCHS))
 """A script that trains slowly until there is a file, and slower still in its last epoch."""
+COUNTING = """
+from torch.nn import *
+class Net(Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.count = Embedding(160, EPOCHS)
+        init.zeros_(self.count.weight)
+def net():
+    return Net()
+def counted(net, numbers, epoch):
+    return net.count(numbers)[:, epoch].sum()
+"""
+"""A model that counts: the gradient of a number is 1 where its sample is trained in its epoch."""
 
 
 def ip(*words: str) -> None:
@@ -129,25 +143,32 @@ def started(host: str, command: Sequence[str], environment: Mapping[str, str], t
     return process
 
 
-def write_script(
-    folder: Path, outside: pytest.TempPathFactory, net: str = "Linear(8, 1)", epochs: int = EPOCHS
-) -> Path:
-    """Write a script, which trains slowly until there is a file, whose path is returned."""
+def write_script(folder: Path, outside: pytest.TempPathFactory, net: str = "", epochs: int = EPOCHS) -> Path:
+    """Write a script, which trains slowly until there is a file, whose path is returned.
+
+    Its model is a `net`, or by default one that counts.
+    """
     enough = outside.mktemp("both") / "enough"
     text = SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", f"epochs = {epochs}")
     (folder / "train.py").write_text(text)
-    (folder / "nets.py").write_text(f"from torch.nn import *\ndef net():\n    return {net}\n")
+    counting = COUNTING.replace("EPOCHS", str(epochs))
+    plain = f"from torch.nn import *\ndef net():\n    return {net}\ndef counted(*_):\n    return 0\n"
+    (folder / "nets.py").write_text(plain if net else counting)
     return enough
 
 
-def assert_each_sample_counts_once(run: Path, epochs: int = EPOCHS) -> None:
+def assert_each_sample_counts_once(run: Path, epochs: int = EPOCHS, *, by_model: bool = True) -> None:
+    """Assert that the record, and a model that counts, have each sample of each epoch."""
     ended = [event for event in events(run) if event["event"] == "epoch" and not event.get("rank")]
     audits = [event["sample_counts"] for event in ended]
     assert len(audits) == epochs
     assert all((seen["once"] + seen["never"], seen["twice"]) == (160, 0) for seen in audits)
     # what a worker had that fails while its epoch closes is trained in the next one
     assert audits[-1]["never"] == 0
-    assert sum(seen["never"] for seen in audits) == sum(seen.get("recovered_samples", 0) for seen in audits)
+    assert sum(seen["never"] for seen in audits) == sum(seen.get("recovered_samples", 0) for seen in audits), audits
+    if by_model:
+        counts = load_file(run / "final.safetensors")["count.weight"]
+        assert (counts == 0).sum(0).tolist() == [seen["never"] for seen in audits]
 
 
 def events(run: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, starts
 from run_place import Place, until
+from safetensors.torch import load_file
 from ssh_hosts import STRETTO, SshHosts, ssh_elsewhere, ssh_hosts
 
 __all__ = ["hosts", "ssh_elsewhere", "ssh_hosts"]
@@ -23,18 +24,23 @@ import os, pathlib, sys, time, torch, stretto
 torch.manual_seed(0)
 x = torch.randn({SAMPLES}, 4); y = x.sum(1, keepdim=True)
 net = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(x, y)
+model = net
+if COUNTS:  # the gradient of a number is 1 where its sample is trained in its epoch
+    model = torch.nn.ModuleDict({{"net": net, "count": torch.nn.Embedding({SAMPLES}, {EPOCHS})}})
+    torch.nn.init.zeros_(model["count"].weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(x, y, torch.arange({SAMPLES}))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-loader = stretto.distribute(net, optimizer, loader)
+loader = stretto.distribute(model, optimizer, loader)
 print("worker", stretto.rank(), "trains\\x1b[2J", flush=True)
 enough = pathlib.Path(sys.argv[1])
 (enough.parent / f"trains-{{os.getpid()}}").touch()
 for epoch in range({EPOCHS}):
-    for a, b in loader:
+    for a, b, numbers in loader:
         assert not (enough.parent / f"fail{{stretto.rank()}}").exists(), "it was told to fail"
         optimizer.zero_grad()
-        ((net(a) - b) ** 2).mean().backward()
+        counted = model["count"](numbers)[:, epoch].sum() if COUNTS else 0
+        (((net(a) - b) ** 2).mean() + counted).backward()
         optimizer.step()
         for _ in range(1 if epoch < {EPOCHS} - 1 else 100):  # a busy machine needs longer than all epochs take
             if not enough.exists():
@@ -53,7 +59,8 @@ class Run:
     ) -> None:
         self.enough = both / "enough"
         self.folder = place.folder / ("resumed" if "--resume" in options else "run")
-        (place.folder / "train.py").write_text(SCRIPT)
+        self.counts = "--layout" not in options
+        (place.folder / "train.py").write_text(SCRIPT.replace("COUNTS", str(self.counts)))
         place.recovers = True
         words = ["--listen", at, "--failure-timeout", FAILURE_TIMEOUT, "--remote-stretto", remote]
         words += ["--recipe", "local_sgd(every=2)", "--out", str(self.folder), *options]
@@ -82,8 +89,13 @@ class Run:
         return self.process.communicate(timeout=LIMIT_S)[0].decode()
 
     def sample_counts(self) -> list[tuple[int, int, int]]:
-        """Return how many samples of each epoch were trained once, twice and never."""
-        counts = [event["sample_counts"] for event in events(self.folder) if event["event"] == "epoch"]
+        """Return how many samples of each epoch were trained once, twice and never; a model that counts has as many."""
+        epochs = [event for event in events(self.folder) if event["event"] == "epoch"]
+        counts = [event["sample_counts"] for event in epochs]
+        model = self.folder / "final.safetensors"
+        if self.counts and model.exists():
+            missing = (load_file(model)["count.weight"] == 0).sum(0).tolist()
+            assert [missing[event["epoch"] - 1] for event in epochs] == [one["never"] for one in counts]
         return [(one["once"], one["twice"], one["never"]) for one in counts]
 
 

@@ -17,9 +17,7 @@ import msgspec
 import pytest
 import zmq
 from namespace_hosts import (
-    EPOCHS,
     HOSTS,
-    SCRIPT,
     assert_each_sample_counts_once,
     bridged,
     events,
@@ -231,11 +229,7 @@ def test_wrong_key_is_refused(place: Place, options: RunConfig, wrong: int) -> N
 def test_run_without_workers_of_its_own_ends_with_those_that_joined(
     place: Place, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    enough = tmp_path_factory.mktemp("both") / "enough"
-    (place.folder / "train.py").write_text(
-        SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", "epochs = 6")
-    )
-    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    enough = write_script(place.folder, tmp_path_factory, epochs=6)
     run, place.recovers, together = place.folder / "run", True, {"stderr": subprocess.STDOUT}
     options = ["-n", "0", "--min-workers", "2", "--recipe", "local_sgd(every=2)", "--listen", "127.0.0.1"]
     here = place.stretto("run", *options, "--out", "run", "train.py", "--lr", "0.01", **together)
@@ -334,11 +328,7 @@ def test_run_whose_workers_all_joined_continues_from_its_checkpoints(
     place: Place, tmp_path_factory: pytest.TempPathFactory, fails: str
 ) -> None:
     """A worker is started again by its guest; after a guest, the run waits a minute before another one continues it."""
-    enough = tmp_path_factory.mktemp("both") / "enough"
-    (place.folder / "train.py").write_text(
-        SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", "epochs = 16")
-    )
-    (place.folder / "nets.py").write_text("import torch\ndef net():\n    return torch.nn.Linear(8, 1)\n")
+    enough = write_script(place.folder, tmp_path_factory, epochs=16)
     run, again, place.recovers = place.folder / "run", place.folder / "again", True
     options = ["-n", "0", "--recipe", "local_sgd(every=2)", "--checkpoint-every", "4 rounds", "--listen", "127.0.0.1"]
     options += ["--failure-timeout", "5s"]

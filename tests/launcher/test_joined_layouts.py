@@ -68,7 +68,7 @@ def test_workers_of_two_ranks_join_and_survive_kills_of_a_rank_and_of_the_coordi
     enough.touch()
     said = [one.communicate(timeout=180)[0] for one in (here, there)]
     assert (here.returncode, there.returncode) == (0, 0), said
-    assert_each_sample_counts_once(run, 10)
+    assert_each_sample_counts_once(run, 10, by_model=False)
     failed = [event for event in events(run) if event.get("what") == "failed" and "worker" in event]
     assert {(event["worker"], event.get("rank", 0)) for event in failed} == {(1, 1)}
 
