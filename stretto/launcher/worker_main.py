@@ -140,11 +140,12 @@ def _report_written(written: Written, config: WorkerConfig) -> None:
 def begin(config: ConfigT) -> ConfigT:
     """Open the record of this process; return the configuration with the keys that stand there.
 
-    Output is flushed at the end of each line, although it is a pipe.
+    Output is flushed at the end of each line, although it is a pipe, and only there, also with `PYTHONUNBUFFERED`: no
+    line of another process or of the launcher comes within it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
     _have_terminal_size()
     if config.status_fd is None:
         return config

@@ -50,6 +50,17 @@ def test_line_of_stretto_is_never_joined_to_a_partial_line_or_bar_of_the_script(
     assert any(line.startswith("page: ") for line in summary)
 
 
+@pytest.mark.plain_processes
+def test_line_of_the_script_stays_whole_where_python_does_not_buffer_output(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`PYTHONUNBUFFERED`, as images of containers set it, has each word of a line written by itself."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    text = EVALUATES + "class Slow:\n    def __str__(self):\n        evaluation(1)\n        return 'slow'\n"
+    lines = output_lines(place, place.script(text + "print('a', Slow(), 'line')\n"), "--out", "here")
+    assert "a slow line" in lines
+
+
 def test_error_begins_a_line_even_if_only_the_script_is_shown(place: Place) -> None:
     script = place.script("print('no end', end='', flush=True)\nraise ValueError('boom')")
     lines = output_lines(place, script, "--quiet", "--out", "here")
