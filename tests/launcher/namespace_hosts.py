@@ -146,7 +146,7 @@ def started(host: str, command: Sequence[str], environment: Mapping[str, str], t
 def write_script(folder: Path, outside: pytest.TempPathFactory, net: str = "", epochs: int = EPOCHS) -> Path:
     """Write a script, which trains slowly until there is a file, whose path is returned.
 
-    Its model is a `net`, or by default one that counts.
+    Its model is a `net`; the default one counts.
     """
     enough = outside.mktemp("both") / "enough"
     text = SCRIPT.replace("ENOUGH", repr(str(enough))).replace(f"epochs = {EPOCHS}", f"epochs = {epochs}")

@@ -99,7 +99,7 @@ def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
 def _is_trained(ended: Ended, recipe: str, epochs: int) -> None:
     """Assert that the final model has counted each sample in each epoch; where it has a unit, exactly once.
 
-    What was recovered is counted in the next epoch. Low ranks leave rows for later, and are not judged.
+    Recovered samples count in the next epoch. Low ranks leave rows for later, and are not judged.
     """
     counts = -safetensors.torch.load(ended.final)["count.weight"]
     again = [*(one["sample_counts"].get("recovered_samples", 0) for one in ended.of("epoch")[1:]), 0]
