@@ -36,6 +36,8 @@ class Runtime:
 
     progress_interval_s = 0.5
     """Seconds between progress events."""
+    waits_in_backward = True
+    """True if this worker may wait for others within a backward pass."""
     writes_metrics = True
     """True if metrics of the script are written to the log."""
 

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
+from stretto import trainers
 from stretto.api import abandon
 from stretto.errors import (
     BrokenTransportError,
@@ -27,7 +28,7 @@ from stretto.events import COORDINATOR, Event, of_process
 from stretto.faults import plan as faults
 from stretto.faults.plan import FaultEvent
 from stretto.launcher.script_watch import own_folders
-from stretto.launcher.seeding import seed_libraries
+from stretto.launcher.seeding import after_import, seed_libraries
 from stretto.launcher.signals import Stopped
 from stretto.launcher.worker_main import failure
 from stretto.membership.messages import ReadyReport
@@ -152,6 +153,7 @@ class Simulator:
         files = WrittenFiles(own_folders(str(self._folder or "")), self._current_number)
         clock.begin()
         files.begin()
+        cancels = trainers.watch(after_import) if self._simulation.config.trainers else []
         try:
             self.engine.run(
                 self.run_worker,
@@ -161,6 +163,8 @@ class Simulator:
                 lambda: self._prepare(dataset_cache),
             )
         finally:
+            for cancel in cancels:
+                cancel()
             files.end()
             dataset_cache.end()
             clock.end()

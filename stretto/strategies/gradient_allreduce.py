@@ -252,7 +252,8 @@ class GradientAllReduce:
         """Begin the exchange of the backward pass under way, or have it begin at its end, unless it has begun."""
         if self.paused or self._running:
             return
-        if self._copies or self._is_mean or self._observer.is_weightless:
+        has_to_agree = self._weights.is_weighed and not self._runtime.waits_in_backward
+        if self._copies or self._is_mean or self._observer.is_weightless or has_to_agree:
             self._running = self._is_late = True
             self._runtime.after_backward(self._exchange_late)
             return

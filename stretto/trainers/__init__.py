@@ -25,13 +25,19 @@ FILES = {
     "accelerate.accelerator": "accelerate",
 }
 """By module of another library whose import makes it act: the file of this package."""
-After = Callable[[str, Callable[[ModuleType], None]], object]
+Cancel = Callable[[], None]
+After = Callable[[str, Callable[[ModuleType], None]], Cancel]
 
 
-def watch(after_import: After) -> None:
-    """Install the file of each library once the script has imported that. Nothing of a library is imported here."""
-    for name, file in FILES.items():
+def watch(after_import: After) -> list[Cancel]:
+    """Install the file of each library once the script has imported that. Nothing of a library is imported here.
+
+    Return functions that end the watch. A library that is installed stays so, and does nothing outside a run.
+    """
+    return [
         after_import(name, lambda module, file=file: _file(file).install(module))  # type: ignore[misc]
+        for name, file in FILES.items()
+    ]
 
 
 def take(trainer: Any) -> Any:

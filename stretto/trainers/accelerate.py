@@ -69,6 +69,7 @@ _taken: ContextVar[Training | None] = ContextVar("taken", default=None)
 """The training that a prepared loader has begun."""
 
 
+@functools.cache
 def install(module: ModuleType) -> None:
     """Wrap every Accelerator that a script makes from now on, and the library's functions among processes."""
     if not accelerate.__version__.startswith(TRIED):
@@ -112,9 +113,7 @@ def take(accelerator: Any) -> Any:
     context = find_context()
     if context is None or "_stretto" in vars(accelerator):
         return accelerator
-    module = sys.modules[accelerate.Accelerator.__module__]
-    if not hasattr(accelerate.Accelerator.__init__, "__wrapped__"):
-        install(module)
+    install(sys.modules[accelerate.Accelerator.__module__])
     _refuse(accelerator, context.split)
     _processes.set(1 if context.split else context.workers * context.global_batch_of)
     renumber()

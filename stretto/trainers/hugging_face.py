@@ -316,7 +316,7 @@ class Hooks:
             def evaluated() -> bytes:
                 found.append(plain(*given, **named))
                 if together is not None or is_main():
-                    metrics = _finite(found[0].metrics)
+                    metrics = _numbers(found[0].metrics)
                     write({name: one for name, one in metrics.items() if not name.endswith("_preparation_time")})
                 return json.dumps([found[0].metrics, found[0].num_samples], default=float).encode()
 
@@ -362,7 +362,7 @@ class Hooks:
         plain(logs, *given, **named)
         if together is not None and any(name.startswith("eval_") for name in logs):  # a subclass may have added some
             logs |= json.loads(together.transport.broadcast_bytes(lambda: json.dumps(logs, default=float).encode()))
-        log(**_finite(logs))
+        log(**_numbers(logs))
 
 
 class _Loss:
@@ -506,7 +506,7 @@ def _end_of_epoch() -> Any:
     return EndOfEpoch()
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: one for name, one in values.items() if isinstance(one, int | float) and math.isfinite(one)}
 
 

@@ -6,6 +6,7 @@ import ast
 import heapq
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from combinations import mostly_long
+from safetensors.torch import load_file
 from simulator import harness as ground
 from simulator.harness import STEP_S, Ended, now, simulated
 from thread_workers import flat, regression, run_workers, training
@@ -538,3 +540,29 @@ def test_timeout_counts_only_time_without_traffic(recipe: str) -> None:
     assert slow.seconds > 1.0
     with pytest.raises(LaunchError, match=r"longer than 0.2 s"):
         simulated(2, script, recipe, net="1Mbit/s 1ms", asks={"timeout_s": 0.2}, fault="pause worker 1 for 3s at 0.5s")
+
+
+WEIGHED = """
+import torch, stretto
+torch.manual_seed(0)
+x, tokens = torch.randn(48, 3), torch.randint(1, 9, (48, 1))
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, tokens), batch_size=8)
+for rows, counts in stretto.distribute(net, optimizer, loader):
+    stretto.weight(counts.sum())
+    optimizer.zero_grad()
+    ((net(rows) - rows.sum(1, keepdim=True)).square() * counts).sum().div(counts.sum()).backward()
+    optimizer.step()
+"""
+
+
+def test_weights_of_a_script_give_the_gradient_of_one_process(tmp_path: Path) -> None:
+    """The workers agree on their weights after a backward pass, in which a simulated worker cannot wait."""
+    found = []
+    for workers in (1, 3):
+        simulated(workers, WEIGHED, "allreduce", folder=tmp_path, net="10Mbit/s", asks={"global_batch": "split"})
+        found.append(load_file(tmp_path / "run/final.safetensors"))
+        shutil.rmtree(tmp_path / "run")
+    for name, one in found[0].items():
+        assert torch.allclose(one, found[1][name], rtol=0, atol=1e-6), name

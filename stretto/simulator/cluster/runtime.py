@@ -147,6 +147,8 @@ class SimPace:
 class SimRuntime(Runtime):
     """The runtime of one worker."""
 
+    waits_in_backward = False
+
     def __init__(
         self,
         worker: Worker,

@@ -1,6 +1,7 @@
 """Process-global state per simulated worker: random states, torch's modes, `__main__`, working directory, output.
 
-The same holds for the singletons of Accelerate: its accumulation counters would otherwise be those of all workers.
+The same holds for singletons of Accelerate and Lightning: the number of a worker and its accumulation counters would
+otherwise be those of all workers.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ SEED_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 """Functions that a seeded run replaces."""
 MODULE_SUFFIXES = ".py", f"{os.sep}__init__.py"
 """Endings of a module's file name."""
-SINGLETONS = {"accelerate.state": ("PartialState", "AcceleratorState", "GradientState")}
-"""Classes of other libraries, by module, whose instances all use the dictionary `_shared_state` of their class."""
+SINGLETONS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "accelerate.state": dict.fromkeys(("PartialState", "AcceleratorState", "GradientState"), ("_shared_state", {})),
+    "lightning_utilities.core.rank_zero": {"rank_zero_only": ("__dict__", {"rank": 0})},
+}
+"""By module of another library, and by name in it: the attribute with the dictionary that all of a process use, and
+what that has at the start."""
 TWISTER_BYTES = 2500
 """Bytes of the state of a Mersenne twister: 624 words and a position."""
 
@@ -121,7 +126,7 @@ class ProcessState:
         self._random.save()
         self._numpy.save()
         self._handlers, self._folder = LOGGERS.handlers(), _folder()
-        self._singletons = {name: dict(state) for name, state in _singleton_states()}
+        self._singletons = {name: dict(state) for name, state, _ in _singleton_states()}
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
@@ -133,9 +138,9 @@ class ProcessState:
         self._random.install()
         self._numpy.install()
         LOGGERS.install(self._handlers)
-        for name, state in _singleton_states():
+        for name, state, first in _singleton_states():
             state.clear()  # and not another dictionary: the instances refer to this one
-            state.update(self._singletons.get(name, {}))
+            state.update(self._singletons.get(name, first))
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
         if torch.get_default_dtype() is not self._dtype:
@@ -185,14 +190,14 @@ class ProcessSnapshot:
                 del sys.modules[name]
 
 
-def _singleton_states() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the dictionary of each class in SINGLETONS whose module is imported."""
-    for module_name, names in SINGLETONS.items():
+def _singleton_states() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the name, the dictionary and its first content of each entry in SINGLETONS whose module is imported."""
+    for module_name, entries in SINGLETONS.items():
         module = sys.modules.get(module_name)
-        for name in names if module is not None else ():
-            state = getattr(getattr(module, name, None), "_shared_state", None)
+        for name, (attribute, first) in entries.items() if module is not None else ():
+            state = getattr(getattr(module, name, None), attribute, None)
             if isinstance(state, dict):
-                yield name, state
+                yield name, state, first
 
 
 def _folder() -> str | None:

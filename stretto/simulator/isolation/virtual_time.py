@@ -8,14 +8,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stretto.trainers import FILES
+
 CLOCK_FUNCTIONS = ("time", "monotonic", "perf_counter", "process_time")
 """Functions of `time` that return virtual seconds; so do their variants in nanoseconds."""
+
+
+LIBRARIES = tuple(f"{name.partition('.')[0]}." for name in FILES)
+"""Beginnings of the names of modules that may train in the place of a script, and that log times."""
 
 
 class ScriptTime:
     """Replaces functions of `time` and `threading` for calls from one file; `end` restores them.
 
-    The time of day starts at 0, so that it is the same in every run. `now` returns the virtual seconds of the current
+    Clocks are replaced for modules of libraries that train, too. The time of day starts at 0, so that it is the same
+    in every run. `now` returns the virtual seconds of the current
     worker, or None when no worker runs; `sleep` lets the worker sleep; `note` shows a notice.
     """
 
@@ -51,10 +58,12 @@ class ScriptTime:
     def _virtual_clock(self, name: str, original: Callable[[], Any], unit: float) -> Callable[[], Any]:
         def read() -> Any:
             line = self._calling_line()
-            now = self._now() if line is not None else None
+            is_virtual = line is not None or str(sys._getframe(1).f_globals.get("__name__")).startswith(LIBRARIES)
+            now = self._now() if is_virtual else None
             if now is None:
                 return original()
-            self._note(f"line {line} of the script reads a clock (time.{name}): it returns virtual time")
+            if line is not None:
+                self._note(f"line {line} of the script reads a clock (time.{name}): it returns virtual time")
             return now if unit == 1.0 else round(now * unit)
 
         return read
