@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import subprocess
@@ -163,12 +164,12 @@ def assert_each_sample_counts_once(run: Path, epochs: int = EPOCHS, *, by_model:
     audits = [event["sample_counts"] for event in ended]
     assert len(audits) == epochs
     assert all((seen["once"] + seen["never"], seen["twice"]) == (160, 0) for seen in audits)
-    # what a worker had that fails while its epoch closes is trained in the next one
-    assert audits[-1]["never"] == 0
-    assert sum(seen["never"] for seen in audits) == sum(seen.get("recovered_samples", 0) for seen in audits), audits
+    # what a worker had that fails at the end of an epoch, or soon after it, is trained in the next one
+    again = [*(seen.get("recovered_samples", 0) for seen in audits[1:]), 0]
+    assert all(seen["never"] <= recovered for seen, recovered in zip(audits, again, strict=True)), audits
     if by_model:
-        counts = load_file(run / "final.safetensors")["count.weight"]
-        assert (counts == 0).sum(0).tolist() == [seen["never"] for seen in audits]
+        lost = (load_file(run / "final.safetensors")["count.weight"] == 0).sum(0).tolist()
+        assert all(map(operator.le, lost, again)), (lost, audits)
 
 
 def events(run: Path) -> list[dict[str, Any]]:
