@@ -70,6 +70,8 @@ parser.add_argument(
 )
 parser.add_argument("--proxy", help="address of benchmarks/proxy.py")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
+parser.add_argument("--until-back", action="store_true", help="pause only until a killed worker is in the loop again")
+parser.add_argument("--steps", type=int, help="steps that each process counts itself, after which its loop ends")
 arguments = parser.parse_args()
 config = worker_config() or WorkerConfig()
 passed = dict.fromkeys(("begun", "computed", "stepped", "ended", "exchange", "operation", "commit"), 0)
@@ -262,6 +264,8 @@ since: list[tuple[int, int]] = []
 is_carried = has_share = False
 """True once an exchange has carried this work; once its share is noted."""
 epoch = 0
+back = arguments.folder / "back"
+"""File that is there once a killed worker is in the loop again."""
 shares = (arguments.folder / f"shares-{config.worker}-{os.getpid()}.jsonl").open("a")
 own_share, carried = Weights.share, Weights.carried
 
@@ -342,7 +346,12 @@ for epoch in range(arguments.epochs):
             optimizer.step()
             optimizer.zero_grad()
             pass_phase("stepped")
-        time.sleep(arguments.pause)
+        if config.incarnation:
+            back.touch()
+        if not (arguments.until_back and back.exists()):
+            time.sleep(arguments.pause)
+        if passed["stepped"] == arguments.steps:
+            break
     pass_phase("ended")
     if arguments.drop:
         optimizer.zero_grad()

@@ -15,8 +15,9 @@ from stretto.errors import explain
 
 Kind: TypeAlias = Literal["tensors", "all_gather", "broadcast"]
 """Kind of a collective operation: a mean or codec messages; bytes of every worker; bytes of one worker."""
-COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
-"""Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""
+COMING, LOOP, BETWEEN, CLOSED, OVER = 1, 2, 3, 4, 5
+"""Phases of a script: before its first epoch, in the loop, between two steps or where the script leaves the loop, after
+the end of an epoch, after its last line."""
 EVEN = (
     "for i, batch in enumerate(loader): ..., and break, continue or exit by what is the same on every worker: steps "
     "are stretto.steps(); (0 * loss).backward() and a step leave out a batch of one worker"
@@ -110,6 +111,7 @@ def sentence(places: Mapping[int, LoopPosition]) -> str:
 def _at(place: LoopPosition, several: bool, with_epoch: bool) -> str:
     verb = {
         LOOP: "wait" if several else "waits",
+        BETWEEN: "are between two steps" if several else "is between two steps",
         CLOSED: "have left the loop" if several else "has left the loop",
         OVER: "have ended their scripts" if several else "has ended its script",
     }[place.phase]

@@ -215,6 +215,8 @@ class Hooks:
         optimizer = self._optimizers[0] if len(self._optimizers) == 1 else self._optimizers
         shared = WindowedLoader(model, optimizer, loader, accumulation)
         _taken.set(current := training())
+        if current is not None:
+            current.epochs.note_counter(is_own=True)
         told, batches = _processes.get(), current.batch_source.batches_per_step if current is not None else None
         if batches is not None and told != batches:
             raise _refusal(

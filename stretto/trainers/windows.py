@@ -97,8 +97,10 @@ class WindowedLoader:
         """True if this process trains alone, with the batches of the script."""
         if self.is_alone and self._order is not None:
             self._parts.unit_size = self._order.batch
-        if self._trainer is not None and schedule == "per-step":
-            self._trainer.schedules.trust_lengths()
+        if self._trainer is not None:
+            self._trainer.epochs.note_counter(is_own=False)
+            if schedule == "per-step":
+                self._trainer.schedules.trust_lengths()
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
 
     def _windows(self, order: _Order) -> DataLoader[Any]:

@@ -47,6 +47,8 @@ class ElasticAgent:
         self._epochs_over, self._asked = 0, False
         self.left = False
         """True if this worker has left the run gracefully."""
+        self.has_arrivals = trainer.transport.arrives and trainer.transport.repeats_attempts
+        """True once a worker has come late to this section; the same at all workers, and False over a server."""
         self.checkpoints = CheckpointManager(trainer, context)
         self._residuals = ResidualHandover(trainer, context.files)
         self._members, self._share_limits = trainer.transport.members, trainer.transport.share_limits
@@ -419,6 +421,7 @@ class ElasticAgent:
         if change.save:
             self.checkpoints.save()
         if change.came:
+            self.has_arrivals = True
             with self._trainer.timer.on("waiting"):
                 self._trainer.batch_source.admit(self._trainer.epochs.current)
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from stretto.checkpoint.state_transfer import pack_own
 from stretto.data.shares import EVEN, Limits
-from stretto.errors import ScriptError, explain
+from stretto.errors import ScriptError, UnevenLoopsError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.streamed_epoch import StreamedEpoch
-from stretto.membership.loop_positions import CLOSED, COMING, LOOP, named
+from stretto.membership.loop_positions import BETWEEN, CLOSED, COMING, LOOP, LoopPosition, explained, named
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe, refuse_shares
@@ -97,6 +97,12 @@ class Epochs:
         """True if the loop of this worker has left the epoch; and if all had at their last exchange of counts."""
         self._has_named_left = False
         """True once a line has named samples of an epoch for which no loop has asked."""
+        self._has_just_come = trainer.transport.arrives
+        """True at a worker that came late, until it has its first batch: the others know that their loops continue."""
+        self._counts_itself: bool | None = None
+        """True if the script counts steps itself, False if a worker that comes late has their number."""
+        self._has_named_late = False
+        """True once a line has said that no worker is left that has counted all steps."""
         self._looping: list[int] = []
         """Workers whose loops have asked for the last epoch that all began together, where they do not wait."""
         self._has_named_ended = False
@@ -275,6 +281,10 @@ class Epochs:
         if self.current is None:
             return None
         while True:
+            has_just_come, self._has_just_come = self._has_just_come, False
+            if not has_just_come and self._is_left_by_others():
+                self.end_epoch(is_known=True)
+                return None
             agent.rest()
             self._note_rollback()
             self._meet_within_stream()
@@ -299,6 +309,54 @@ class Epochs:
                 return global_step.batch
             self._timer.switch("waiting")
             steps.end()
+
+    def note_counter(self, is_own: bool) -> None:
+        """Note whether the script counts the steps of its loop itself, so that a worker that comes late begins at 0."""
+        self._counts_itself = is_own
+
+    def _is_left_by_others(self, left: bool = False) -> bool:
+        """Return True if this worker, which came late, ends its loop here, since all others have left theirs.
+
+        Once a worker has come late, all workers ask before each step, and where they have `left` the loop: a message
+        more in each step. Where it is not known if the script counts steps itself, they ask under recipes of gradients.
+        Raises UnevenLoopsError if some of the first workers leave the loop, or only workers that came late.
+        """
+        strategy, transport, progress = self._trainer.strategy, self._transport, self._progress
+        asks = strategy.exchanges_gradients if self._counts_itself is None else self._counts_itself
+        if not (asks and self._trainer.agent.has_arrivals):
+            return False
+        progress.enter(BETWEEN)
+        with self._timer.on("waiting"):
+            replies = transport.all_gather_bytes(struct.pack("<??q", transport.arrives, left, progress.steps))
+        progress.enter(LOOP)
+        answers = [struct.unpack("<??q", reply) for reply in replies]
+        everyone = [has_left for _, has_left, _ in answers]
+        first = [has_left for is_late, has_left, _ in answers if not is_late]
+        if not first and self._counts_itself and not self._has_named_late and transport.number == transport.members[0]:
+            self._has_named_late = True
+            self._trainer.events.own_notice(
+                "each worker was restarted, or joined, since the training began: none has counted all steps, and a "
+                "limit that the script counts itself comes too late; stretto.steps() counts all"
+            )
+        if isinstance(self.current, AssignedEpoch) and self.current.is_last():
+            return False  # a loop that counts to len(loader) ends here, and one over the loader finds no batch
+        have_all_left = all(first or everyone)
+        if any(everyone) and not have_all_left:
+            raise UnevenLoopsError(
+                explained(
+                    {
+                        worker: LoopPosition(CLOSED if has_left else LOOP, progress.epochs, step + (not has_left))
+                        for worker, (_, has_left, step) in zip(transport.members, answers, strict=False)
+                    }
+                )
+            )
+        if have_all_left and not left:
+            self._trainer.events.own_notice(
+                f"worker {transport.number} ends its loop with the others, in epoch {progress.epochs} at step "
+                f"{progress.steps}: its script counts steps itself, and from 0 since the worker came late; "
+                "stretto.steps() counts those of before, too (if stretto.steps() + 1 >= max_steps: break)"
+            )
+        return have_all_left and not left
 
     def _meet_within_stream(self, has_ended: bool = False) -> None:
         """Meet the other workers for checkpoints within a stream, if they do not wait for each other.
@@ -489,11 +547,11 @@ class Epochs:
                 self._enter_epoch()
                 self.end_epoch()
 
-    def end_epoch(self, left: bool = True) -> bool:
+    def end_epoch(self, left: bool = True, is_known: bool = False) -> bool:
         """End the epoch: average the model, compare the replicas, evaluate, and share the workers' counts.
 
         Returns False if the epoch continues, since a worker failed with work that was not exchanged; never if the
-        script has `left` the epoch.
+        script has `left` the epoch. `is_known` is True if the workers have asked each other whether they leave it.
         """
         if self.current is None:
             return True
@@ -501,6 +559,8 @@ class Epochs:
         strategy, agent, steps = trainer.strategy, trainer.agent, trainer.global_steps
         trainer.rank_parts.take_part()
         steps.end(left=True)
+        if left and not is_known:
+            self._is_left_by_others(left=True)
         self._has_left, self._has_peeked = left and not self.is_stopped, left and self.is_peek()
         strategy.lay_back()
         self.push_all()

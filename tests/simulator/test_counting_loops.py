@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import stretto
+from stretto import api
+from stretto.errors import LaunchError
 
 EPOCHS, BATCH = 3, 4
 SAMPLES = 44
@@ -141,6 +143,94 @@ def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Ca
         return step, flat(net)
 
     return work
+
+
+def counting(
+    limit: int, whole: bool = False, known: bool = False, every: int | None = None
+) -> Callable[[int], tuple[int, torch.Tensor]]:
+    """Return a training function that counts its steps from 0 in each process; it gathers after `every` k-th one.
+
+    That it counts is `known` in loops of Accelerate.
+    """
+
+    def work(worker: int) -> tuple[int, torch.Tensor]:
+        net, step = small_net(), 0
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = DataLoader(regression(SAMPLES), batch_size=BATCH, shuffle=True, drop_last=whole)
+        loader = stretto.distribute(net, optimizer, loader)
+        trainer = api.training()
+        assert trainer is not None
+        if known:
+            trainer.epochs.note_counter(is_own=True)
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                step += 1
+                if every is not None and step % every == 0:
+                    trainer.transport.all_gather_bytes(b"one more")
+                if step >= limit:
+                    break
+        stretto.finish()
+        return step, flat(net)
+
+    return work
+
+
+COMES_LATE = "kill worker {} at {:.6f}s, back after {:.6f}s"
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    st.sampled_from(["allreduce", "power_sgd(rank=1)", "local_sgd(every=3)", "diloco(every=4)", "gossip"]),
+    st.integers(2, 4),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 0.99), st.floats(0.001, 0.05)), min_size=1, max_size=3),
+)
+def test_a_worker_that_comes_late_and_counts_its_own_steps_ends_its_loop_with_the_others(
+    recipe: str, workers: int, whole: bool, kills: list[tuple[int, float, float]]
+) -> None:
+    """The last worker is never killed: it leaves the last epoch within, by its count."""
+    limit = 2 * -(-SAMPLES // (workers * BATCH)) + 1
+    work = counting(limit, whole, known=True)
+    seconds = simulated(workers, work, recipe, net=NET).seconds
+    fault = "; ".join(COMES_LATE.format(who % (workers - 1), at * seconds, after) for who, at, after in kills)
+    ended = simulated(workers, work, recipe, net=NET, fault=fault)
+    steps, model = ended.found[-1]
+    assert limit <= steps <= limit + EPOCHS  # fewer workers make more steps of whole batches
+    assert all(torch.equal(one[1], model) for one in ended.found if one is not None)
+    assert [one["twice"] for one in seen(ended)] == [0] * len(seen(ended))
+
+
+def test_the_line_of_a_loop_that_ends_with_the_others() -> None:
+    """Worker 0 begins again after its third step, and evaluates after its loop as the others do."""
+    ended = simulated(3, counting(10), "allreduce", net=NET, fault=COMES_LATE.format(0, 0.05, 0.015))
+    (line,) = (one["text"] for one in ended.of("warning") if "ends its loop" in one["text"])
+    assert line.startswith("worker 0 ends its loop with the others, in epoch 3 at step 10: its script counts steps ")
+    assert "if stretto.steps() + 1 >= max_steps: break" in line
+    assert ended.found[0][0] < 10 == ended.found[1][0]
+    assert seen(ended)[-1] == {"once": 22, "twice": 0, "never": 22, "dropped": 0}
+
+
+def test_a_line_says_that_no_worker_is_left_that_has_counted_all_steps() -> None:
+    fault = f"{COMES_LATE.format(0, 0.05, 0.015)}; {COMES_LATE.format(1, 0.12, 0.015)}"
+    ended = simulated(2, counting(100, known=True), "allreduce", net=NET, fault=fault)
+    assert sum("none has counted all steps" in one["text"] for one in ended.of("warning")) == 1
+    assert all(one["once"] == SAMPLES for one in seen(ended))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "every", "said"),
+    [
+        ("allreduce", 5, "worker 0 is between two steps in epoch 2 at step 5, workers 1 and 2 wait at step 5"),
+        ("local_sgd(every=4)", None, "at the same position"),
+    ],
+)
+def test_other_loops_of_unequal_length_end_the_run(recipe: str, every: int | None, said: str) -> None:
+    """A script that exchanges by its own count; and under local steps, where no plain loop asks before each step."""
+    with pytest.raises(LaunchError, match=said):
+        simulated(3, counting(10, every=every), recipe, net=NET, fault=COMES_LATE.format(0, 0.08, 0.015))
 
 
 def norm(net: nn.Module) -> dict[str, float]:

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -28,19 +29,26 @@ parser.add_argument("--form", default="prepare", help="or distribute: the script
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--lr", type=float, default=3e-3)
 parser.add_argument("--kill", default="-1:0:none", help="worker, step and event at which it is killed, once")
+parser.add_argument("--slow", action="store_true", help="slow steps from the kill until that worker is back")
 args = parser.parse_args()
 killed, kill_step, kill_event = args.kill.split(":")
-flag = Path(f"{args.out}.killed")
+flag, back = Path(f"{args.out}.killed"), Path(f"{args.out}.back")
 
 
 def meet(event: str, step: int) -> None:
     """Kill this process once."""
-    if event == kill_event and step >= int(kill_step) and not flag.exists():
-        import stretto
+    if event != kill_event:
+        return
+    import stretto
 
-        if stretto.rank() == int(killed):
-            flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    is_killed = stretto.rank() == int(killed)
+    if is_killed and step >= int(kill_step) and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_killed and flag.exists():
+        back.touch()
+    elif args.slow and flag.exists() and not back.exists():
+        time.sleep(0.2)
 
 
 accelerator = Accelerator(gradient_accumulation_steps=args.accumulation, cpu=True)

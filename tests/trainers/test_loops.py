@@ -110,6 +110,20 @@ def test_a_killed_worker_costs_no_step(worker: int, event: str, command: list[st
     assert ("lack a part" in killed.output) == (event == "evaluating")
 
 
+@pytest.mark.parametrize(("worker", "recipe"), [(0, "allreduce"), (1, "local_sgd(every=4)")])
+def test_a_restarted_worker_ends_its_loop_with_the_others(worker: int, recipe: str, tmp_path: Path) -> None:
+    """Its `completed_steps` begins at 0; the others leave the second epoch at their 250th step, of 334 in two."""
+    script = [*CV, "--samples", "2003", "--max_train_steps", "250", "--kill", f"{worker}:20:batch", "--slow"]
+    killed = loop(tmp_path, "killed", ["-n", "3", "--recipe", recipe], *script)
+    assert killed.output.count(f"worker {worker} ends its loop with the others, in epoch 2 at step 250") == 1
+    assert [one["sample_counts"]["twice"] for one in killed.events("epoch")] == [0, 0]
+    first, second = (one["sample_counts"]["once"] for one in killed.events("epoch"))
+    assert first == 2003
+    assert second == pytest.approx(83 * 12, abs=12)
+    assert killed.result["seen"] == 26  # all workers take part in the last evaluation
+    assert (worker == 0) == (killed.result["steps"] < 250)
+
+
 @pytest.fixture
 def a_run() -> object:
     token = current_context.set(WorkerContext(workers=2))
