@@ -161,7 +161,13 @@ class PrivateFiles:
         path = os.path.normpath(found[2])
         above = next(one for one in (path, *map(str, Path(path).parents)) if os.path.lexists(one))
         is_other = above == "/" or not os.path.isdir(above) or f"{path}/".startswith(tuple(f"{one}/" for one in SYSTEM))
-        return text if is_other or not os.path.isdir(self._tree + above) else f"{found[1] or ''}{self._tree}{path}"
+        if is_other or not os.path.isdir(self._tree + above):
+            return text
+        place = self._tree + path
+        self.claim(place, content=False)  # `Path.resolve` follows links
+        if _is_link(place):
+            self._unfold(place, MOST_LINKS)
+        return f"{found[1] or ''}{place}"
 
     def begin(self) -> None:
         """Work in the tree from now on: this process's working folder, its calls that open files, and its errors."""

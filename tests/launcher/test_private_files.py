@@ -348,9 +348,10 @@ def test_arguments_that_are_folders_or_not_there_yet_lead_into_the_tree(tmp_path
                 one.replace(str(files.place(project).parent).removesuffix(str(tmp_path)), "") for one in found
             ] == given
             first, _, third = found[len(stays) :]
+            new = Path(third.removeprefix("dir="))
+            assert [Path(first).resolve(), new.resolve()] == [Path(first), new]
             assert Path(first, "kept.txt").read_text() == "kept"
             Path(first, "kept.txt").write_text("changed")
-            new = Path(third.removeprefix("dir="))
             new.mkdir(parents=True)
             (new / "model.pt").write_text("model")
     assert (elsewhere / "out" / "kept.txt").read_text() == "kept"
