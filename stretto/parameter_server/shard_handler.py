@@ -33,6 +33,9 @@ from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import OnParameters
 from stretto.recipe.when import on_arrival
 
+UPDATES_KEPT = 64
+"""Updates of a worker that it may not have reported to the dispatcher, whose replies it awaits between some of them."""
+
 
 class WorkerCopy:
     """One worker's copy of a shard's parameters, as the encoded replies so far have reproduced it."""
@@ -63,7 +66,7 @@ class WorkerCopy:
 
 
 class _UpdateBatches:
-    """Batches in a worker's updates of the current epoch."""
+    """Batches in a worker's last updates of the current epoch, which it may not have reported to the dispatcher yet."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
@@ -77,6 +80,7 @@ class _UpdateBatches:
             self._epoch_number, self._updates = body.epoch_number, {}
         if body.batches:
             self._updates[body.seq] = body
+            self._updates.pop(body.seq - UPDATES_KEPT, None)
 
     def counted(self, shard: Shard | None) -> m.CountedWork:
         """Return the batches whose work is in the parameters, or will be even though the incarnation has ended."""

@@ -8,7 +8,7 @@ from handlers import replies_to, service_replies_to
 
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.service import Service
-from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.shard_handler import UPDATES_KEPT, ShardHandler
 
 NUMBERS = 40_000
 ENCODED = "downpour(every=1, how=both_ways(exact(), top_k(0.5)))"
@@ -111,12 +111,13 @@ def test_results_are_not_stored_for_failed_workers() -> None:
     assert {one.worker: one.body for one in posts} == dict.fromkeys((0, 1), m.MembersResult([0, 1], 1))
 
 
-def test_streamed_updates_are_not_logged() -> None:
-    """They carry no batches, and their number is unbounded."""
+def test_a_shard_keeps_the_last_updates_of_a_worker() -> None:
+    """An epoch over a stream may have no end. After a rollback the numbers begin again."""
     handler = ShardHandler(1, lambda: 0.0, "stop")
     replies_to(handler, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(4)])
-    for seq in range(1, 4):
-        replies_to(handler, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
-    assert handler._batches_by_worker[0]._updates == {}
-    replies_to(handler, 0, 5, m.Push(1, 4, 3, 8, 0.1, 0, 1, [0]), [torch.ones(4)])
-    assert handler._batches_by_worker[0]._batches == {4: [0]}
+    for number, seq in enumerate((*range(1, 200), *range(1, 10))):
+        push = m.Push(1, seq, seq - 1, 8, 0.1, 0, 1, [number])
+        replies_to(handler, 0, number + 2, push, [torch.ones(4)])
+    kept = handler._batches_by_worker[0]._updates
+    assert len(kept) <= 2 * UPDATES_KEPT
+    assert [kept[seq].batches for seq in range(1, 10)] == [[199 + before] for before in range(9)]
