@@ -485,6 +485,7 @@ def test_stream_over_a_server_is_trained_whole_whatever_is_killed_and_of_an_iter
     number = 1 if victim == "worker" else 0
     os.kill(next(one for one in place.left() if config_of(one).get(victim) == number).pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
+    assert Path("run.json").exists(), err.decode()
     record = json.loads(Path("run.json").read_text())
     is_named = "the run has ended, and a part of a stream was not trained" in err.decode()
     assert process.returncode == is_named == bool(lost), err.decode()
@@ -498,7 +499,7 @@ import itertools, pathlib, time, torch, stretto
 from stretto.process_config import worker_config
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        return (torch.tensor([row, row + 1]) for row in itertools.count(step=2))
+        return (torch.arange(row, row + 4) for row in itertools.count(step=4))
 net = torch.nn.Embedding(40_000, 1)
 torch.nn.init.zeros_(net.weight)
 optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -507,17 +508,32 @@ for rows in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(Strea
     optimizer.zero_grad()
     net(rows).sum().backward()
     optimizer.step()
-    pathlib.Path(f"at-{config.worker}-{config.incarnation}").touch()
+    pathlib.Path(f"at-{config.worker}-{config.incarnation}").write_text(str(int(rows[0]) // 4))
     time.sleep(0.05)
-    if pathlib.Path("enough").exists():
+    if (last := pathlib.Path("last")).exists() and int(rows[0]) // 4 >= int(last.read_text()):
         break
 """
+"""Each worker leaves the stream after its first batch from the number in the file `last` on."""
+
+
+def end_and_count(process: subprocess.Popen[bytes]) -> torch.Tensor:
+    """End a run of this script in a batch that no worker has come to yet; return how often each batch was trained."""
+    last = max(int(one.read_text() or 0) for one in Path().glob("at-*")) + 40
+    Path("part").write_text(str(last))
+    Path("part").replace("last")
+    wait_for_success(process)
+    record = json.loads(Path("run.json").read_text())
+    counts = -load_file("run/final.safetensors")["weight"].flatten().reshape(-1, 4)
+    assert torch.equal(counts[:last], torch.ones(last, 4))
+    assert counts.max() == 1
+    assert int(counts.sum()) == record["samples"] == sum(record["samples_by_worker"])
+    return counts
 
 
 def test_endless_stream_over_a_server_has_as_many_workers_after_five_kills_and_trains_each_batch_once(
     place: Place,
 ) -> None:
-    """A restarted worker continues its share, without a gap."""
+    """A restarted worker continues what it had been dealt, without a gap."""
     path = script(place.folder, ENDLESS)
     options = ["-n", "3", "--recipe", "async_sgd", "--restarts", "2", "--out", "run", "--json", "run.json"]
     process = place.stretto("run", *options, path)
@@ -526,16 +542,26 @@ def test_endless_stream_over_a_server_has_as_many_workers_after_five_kills_and_t
         for one in victims:
             os.kill(next(each for each in place.left() if config_of(each).get("worker") == one).pid, signal.SIGKILL)
     until(lambda: all(Path(f"at-{one}").exists() for one in ("0-1", "1-2", "2-2")), LIMIT_S)
-    Path("enough").touch()
-    wait_for_success(process)
-    events, record = list(read_events(Path("run", "events.jsonl"))), json.loads(Path("run.json").read_text())
+    end_and_count(process)
+    events = list(read_events(Path("run", "events.jsonl")))
     assert sorted(one["worker"] for one in events if one["event"] == "end") == [0, 1, 2]
-    counts = -load_file("run/final.safetensors")["weight"].flatten().reshape(-1, 2)
-    assert int(counts.sum()) == record["samples"] == sum(record["samples_by_worker"])
-    for share in (counts[first::3] for first in range(3)):
-        batches = int(share[:, 0].sum())
-        assert batches
-        assert torch.equal(share[:batches], torch.ones(batches, 2))
+
+
+@pytest.mark.parametrize("batch", ["keep", "split"])
+def test_worker_joins_within_an_endless_stream_over_a_server_in_which_another_one_was_killed(
+    place: Place, batch: str
+) -> None:
+    path = script(place.folder, ENDLESS)
+    options = ["-n", "3", "--recipe", "downpour(every=2)", "--batch", batch, "--listen", "127.0.0.1"]
+    process = place.stretto("run", *options, "--restarts", "1", "--out", "run", "--json", "run.json", path)
+    until(lambda: all(Path(f"at-{one}-0").exists() for one in range(3)), LIMIT_S)
+    os.kill(next(each for each in place.left() if config_of(each).get("worker") == 2).pid, signal.SIGKILL)
+    guest = place.stretto("join", "run")
+    until(lambda: Path("at-3-0").exists() and Path("at-2-1").exists(), LIMIT_S)
+    end_and_count(process)
+    wait_for_success(guest)
+    (event,) = [one for one in read_events(Path("run", "events.jsonl")) if one["event"] == "epoch"]
+    assert event["trained"]["3"] > 0
 
 
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])

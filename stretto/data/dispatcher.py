@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from stretto.data.leases import FirstCome, Lease, Ledger, PlanName, RoundRobin, StreamLedger
+from stretto.data.stream_order import Stretches
 from stretto.membership.epoch_numbers import section_of
 
 
@@ -56,6 +57,8 @@ class BatchDispatcher:
         self._ledger = Ledger([], FirstCome())
         self.stream: StreamLedger | None = None
         """Ledger of the current epoch, if it is over a stream, which has no leases."""
+        self._deal, self._stretches, self._dealers = (0, 0), Stretches.among(()), set[int]()
+        """Deal of a stream: its epoch and number in it, its stretches, and the workers of the next one."""
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
         self.barrier_every: int | None = None
@@ -143,6 +146,22 @@ class BatchDispatcher:
         leases = [lease for batch in batches if (lease := self._ledger.leased(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in leases)
 
+    def deal(self, worker: int, deal: tuple[int, int], workers: Sequence[int], known: int | None) -> Stretches:
+        """Return how a stream is dealt, at first among these workers.
+
+        A worker that needs more pieces than the `known` ones takes part from then on. The `deal` has the number of
+        its epoch, and that of the deals before.
+        """
+        if deal < self._deal:
+            raise ValueError(f"deal {deal} of a stream, which was dealt again since: {self._deal}")
+        if deal > self._deal:
+            self._deal, self._stretches, self._dealers = deal, Stretches.among(workers), set(workers)
+        if known is not None:
+            self._dealers.add(worker)
+            if known >= self._stretches.stop or worker not in self._stretches.last:
+                self._stretches = self._stretches.extended(sorted(self._dealers & self.members))
+        return self._stretches
+
     def await_end(self, worker: int, epoch_number: int, left_early: bool = False) -> None:
         """Register a worker that waits for the end of the epoch. Its unsettled leases are void: they never count.
 
@@ -176,6 +195,7 @@ class BatchDispatcher:
     def remove(self, worker: int) -> int:
         """Remove a worker that left or failed; return the number of samples whose leases were returned."""
         self.members.discard(worker)
+        self._dealers.discard(worker)
         self._waiting.discard(worker)
         self._left_early.discard(worker)
         self._announced_to.pop(worker, None)
@@ -239,14 +259,17 @@ class BatchDispatcher:
     def state(self) -> Any:
         """Return the state as plain values."""
         values = {name: getattr(self, name) for name in STORED}
-        sets = [sorted(each) for each in (self.members, self._waiting, self._left_early)]
-        return values, sets, self._ledger.state(), self.stream.state() if self.stream is not None else None
+        sets = [sorted(each) for each in (self.members, self._waiting, self._left_early, self._dealers)]
+        deal = self._deal, astuple(self._stretches)
+        return values, sets, deal, self._ledger.state(), self.stream.state() if self.stream is not None else None
 
     def load_state(self, state: Any) -> None:
         """Load a state."""
-        values, sets, ledger, stream = state
+        values, sets, (deal, (dealt, stop)), ledger, stream = state
         for name, value in values.items():
             setattr(self, name, value)
-        self.members, self._waiting, self._left_early = map(set, sets)
+        self.members, self._waiting, self._left_early, self._dealers = map(set, sets)
+        dealt = tuple((first, tuple(workers)) for first, workers in dealt)
+        self._deal, self._stretches = tuple(deal), Stretches(dealt, stop)
         self._ledger = Ledger.restored(ledger)
         self.stream = StreamLedger.restored(stream) if stream is not None else None

@@ -566,7 +566,7 @@ class BatchSource:
             return AssignedEpoch(self._rebuilt, self._sampler, self._transport, begun)
         if (position := self._transport.join_position) is not None and position.epoch_number == number:
             try:
-                return self._continue_share(number, STREAM_DEAL.decode(unpack(position.order).stream))
+                return self._take_part(number, STREAM_DEAL.decode(unpack(position.order).stream))
             except StaysOutError:
                 self._transport.abandon(stays_out=True)
                 raise
@@ -607,7 +607,7 @@ class BatchSource:
         workers = self._transport.workers  # some may have failed
         parts = place.parts if place is not None else []
         split = self._split(is_split=bool(parts) or (joins and place is not None and place.splits))
-        order = StreamOrder(1 if is_own or split is not None else workers, trained)
+        order = StreamOrder(1 if is_own or split is not None or self._asynchronous else workers, trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
             reader,
@@ -634,20 +634,20 @@ class BatchSource:
         )
         return streamed
 
-    def _continue_share(self, number: int, deal: StreamDeal) -> EpochBatches:
-        """Continue this worker's share of a stream over a server, in the middle of an epoch."""
+    def _take_part(self, number: int, deal: StreamDeal) -> EpochBatches:
+        """Take part in an epoch over a stream that workers at a server train already."""
         place = deal.place
         if place.is_own or not place.start:
             why = "each worker has a shard" if place.is_own else OTHER_BATCHES
             raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}")
         reader = self._reader(number, False, place, joins=True)
-        split = self._split(is_split=place.splits)
-        order = StreamOrder(1 if place.splits else place.workers, place.trained)
+        split = self._split(is_split=True) if place.splits else None
+        order = StreamOrder(1, place.trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
             reader, order, self._transport, True, self._arrangement, split, False, deal.samples, load, place.parts
         )
-        goal = self.streamed.continue_share(number, deal)
+        goal = self.streamed.take_part(number, deal)
         read_to_place(reader, place, self._transport, self._clock, self._loop.events, joins=True, alone_to=goal)
         return self.streamed
 
@@ -660,18 +660,22 @@ class BatchSource:
 
     def _split(self, is_split: bool = False) -> Callable[[Any, int, int], Any] | None:
         """Return the function that divides each batch among the workers; None where each has whole ones."""
-        if not is_split and (not self.splits or self._transport.workers == 1 or self.assignment == "own"):
+        if not is_split and (not self.splits or self._is_alone or self.assignment == "own"):
             return None
         return indices_of if self.is_indexed else part_of
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if there is no other worker: one to which others at a server may return reads and divides as all do."""
+        server = self._transport.server
+        return self._transport.workers == 1 and (server is None or server.expected == 1)
 
     def _reader(self, number: int, is_own: bool, place: StreamPlace | None, joins: bool = False) -> StreamReader:
         """Return a reader of the stream from its beginning, with all workers, or at a worker that joins."""
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
-        server = self._transport.server  # where others may return, the only worker reads as all do
-        is_alone = self._transport.workers == 1 and (server is None or server.expected == 1)
-        is_alone &= place is None or place.workers == 1
+        is_alone = self._is_alone and (place is None or place.workers == 1)
         if joins:  # its random states are those of the place
             return StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
         if is_own or is_alone:

@@ -106,14 +106,14 @@ STREAM_PLACE = msgspec.json.Decoder(StreamPlace)
 
 
 class StreamDeal(msgspec.Struct, frozen=True):
-    """The dealing of an epoch's stream to workers that do not wait for each other, for a worker that returns to it."""
+    """The dealing of an epoch's stream to workers that do not wait, for a worker that joins or returns."""
 
     place: StreamPlace
     """Place from which on the stream is dealt, with the first number of each dealer as its count."""
     dealers: tuple[int, ...]
-    """Workers among which the stream is dealt."""
-    deal: int
-    """Number of times that the rest of the stream was dealt again."""
+    """Workers among which the stream is dealt at first."""
+    deal: tuple[int, int]
+    """Number of the epoch in which the stream was dealt first, and of the deals of its rest since."""
     samples_before: int
     """Samples of the run before the epoch."""
     samples: int

@@ -6,8 +6,8 @@ workers change, the rest of the stream is dealt again from the trained positions
 
 from __future__ import annotations
 
-import itertools
 import struct
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from stretto.data.assignment import Range
 from stretto.data.leases import Lease
 from stretto.data.shares import SMALLEST_SHARE
-from stretto.data.stream_order import StreamOrder, first_untrained, merged, without
+from stretto.data.stream_order import ENDLESS, StreamOrder, Stretches, first_untrained, merged, without
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
 from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in, with_stream
@@ -54,10 +54,17 @@ class StreamedEpoch:
     All workers read one `order`, and each gets every N-th batch; or by `split` its part of each batch; or `is_own` and
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
     All share the `parts` of earlier batches that were not trained before the rest of the stream. Workers that do not
-    wait for each other (`asynchronous`) share nothing, and know only their own samples. Each numbers its batches, and
-    the dispatcher has the numbers whose work the server has. Batches that are left at the end of the stream, since a
-    worker has failed or left or the server was rolled back, are dealt again, and the stream is read again for them. A
-    worker that returns before continues its share, after the last of its batches whose work the server has.
+    wait for each other (`asynchronous`) share nothing, and know only their own samples. The dispatcher deals them a
+    stretch of the stream after the other, so that a worker which joins has batches of the next stretch:
+
+        worker 0   0 2 4 6 ... 14 | 16 19 22 ...     the first stretch ends with batch 15
+        worker 1   1 3 5 7 ... 15 | 17 20 23 ...
+        worker 2                  | 18 21 24 ...     has joined while batch 6 was trained
+
+    Each numbers its batches, and the dispatcher has the numbers whose work the server has. Batches that are left at the
+    end of the stream, since a worker has failed or left or the server was rolled back, are dealt again, and the stream
+    is read again for them. A worker that returns before continues after the last of its batches whose work the server
+    has.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
@@ -101,8 +108,10 @@ class StreamedEpoch:
         self._server = transport.server if asynchronous else None
         self._number = self._first = self._length = 0
         """Number of this epoch, this worker's first number in it, and the stream's length, once it has ended."""
-        self._deals = 0
-        """Number of times that the rest of the stream was dealt again to workers that do not wait."""
+        self._dealing = 0, 0
+        """Deal to workers that do not wait: number of its epoch, and of the deals of the rest of the stream before."""
+        self._is_open = self._server is not None and self._server.admits_workers and bool(reader.common_start)
+        """True if workers that return or join can read the same stream, and are dealt batches of it."""
         self._divide = indices_of if load is not None else part_of
         self._shares: tuple[int, list[Piece | None]] | None = None
         """The last global step, as its number since the stream was dealt and the shares of the dealers, once known."""
@@ -136,6 +145,7 @@ class StreamedEpoch:
         self.departed = Counter(joined.departed if joined is not None else {})
         """Samples of this epoch that workers which have failed or left had trained, by worker."""
         self._keeps = transport.repeats_attempts and not is_own and not asynchronous
+        self._stretches = self._first_stretch()
         self._told: StreamDeal | None = None
         """The dealing of the stream, as the dispatcher keeps it for workers that return."""
         self._begin_reading()
@@ -149,19 +159,27 @@ class StreamedEpoch:
         self._number, self._first = number, self._read
         if self._server is None:
             return
+        is_continued = self._told is not None
+        if is_continued:
+            self._learn()
+        else:
+            self._dealing = number, 0
         found = self._transport.all_gather_bytes(str(self._read).encode())
         firsts = {worker: int(first) for worker, first in zip(self._transport.members, found, strict=True)}
+        if is_continued:  # what absent workers had is of earlier epochs
+            firsts = {one: self._count(one, self._stretches.stop) for one in self._stretches.workers} | firsts
         self._note_deal(firsts, samples_before)
         with self._server.storing_order(number if self._server.admits_workers else None):
             self._transport.broadcast_bytes(lambda: with_stream(order(), msgspec.msgpack.encode(self._told)))
         self._server.begin_epoch(number, (), None, "stream")
+        self._learn()
         self._recovery_epoch = self._server.recovery_epoch
 
     def _note_deal(self, firsts: Mapping[int, int], samples_before: int) -> None:
         place = StreamPlace(
             workers=len(self._dealers),
             is_own=self._is_own,
-            trained=self._order.trained([0] * self._order.workers),
+            trained=self._order.trained([0]),
             counts=dict(firsts),
             proofs=self._told.place.proofs if self._told is not None else [],
             start=self.reader.common_start,
@@ -170,7 +188,7 @@ class StreamedEpoch:
             splits=self._split is not None,
             parts=self._returned,
         )
-        self._told = StreamDeal(place, self._dealers, self._deals, samples_before, self.samples_resumed)
+        self._told = StreamDeal(place, self._dealers, self._dealing, samples_before, self.samples_resumed)
 
     def _store_deal(self) -> None:
         """Let the dispatcher keep how the stream is dealt now."""
@@ -185,25 +203,46 @@ class StreamedEpoch:
             self._told = replace(self._told, place=replace(self._told.place, proofs=proofs))
             self._store_deal()
 
-    def continue_share(self, number: int, deal: StreamDeal) -> int:
-        """Continue this worker's share of the epoch, where its earlier incarnation ended; no worker waits for it.
+    def take_part(self, number: int, deal: StreamDeal) -> int:
+        """Take part in the epoch, where this worker's earlier incarnation ended, if any; no worker waits for it.
 
         Return the position to which its stream is read first. The batches before, whose work the server does not have,
-        are dealt again at the end of the stream. A worker without a share takes part from the end of the epoch on.
+        are dealt again at the end of the stream.
         """
         assert self._server is not None
         own = self._transport.number
-        self._number, self._deals, self._dealers, self._told = number, deal.deal, deal.dealers, deal
+        self._number, self._dealing, self._dealers, self._told = number, deal.deal, deal.dealers, deal
         self._first, self._recovery_epoch = deal.place.counts.get(own, 0), NONE
-        self._given = dict.fromkeys(self._dealers, 0)
-        self._carried = dict(self._given)
         self._server.begin_epoch(number, (), None, "stream")
-        first = max((stop for _, stop in self._after_rollbacks()[0].get(own, [])), default=self._first)
+        settled = self._after_rollbacks()[0]
+        self._learn()
+        first = max((stop for _, stop in settled.get(own, [])), default=self._first)
         self._read = self._stepped = self._given[own] = first
         self._begin_reading()
-        if own not in self._dealers:
-            return 0
-        return min(self._needed(), self._piece(self._index, max(first - 1, 0))[0])
+        return min(self._needed(), self._position(max(self._top(_counts(settled)) - 1, 0)))
+
+    def _first_stretch(self) -> Stretches:
+        return Stretches.among(self._dealers, None if self._is_open else ENDLESS)
+
+    def _learn(self, known: int | None = None) -> None:
+        """Learn how far the stream is dealt, further than is known if this worker needs more."""
+        if self._is_open and self._server is not None:
+            self._stretches = self._server.deal(self._dealing, self._dealers, known)
+
+    def _dealt(self, worker: int, number: int) -> tuple[int, int, int]:
+        """Return the piece of this number of a worker that does not wait, with its share; ask for one of its own."""
+        if (found := self._stretches.piece(worker, number, not self._is_dealt)) is None:
+            self._learn(self._stretches.stop)
+            found = self._stretches.piece(worker, number, not self._is_dealt)
+        assert found is not None
+        return found
+
+    def _count(self, worker: int, stop: int) -> int:
+        return self._stretches.count(worker, stop, not self._is_dealt)
+
+    def _top(self, counts: Mapping[int, int]) -> int:
+        """Return the number of the first piece after all that workers have had who had this many."""
+        return max((self._dealt(worker, count - 1)[0] + 1 for worker, count in counts.items() if count), default=0)
 
     def _begin_reading(self) -> None:
         """Read from this worker's next piece on."""
@@ -219,22 +258,22 @@ class StreamedEpoch:
 
     def _keep_needed(self) -> None:
         """Keep the batches that may be read again: neither in the agreed state nor given to any worker."""
-        self.reader.keep_from(self._needed() if self._keeps or self._own_given < len(self._returned) else None)
+        self.reader.keep_from(self._needed() if self._keeps or self._next_piece < len(self._returned) else None)
 
     def _needed(self) -> int:
         """Return the first position that may be read again, or that is read next."""
-        given = self._own_given
-        needed = [position for position, _ in (*self._returned[given:], self._piece(0, given))]
-        needed.append(self._order.position(0, max(given - len(self._returned), 0)))
+        needed = [position for position, _ in self._returned[self._next_piece :]]
+        needed.append(self._order.position(0, max(self._next_piece - len(self._returned), 0)))
         return min([*needed, *(position for work in self._uncommitted.values() for (position, _), _ in work)])
 
     @property
-    def _own_given(self) -> int:
-        return self._given[self._transport.number if self._asynchronous else self._dealers[0]]
-
-    @property
-    def _index(self) -> int:
-        return self._dealers.index(self._transport.number) if self._is_dealt else 0
+    def _next_piece(self) -> int:
+        """Number of the next piece of this worker, or else of the first dealer, among all or among the dealer's."""
+        if not self._asynchronous:
+            return self._given[self._dealers[0]]
+        own = self._transport.number
+        found = self._stretches.piece(own, self._given[own], not self._is_dealt)
+        return found[0] if found is not None else self._stretches.stop
 
     @property
     def assigned_samples(self) -> int:
@@ -251,7 +290,7 @@ class StreamedEpoch:
         if is_alone:
             self.reader.note_state()
         number = self._read if is_alone else self._given[self._dealers[0]]
-        position, _ = self._piece(self._index if self._asynchronous else 0, number)
+        position, _ = self._piece(self._transport.number if self._asynchronous else self._dealers[0], number)
         count = position - self.reader.position + 1
         return count > 0 and len(self.reader.peek(count)) < count
 
@@ -275,14 +314,14 @@ class StreamedEpoch:
     def continue_in_next_epoch(self) -> bool:
         """Begin the next epoch over the same iterator, where this one has ended: batches may lie between its positions.
 
-        Return False, at all workers alike, if workers that do not wait have failed or joined: all shares are over.
+        Return False, at all workers alike, if workers have failed that the others neither wait for nor replace.
         """
         self._has_ended, self._samples_so_far, self.samples_resumed = False, 0, 0
         self._samples.clear()
         self.departed.clear()
         if self._asynchronous:
             self._transport.all_gather_bytes(b"")
-        return not self._asynchronous or self._transport.members == self._dealers
+        return not self._asynchronous or self._is_open or self._transport.members == self._dealers
 
     def uncommitted_work(self) -> dict[int, list[Work]]:
         """Return the work of each other worker that no exchange has carried."""
@@ -312,7 +351,7 @@ class StreamedEpoch:
         if self._asynchronous:
             batch, own = self._next_batch()
             self._samples_so_far += own
-            streamed = 1 if self._split is not None else len(self._dealers)
+            streamed = 1 if self._split is not None else len(self._stretches.last)
             lease = None
             if self._server is not None:
                 recovery_epoch = self._server.recovery_epoch
@@ -405,25 +444,33 @@ class StreamedEpoch:
 
     def _note_given(self, samples: Mapping[int, int]) -> None:
         furthest = max(samples.values())
-        for number, worker in enumerate(self._dealers):
+        for worker in self._dealers:
             if (samples.get(worker, NONE) if self._split is None else furthest) == NONE:
                 continue
             given = self._given[worker]
-            position, parts = self._piece(number if self._is_dealt else 0, given)
-            if self._split is not None:
-                parts = *parts, (number, len(self._dealers))
-            elif worker == self._transport.number and not self._is_last_step(given):
+            position, parts = self._piece(worker, given)
+            if self._split is None and worker == self._transport.number and not self._is_last_step(given):
                 self.reader.release(position)
             if self._transport.repeats_attempts:
                 self._uncommitted.setdefault(worker, []).append(((position, parts), max(samples.get(worker, 0), 0)))
             self._given[worker] = given + 1
 
-    def _piece(self, index: int, number: int) -> Piece:
-        """Return the piece of a dealer that has been given `number` pieces since the stream was dealt."""
+    def _piece(self, worker: int, number: int) -> Piece:
+        """Return the piece of a worker that has been given `number` pieces since the stream was dealt."""
+        if self._asynchronous:
+            number, index, of = self._dealt(worker, number)
+        else:
+            index, of = self._dealers.index(worker), len(self._dealers)
         if self._is_last_step(number) and self._shares is not None and (share := self._shares[1][index]) is not None:
             return share
+        at = self._position(number, index if self._is_dealt and not self._asynchronous else 0)
+        parts = self._returned[number][1] if number < len(self._returned) else ()
+        return at, (*parts, (index, of)) if self._split is not None else parts
+
+    def _position(self, number: int, index: int = 0) -> int:
+        """Return the position of a piece by its number; of whole batches, by its number among those of a dealer."""
         returned = len(self._returned)
-        return self._returned[number] if number < returned else (self._order.position(index, number - returned), ())
+        return self._returned[number][0] if number < returned else self._order.position(index, number - returned)
 
     def _is_last_step(self, number: int) -> bool:
         return self._shares is not None and self._shares[0] == number
@@ -455,13 +502,12 @@ class StreamedEpoch:
 
     def _parts(self) -> Iterator[Any]:
         """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
-        if self._transport.number not in self._dealers:
-            return
-        number, own = self._read, self._dealers.index(self._transport.number)
+        number, own = self._read, self._transport.number
         while self._note_last_step(number):
-            if self._is_last_step(number) and self._shares is not None and self._shares[1][own] is None:
+            shares = self._shares[1] if self._shares is not None and self._is_last_step(number) else None
+            if shares is not None and shares[self._dealers.index(own)] is None:
                 return
-            position, parts = self._piece(self._index, number)
+            position, parts = self._piece(own, number)
             batch = self.reader.take(position)
             if batch is None:
                 return
@@ -470,7 +516,7 @@ class StreamedEpoch:
             proof = self.reader.proof()
             if self._last is None and self._split is not None and self._load is None and samples_in(batch):
                 self._last = self._cut(batch)  # a part of it may have no sample
-            for part, of in (*parts, *([(own, len(self._dealers))] if self._split is not None else [])):
+            for part, of in parts:
                 batch = self._divide(batch, part, of) if batch is not None else None
             if self._load is not None:
                 self._indices.append((has_samples := batch is not None and len(batch) > 0, proof))
@@ -532,8 +578,9 @@ class StreamedEpoch:
         """Deal all but these positions among the dealers."""
         if self._is_own:
             return
-        self._order = StreamOrder(len(self._dealers) if self._is_dealt else 1, trained, -self.reader.earlier)
-        self._shares = None
+        dealers = len(self._dealers) if self._is_dealt and not self._asynchronous else 1
+        self._order = StreamOrder(dealers, trained, -self.reader.earlier)
+        self._shares, self._stretches = None, self._first_stretch()
         self._given = dict.fromkeys(self._dealers, 0)
         self._carried = dict(self._given)
         self._read = 0
@@ -564,7 +611,7 @@ class StreamedEpoch:
 
     def _numbered(self, number: int) -> int:
         """Return the number of a batch of this worker over all deals."""
-        return self._deals * DEAL + number
+        return self._dealing[1] * DEAL + number
 
     def trained(self) -> dict[int, int]:
         """Return the samples of this epoch by worker, over all its incarnations, as the dispatcher counts them."""
@@ -592,12 +639,6 @@ class StreamedEpoch:
             except RollbackRequiredError:
                 self._server.roll_back()
 
-    def _piece_of(self, worker: int, number: int) -> Piece:
-        """Return the piece of a dealer with this number, and which part of it is the dealer's, if all split it."""
-        index = self._dealers.index(worker)
-        position, parts = self._piece(index if self._is_dealt else 0, number)
-        return position, parts if self._is_dealt else (*parts, (index, len(self._dealers)))
-
     def proofs(self) -> list[tuple[int, str]]:
         """Return positions and digests of batches of the stream, which prove that another reader reads the same."""
         last = self.reader.proof()
@@ -620,29 +661,35 @@ class StreamedEpoch:
         told = (self._transport.number, list(undone), self.reader.position, is_left)
         replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(told))
         found = [msgspec.msgpack.decode(one, type=tuple[int, list[int], int, bool]) for one in replies]
-        packed = self._transport.broadcast_bytes(lambda: msgspec.msgpack.encode(self._after_rollbacks()[0]))
-        settled: dict[int, list[Range]] = msgspec.msgpack.decode(packed, type=dict[int, list[Range]])
+        packed = self._transport.broadcast_bytes(self._pack_dealt)  # others may deal again before this worker
+        settled, self._stretches = msgspec.msgpack.decode(packed, type=tuple[dict[int, list[Range]], Stretches])
         if any(is_left for *_, is_left in found):
             return []
-        if not any(worker in self._dealers for worker, *_ in found):
-            while self.reader.skip():  # all workers that have read the stream to its end have failed
-                pass
-        length = max(self.reader.position, *(position for _, _, position, _ in found))
-        numbers = {worker: undone for worker, undone, *_ in found}
-        for worker in self._dealers:
-            if worker not in numbers:
-                own = settled.get(worker, [])
-                first = (own[0][0] if own else self._first) if self._first else 0
-                total = next(one for one in itertools.count(first) if self._piece_of(worker, one)[0] >= length)
-                numbers[worker] = _gaps(own, total, first)
-        self._length = length
-        return sorted(self._piece_of(worker, one) for worker, each in numbers.items() for one in each)
+        self._length = max(position for _, _, position, _ in found)
+        stop = bisect_left(range(self._length), self._length, key=lambda one: self._order.position(0, one))
+        numbers = self._untrained(settled, len(self._returned) + stop) | {
+            worker: undone for worker, undone, *_ in found
+        }
+        return sorted(self._piece(worker, one) for worker, each in numbers.items() for one in each)
+
+    def _pack_dealt(self) -> bytes:
+        settled, _ = self._after_rollbacks()
+        self._learn()
+        return msgspec.msgpack.encode((settled, self._stretches))
+
+    def _untrained(self, settled: Mapping[int, Sequence[Range]], stop: int) -> dict[int, list[int]]:
+        """Return the numbers by worker of the pieces before `stop` whose work the server does not have."""
+        firsts = self._told.place.counts if self._told is not None else {}
+        return {
+            worker: _gaps(settled.get(worker, []), self._count(worker, stop), firsts.get(worker, 0))
+            for worker in self._stretches.workers
+        }
 
     def deal_left(self, reader: StreamReader, pieces: Sequence[Piece]) -> None:
         """Deal these pieces among all workers, each of which reads the stream again."""
         everything: list[Range] = [(0, self._length)]
         self.reader, self._dealers = reader, self._transport.members
-        self._deals += 1
+        self._dealing = self._dealing[0], self._dealing[1] + 1
         if self._is_dealt:
             self._deal(without(everything, {position for position, _ in pieces}))
         else:
@@ -651,6 +698,7 @@ class StreamedEpoch:
         if self._told is not None:
             self._note_deal(dict.fromkeys(self._dealers, 0), self._told.samples_before)
             self._store_deal()
+            self._learn()  # the dispatcher has the deal before any worker trains by it
 
     def take_lost_shards(self) -> dict[int, int]:
         """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
@@ -705,12 +753,20 @@ class StreamedEpoch:
         if self._is_own:
             return self._order.trained([counts[self._transport.number]]), []
         most = max(counts[worker] for worker in self._dealers)
-        late = [
-            (position, (*parts, (number, len(self._dealers))))
-            for number, worker in enumerate(self._dealers)
-            for position, parts in (self._piece(0, count) for count in range(counts[worker], most))
-        ]
+        late = [self._piece(worker, count) for worker in self._dealers for count in range(counts[worker], most)]
         return self._order.trained([max(most - len(self._returned), 0)]), sorted([*late, *self._returned[most:]])
+
+    def _place_of_server(self) -> tuple[list[Range], list[Piece]]:
+        """Return the same of workers that do not wait, by what the server has."""
+        settled, _ = self._settled()
+        self._learn()
+        firsts = self._told.place.counts if self._told is not None else {}
+        top, returned = self._top(firsts | _counts(settled)), len(self._returned)
+        trained = self._order.trained([max(top - returned, 0)])
+        left = [self._piece(worker, one) for worker, each in self._untrained(settled, top).items() for one in each]
+        if self._is_dealt:
+            return without(trained, {position for position, _ in left}), []
+        return trained, sorted([*left, *self._returned[top:]])
 
     def report(self) -> str:
         """Return what this worker knows of the place, at rest, as text."""
@@ -738,19 +794,7 @@ class StreamedEpoch:
         places = [STREAM_PLACE.decode(text) for text in (reports or [self.report()])]
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
-        holes: list[Piece] = []
-        if self.can_deal_left:
-            settled, _ = self._settled()
-            self._carried = {
-                worker: max((stop for _, stop in settled.get(worker, [])), default=0) for worker in self._dealers
-            }
-            for worker, count in self._carried.items():
-                holes += [self._piece_of(worker, one) for one in _gaps(settled.get(worker, []), count, self._first)]
-        trained, parts = self._place(self._carried)
-        if self._is_dealt:
-            trained = without(trained, {position for position, _ in holes})
-        else:
-            parts = sorted([*parts, *holes])
+        trained, parts = self._place_of_server() if self.can_deal_left else self._place(self._carried)
         trained = merged([(max(start, 0), stop) for start, stop in trained if stop > 0])
         parts = [piece for piece in parts if piece[0] >= 0]
         goal = min([first_untrained(trained), *(position for position, _ in parts)])
@@ -777,6 +821,11 @@ class StreamedEpoch:
         if state is not None and state.position > place.goal:
             place = replace(place, state=None)
         return msgspec.json.encode(place).decode()
+
+
+def _counts(settled: Mapping[int, Sequence[Range]]) -> dict[int, int]:
+    """Return the number after the last settled one, by worker."""
+    return {worker: ranges[-1][1] for worker, ranges in settled.items() if ranges}
 
 
 def _count_gaps(ranges: Sequence[Range], first: int) -> int:

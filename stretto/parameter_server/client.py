@@ -17,6 +17,7 @@ from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.collective_ops import Exchange as ExchangeOp
 from stretto.data.assignment import Range
 from stretto.data.leases import PlanName
+from stretto.data.stream_order import Stretches
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
@@ -494,6 +495,13 @@ class ParameterServerClient(Transport):
     def settle(self, number: int, batches: Sequence[int], samples: Sequence[int] = ()) -> None:
         """Report that the work on these batches is in the server's parameters; of a stream, with their `samples`."""
         self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch, list(samples)))
+
+    def deal(self, deal: tuple[int, int], workers: Sequence[int], known: int | None = None) -> Stretches:
+        """Return how a stream is dealt (see `BatchDispatcher.deal`)."""
+        body, _ = self._dispatcher.wait(self._dispatcher.send(m.Deal(deal, list(workers), known)))
+        if not isinstance(body, m.Dealt):
+            raise TransportError(f"the dispatcher answered {type(body).__name__} to a worker that reads a stream")
+        return body.stretches
 
     def wait_epoch_end(self, number: int, left_early: bool = False) -> bool:
         """Wait, without holding others back, until no worker holds a batch of the epoch; return True then.

@@ -118,6 +118,9 @@ class DispatcherHandler:
             return [OutgoingMessage(worker, request_id, m.StaleRequest(self._recovery_epoch))]
         if isinstance(body, m.Lease):
             return [OutgoingMessage(worker, request_id, self._lease(worker, body)), *self._release()]
+        if isinstance(body, m.Deal):
+            dealt = self.dispatcher.deal(worker, body.deal, body.workers, body.known)
+            return [OutgoingMessage(worker, request_id, m.Dealt(dealt))]
         if isinstance(body, m.Settle):
             if body.recovery_epoch == self._recovery_epoch:
                 self.dispatcher.settle(worker, body.epoch_number, body.batches, body.samples)

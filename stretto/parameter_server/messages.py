@@ -32,6 +32,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stretto.data.leases import PlanName
+from stretto.data.stream_order import Stretches
 from stretto.membership.loop_positions import LoopPosition
 from stretto.transport.host_memory import Offer
 
@@ -296,6 +297,14 @@ class CountSamples(_Message):
     recovery_epoch: int
 
 
+class Deal(_Message):
+    """Request for how a stream is dealt (see `BatchDispatcher.deal`)."""
+
+    deal: tuple[int, int]
+    workers: list[int]
+    known: int | None = None
+
+
 class Settle(_Message):
     """Notice that the work on these batches is in the server's parameters; of a stream, with the samples of each."""
 
@@ -359,6 +368,12 @@ class MembersResult(_Message):
 
     members: list[int]
     received_up_to: int = 0
+
+
+class Dealt(_Message):
+    """Pieces of a stream that are dealt so far."""
+
+    stretches: Stretches
 
 
 class Leased(_Message):
@@ -474,6 +489,7 @@ Request: TypeAlias = (
     | Group
     | BeginEpoch
     | Lease
+    | Deal
     | Settle
     | AwaitEpochEnd
     | CountSamples
@@ -494,6 +510,7 @@ Reply: TypeAlias = (
     | Result
     | MembersResult
     | Leased
+    | Dealt
     | EpochStatus
     | Joined
     | SnapshotList

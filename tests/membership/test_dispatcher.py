@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from example_counts import examples
 from hypothesis import given, settings
@@ -281,3 +282,35 @@ def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:
     dispatcher.await_end(0, 1, left_early=True)
     dispatcher.announce_snapshot_barrier(0)
     assert not dispatcher.barriers_announced
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40), st.booleans())
+def test_each_piece_of_a_stream_is_dealt_once_whoever_asks_fails_and_returns(
+    workers: int, events: list[tuple[int, bool]], divided: bool
+) -> None:
+    """A worker asks, or fails, and joins again once it asks. It knows what it was told last."""
+    dispatcher, first, known = BatchDispatcher(workers), list(range(workers)), dict[int, int]()
+    for worker, fails in events:
+        if fails:
+            dispatcher.remove(worker)
+            continue
+        if worker not in dispatcher.members:
+            dispatcher.join(worker, 0)
+        before = dispatcher.deal(worker, (1, 0), first, None)
+        told = dispatcher.deal(worker, (1, 0), first, known.get(worker, before.stop))
+        known[worker] = told.stop
+        assert worker in told.last and told.stop >= before.stop
+        assert [before.count(one, before.stop, divided) for one in before.workers] == [
+            told.count(one, before.stop, divided) for one in before.workers
+        ]
+    told = dispatcher.deal(0, (1, 0), first, None)
+    dealt = Counter[int]()
+    for one in told.workers:
+        pieces = [told.piece(one, number, divided) for number in range(told.count(one, told.stop, divided))]
+        assert told.piece(one, len(pieces), divided) is None
+        for found in pieces:
+            assert found is not None
+            piece, _, of = found
+            dealt[piece] += 12 // (of if divided else 1)
+    assert dealt == dict.fromkeys(range(told.stop), 12)

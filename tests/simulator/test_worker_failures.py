@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 from pathlib import Path
 from shutil import rmtree
@@ -317,6 +317,70 @@ def test_restarted_worker_continues_its_share_of_a_stream_over_a_server_that_doe
 ) -> None:
     """Or it takes part from the end of the epoch on, if another worker waits there already."""
     assert found_without_loss(recipe, fault, batch) == [[1.0] * 160] * 3
+
+
+LATE = "kill worker 1 at 1ms, back after 60ms"
+"""Fault by which an epoch begins without worker 1, which joins in it."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault", "batch"),
+    [
+        ("async_sgd", LATE, "keep"),
+        ("async_sgd(shards=2)", f"{LATE}; kill worker 1 at 170ms, back after 9ms", "split"),
+        ("downpour(every=3)", f"kill worker 2 at 30ms; {LATE}", "keep"),
+        ("downpour(every=3)", f"kill workers 0,2 at 1ms, back after 40ms; {LATE}; kill worker 0 at 150ms", "split"),
+        ("async_sgd(overlap=True)", f"{LATE}; kill server 0 at 150ms", "keep"),
+    ],
+)
+def test_worker_that_joins_a_stream_over_a_server_is_dealt_a_share_of_the_rest(
+    recipe: str, fault: str, batch: str
+) -> None:
+    asks = {"failure_timeout_s": 0.2, "global_batch": batch}
+    ended = simulated(3, summed(lambda _: BATCHES), recipe, net=NET, fault=fault, asks=asks)
+    assert next(one for one in ended.found if one is not None) == [1.0] * 160
+    assert ended.found[1] is not None
+    first, second = ended.of("epoch")
+    assert first["trained"]["1"] > 0
+    assert (first["samples"], second["samples"]) == (80, 160) == (sum(first["trained"].values()), 160)
+
+
+@pytest.mark.parametrize("batch", ["keep", "split"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        LATE,
+        "kill worker 1 at 90ms, back after 200ms",
+        f"{LATE}; kill worker 0 at 200ms, back after 9ms; kill workers 1-2 at 300ms, back after 30ms",
+    ],
+)
+def test_each_batch_of_an_endless_stream_is_trained_once_by_workers_that_join_and_return(
+    fault: str, batch: str
+) -> None:
+    """Each worker leaves its loop after its first batch from 150 on."""
+
+    def work(worker: int) -> list[float]:
+        net = nn.Embedding(2_000, 1)
+        nn.init.zeros_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        loader: Any = stretto.distribute(net, optimizer, (torch.tensor([one, one + 1]) for one in count(step=2)))
+        for x in loader:
+            optimizer.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+            if int(x[0]) >= 300:
+                break
+        stretto.finish()
+        return (-net.weight.detach().flatten()).tolist()
+
+    asks = {"failure_timeout_s": 0.2, "global_batch": batch}
+    ended = simulated(3, work, "async_sgd", net=NET, fault=fault, asks=asks)
+    assert None not in ended.found
+    assert ended.found[0][:300] == [1.0] * 300
+    assert set(ended.found[0][300:]) <= {0.0, 1.0}
+    (event,) = ended.of("epoch")
+    assert event["trained"]["1"] > 0
+    assert sum(event["trained"].values()) == event["samples"] == sum(ended.found[0])
 
 
 @pytest.mark.parametrize("fault", ["kill worker 1 at 47ms", "pause worker 2 for 180ms at 60ms; kill worker 1 at 230ms"])
