@@ -6,7 +6,7 @@ time or ends with another exit code, if a process, or a file in shared memory, i
 record says something else than the model (`counting_model.py`), or if a sample was not trained as often as it should.
 
 From seed 500 on, runs of several whole workers are over two hosts (`laboratory.py`: root, iproute2), of which one may
-be lost, or cut off from the other.
+be lost, or cut off from the other. From seed 1000 on, some runs on one host get a worker more by `stretto join`.
 
     python -m benchmarks hunt --seeds 0..499
 """
@@ -63,6 +63,8 @@ CLOCKS = ("AHEAD", "BACK", "SKIP", "SUSPEND")
 HOSTS = ("KILL", "DOWN", "AWAY", "FLAP")
 WITH_HOSTS = 500
 """First seed whose run is over two hosts, if it has several whole workers."""
+WITH_JOINS = 1000
+"""First seed whose run may get a worker more by `stretto join`."""
 LOST = "a part of a stream was not trained"
 OTHER_NUMBER = "each worker of the resumed run was in the middle of a shard of its own"
 OWN_DISK = ["unshare", "-m", "sh", "-ec", 'mount -t tmpfs -o "size=$1" none "$2"; cd "$2"; shift 2; exec "$@"', "sh"]
@@ -168,8 +170,15 @@ def plan_of(seed: int) -> Plan:
         who = f"{troubles.randrange(workers)}" + (f".{troubles.randrange(ranks)}" if ranks > 1 else "")
         phase, at = troubles.choice(PHASES[:-1]), troubles.randint(1, 12)
         strikes += [f"{who}:{troubles.choice([*TROUBLES])}:{phase}:{at}:proxy"]
+    joins = random.Random(f"joins {seed}")
+    joins_fit = seed >= WITH_JOINS and workers > 1 and not layout and not disk and "own" not in script
+    if joins_fit and joins.random() < 0.3:
+        options += ["--listen", "127.0.0.1"]
+        script[:2] = "--pause", "0.3"  # the worker more starts within the run
+        strikes += [f"{joins.randrange(workers)}:JOIN:{joins.choice(('begun', 'stepped'))}:{joins.randint(1, 3)}"]
     plan = Plan(seed, recipe, tuple(options), tuple(script), tuple(strikes), resumed_by, disk)
-    return plan if seed < WITH_HOSTS or workers == 1 or layout or disk else _over_hosts(plan, workers)
+    is_on_one_host = seed < WITH_HOSTS or workers == 1 or layout or disk or "--listen" in options
+    return plan if is_on_one_host else _over_hosts(plan, workers)
 
 
 def _over_hosts(plan: Plan, workers: int) -> Plan:

@@ -9,6 +9,7 @@ disk of the run folder; CUT shuts down all connections of the worker. AHEAD and 
 hour, SKIP its other clocks forward by half a minute, as a virtual machine that was paused may find them. SUSPEND stops
 all processes of the worker's host for five seconds. `1:KILL:stepped:3:host` kills these, for a run over network
 namespaces of `benchmarks/laboratory.py`; DOWN takes the link of that host down, AWAY for four seconds, FLAP for one.
+JOIN starts `stretto join` with a worker more.
 A launcher is not struck before there is a checkpoint to continue from.
 With `--proxy`, the worker's connections to the coordinator and to the shards go through a proxy, and
 `--strike 1:STALL:stepped:3:proxy` begins a trouble there (`benchmarks/proxy.py`).
@@ -23,6 +24,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +51,7 @@ CLOCKS: dict[str, tuple[int, *tuple[str, ...]]] = {
 """Faults that move clocks: by how many seconds, and which."""
 LINKS = {"DOWN": 0, "AWAY": 4, "FLAP": 1}
 """Faults of a host's link: seconds until it is up again; 0 for never."""
+QUIET: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 LISTEN_S = 10.0
 """Limit of the wait for a process that is restarted to listen again."""
 parser = argparse.ArgumentParser()
@@ -111,6 +114,10 @@ def pass_phase(phase: str) -> None:
         if name == "CUT":
             cut_connections()
             continue
+        if name == "JOIN":
+            joining = [sys.executable, "-m", "stretto.cli", "join", config.run or ""]
+            subprocess.Popen(joining, start_new_session=True, **QUIET)
+            continue
         if name in CLOCKS:
             move_clocks(*CLOCKS[name])
             continue
@@ -124,8 +131,7 @@ def pass_phase(phase: str) -> None:
 
 def later(seconds: int, command: str) -> None:
     """Run a command of the shell later, also if this worker has ended by then, with its process group."""
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; {command}"], start_new_session=True, **quiet)
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; {command}"], start_new_session=True, **QUIET)
 
 
 def ask_proxy(**request: Any) -> list[str]:
