@@ -57,3 +57,14 @@ def _plain_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Start the processes of tests marked `plain_processes` without the fork server."""
     if request.node.get_closest_marker("plain_processes") is not None:
         monkeypatch.setattr(ForkingPopen, "server", None)
+
+
+@pytest.fixture(autouse=True)
+def _left_processes() -> Iterator[None]:
+    """End the processes that a failed test has left: a later test would fail of the warning about them."""
+    before = set(ForkingPopen.started)
+    yield
+    for process in set(ForkingPopen.started) - before:
+        if process.poll() is None:
+            process.kill()
+            process.wait(timeout=60)

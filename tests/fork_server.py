@@ -39,7 +39,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -160,8 +160,10 @@ class ForkingPopen(PlainPopen):  # type: ignore[type-arg]
     """A Popen that forks Python processes from the fork server, and starts other commands plainly."""
 
     server: ForkServer | None = None
+    started: ClassVar[weakref.WeakSet[ForkingPopen]] = weakref.WeakSet()
 
     def _execute_child(self, *given: Any) -> None:
+        self.started.add(self)
         values = dict(zip(PARAMETERS, given, strict=True))
         request = _request(values)
         if self.server is None or request is None:
