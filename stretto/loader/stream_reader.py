@@ -453,8 +453,8 @@ def read_to_place(
         took_s, read = clock() - began, reader.position - first
         if reader.position < goal and took_s > LOOK_S and took_s * (goal - first) > may_take_s * max(read, 1):
             reader.problem = (
-                f"that takes longer than {may_take_s:.0f} s, in which all wait for it; a stream with state_dict and "
-                "load_state_dict continues at its place"
+                f"that takes longer than {may_take_s:.0f} s; a stream with state_dict and load_state_dict continues at "
+                "its place"
             )
         status = msgspec.msgpack.encode((reader.position, reader.problem))
         found = [msgspec.msgpack.decode(one, type=tuple[int, str]) for one in gather(status)]
