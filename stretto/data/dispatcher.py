@@ -163,9 +163,10 @@ class BatchDispatcher:
         return self._stretches
 
     def await_end(self, worker: int, epoch_number: int, left_early: bool = False) -> None:
-        """Register a worker that waits for the end of the epoch. Its unsettled leases are void: they never count.
+        """Register a worker that waits for the end of the epoch, where its unsettled leases are void: they never count.
 
-        The leases of a worker that has `left_early` are returned for the others, and it gets no further batch.
+        If it gets a further batch before, its next step may train them. The leases of a worker that has `left_early`
+        are returned for the others, and it gets no further batch.
         """
         if worker not in self.members or epoch_number != self.epoch_number:
             return
@@ -173,20 +174,21 @@ class BatchDispatcher:
         if left_early:
             self._left_early.add(worker)
             self._samples -= self._ledger.give_back(worker)
-        else:
-            self._ledger.drop(worker)
 
     def pop_released(self) -> dict[int, bool]:
         """Remove and return the workers that stop waiting: True if the epoch is over, False if there are batches."""
         continuing = self._with_batch(self._waiting) | set(filter(self._has_announcement, self._waiting))
         released = dict.fromkeys(continuing, False) or (dict.fromkeys(self._waiting, True) if self.is_over else {})
         self._waiting -= released.keys()
+        for worker, is_over in released.items():
+            if is_over:
+                self._ledger.drop(worker)
         return released
 
     @property
     def is_over(self) -> bool:
-        """True if no worker holds a batch of the epoch, and none is left."""
-        return not self._ledger.outstanding and not self._with_batch(self.members)
+        """True if no worker that does not wait for the end of the epoch holds a batch of it, and none is left."""
+        return self._ledger.holders <= self._waiting and not self._with_batch(self.members)
 
     def _with_batch(self, workers: set[int]) -> Set[int]:
         """Return the workers for which there is a batch."""

@@ -153,9 +153,9 @@ class Ledger:
         return workers if self._reserved[None] else {worker for worker in workers if self._reserved.get(worker)}
 
     @property
-    def outstanding(self) -> bool:
-        """True if a worker holds a batch that is not settled."""
-        return bool(self._leased)
+    def holders(self) -> set[int]:
+        """Workers that hold a batch that is not settled."""
+        return {lease.worker for lease in self._leased.values()}
 
     @property
     def settled(self) -> list[int]:

@@ -276,6 +276,35 @@ def test_a_batch_of_a_worker_that_left_the_epoch_is_leased_and_counted_again() -
     assert dispatcher.lease(1, 1) == DispatchReply(Lease(0, 1, 0, 2), 5)
 
 
+def test_batches_that_a_worker_holds_at_the_end_count_if_it_trains_them_with_one_that_was_returned() -> None:
+    """A worker accumulates the first of two batches when it comes to the end; then another worker fails."""
+    dispatcher = BatchDispatcher(3)
+    dispatcher.begin(1, [8] * 3)
+    held, lost, other = (dispatcher.lease(worker, 1).lease for worker in (0, 1, 2))
+    assert held is not None and lost is not None and other is not None
+    dispatcher.settle(2, 1, [other.batch])
+    for worker in (0, 2):
+        dispatcher.await_end(worker, 1)
+    assert dispatcher.pop_released() == {}
+    dispatcher.remove(1)
+    assert dispatcher.pop_released() == {0: False, 2: False}
+    assert dispatcher.lease(0, 1).lease is not None
+    assert dispatcher.settle(0, 1, [held.batch, lost.batch]) == 2
+    assert dispatcher.ledger.counts().tolist() == [1] * 24
+
+
+def test_batches_that_a_worker_holds_at_the_end_of_an_epoch_never_count_after_it() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, [8] * 2)
+    held, other = (dispatcher.lease(worker, 1).lease for worker in (0, 1))
+    assert held is not None and other is not None
+    dispatcher.await_end(0, 1)
+    dispatcher.settle(1, 1, [other.batch])
+    dispatcher.await_end(1, 1)
+    assert dispatcher.pop_released() == {0: True, 1: True}
+    assert dispatcher.settle(0, 1, [held.batch]) == 0
+
+
 def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:
     dispatcher = BatchDispatcher(1)
     dispatcher.begin(1, [2, 2])
