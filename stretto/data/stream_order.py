@@ -72,11 +72,12 @@ class Stretches:
     """Pieces of a stream, which workers that do not wait for each other are dealt: a stretch of them at a time.
 
     The first worker that needs more pieces than are dealt has the next stretch dealt, among the present workers.
-    Workers get whole pieces in turn, or have a share of each if these are `divided`. Each numbers its own from 0.
+    Workers get whole pieces in turn, or have a share of each if these are `divided`, in turn the first, so that none
+    has an empty share of each. Each numbers its own from 0.
 
     >>> dealt = Stretches.among([0, 1])
     >>> dealt.piece(1, 3, divided=False), dealt.piece(1, 3, divided=True)
-    ((7, 1, 2), (3, 1, 2))
+    ((7, 1, 2), (3, 0, 2))
     >>> joined = dealt.extended([0, 1, 2])
     >>> dealt.piece(0, 8, divided=False), joined.piece(0, 8, divided=False), joined.piece(2, 0, divided=False)
     (None, (16, 0, 3), (18, 2, 3))
@@ -111,7 +112,8 @@ class Stretches:
         """Return a worker's piece of this number, with the number of its share and of all; None if it is not dealt."""
         for pieces, place, of in self._pieces(worker, self.stop, divided):
             if number < len(pieces):
-                return pieces[number], place, of
+                piece = pieces[number]
+                return piece, (place + piece) % of if divided else place, of
             number -= len(pieces)
         return None
 
