@@ -7,6 +7,7 @@ import tracemalloc
 import types
 import typing
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -43,9 +44,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, get_args(hint)))
     if get_origin(hint) is list:
         return st.lists(values(get_args(hint)[0]), max_size=5)
+    if get_origin(hint) is tuple and get_args(hint)[-1] is ...:
+        return st.lists(values(get_args(hint)[0]), max_size=5).map(tuple)
     if get_origin(hint) is tuple:
         return st.tuples(*map(values, get_args(hint)))
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+    if isinstance(hint, type) and (issubclass(hint, msgspec.Struct) or is_dataclass(hint)):
         return messages_of(hint)
     return {int: INTEGERS, float: st.floats(allow_nan=False)}.get(hint, st.from_type(hint))
 
