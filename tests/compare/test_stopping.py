@@ -16,9 +16,9 @@ import pytest
 from stretto.report import html_report
 
 SCRIPT = """
-import pathlib, sys, time
+import os, pathlib, time
 pathlib.Path("private").write_text("yes")
-pathlib.Path(sys.argv[1]).write_text("yes")
+pathlib.Path(os.environ["BEGAN"]).write_text("yes")
 time.sleep(600)
 """
 
@@ -27,8 +27,10 @@ time.sleep(600)
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-c", "from stretto.cli.main import main; main()", "compare", "-n", "2"]
-    command += ["--recipe", "allreduce", "--out", "found", "train.py", str(tmp_path / "began")]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    command += ["--recipe", "allreduce", "--out", "found", "train.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"BEGAN": str(tmp_path / "began")}, stderr=subprocess.PIPE, text=True
+    ) as process:
         _wait_for(tmp_path / "began", process)
         workers = psutil.Process(process.pid).children(recursive=True)
         began = time.monotonic()

@@ -71,6 +71,7 @@ def named(title: str) -> set[str]:
 def test_files_of_a_diagram_are_entered(title: str, tmp_path: Path) -> None:
     recipe, command = RUNS[title]
     script, seen = tmp_path / "script.py", tmp_path / "seen"
+    seen.touch()  # a simulation has files of its own where an argument names a file that does not exist
     text = SCRIPT
     for old, new in LOOKS_ROWS_UP.items() if title == ROWS else ():
         text = text.replace(old, new)
