@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from counted_models import assert_none_is_lost
 from namespace_hosts import HOSTS, HUB, events, generations, hosts, ip, starts
 from run_place import Place, until
 from safetensors.torch import load_file
@@ -93,12 +94,12 @@ class Run:
 
         A model that counts lacks only samples that were lost after the end of an epoch and recovered in the next.
         """
-        counts = {event["epoch"]: event["sample_counts"] for event in events(self.folder) if event["event"] == "epoch"}
+        epochs = [event for event in events(self.folder) if event["event"] == "epoch"]
         model = self.folder / "final.safetensors"
         if self.counts and model.exists():
-            lost = dict(enumerate((load_file(model)["count.weight"] == 0).sum(0).tolist(), 1))
-            assert all(lost[epoch] <= counts.get(epoch + 1, {}).get("recovered_samples", 0) for epoch in counts)
-        return [(one["once"], one["twice"], one["never"]) for one in counts.values()]
+            assert_none_is_lost(load_file(model)["count.weight"], epochs)
+        counts = [event["sample_counts"] for event in epochs]
+        return [(one["once"], one["twice"], one["never"]) for one in counts]
 
 
 @pytest.fixture
