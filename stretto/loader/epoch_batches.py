@@ -28,6 +28,7 @@ from stretto.data.stream_order import StreamOrder
 from stretto.errors import LoaderError, StaysOutError, explain
 from stretto.loader.arrangement import Arrangement, Batch
 from stretto.loader.epoch_order import (
+    Earlier,
     EpochOrder,
     IndexBatches,
     ShardedBatchSampler,
@@ -90,10 +91,6 @@ class EpochBatches(Protocol):
 
     def uncount(self) -> None:
         """Count no sample of this epoch, since no step was done with any."""
-        ...
-
-    def counted(self) -> NDArray[np.uint8] | None:
-        """Return how often this worker trained each sample; None for streams."""
         ...
 
     def next(self) -> GlobalStep | None:
@@ -205,7 +202,7 @@ class AssignedEpoch:
         """Count no sample at this worker. The epoch has ended for all."""
         self._trained.clear()
 
-    def counted(self) -> NDArray[np.uint8] | None:
+    def counted(self) -> NDArray[np.uint8]:
         """Return how often this worker trained each sample."""
         counts = np.zeros(len(self.order.flat), np.uint8)
         for start, stop in self._trained:
@@ -298,11 +295,6 @@ class EpochLoop(LeasingLoop, Protocol):
     """The training loop, as the source of its batches uses it."""
 
     @property
-    def peeks(self) -> Sequence[int]:
-        """Numbers of the iterations over the loader that were peeks."""
-        ...
-
-    @property
     def events(self) -> EventWriter:
         """The events of this worker."""
         ...
@@ -315,13 +307,8 @@ class EpochLoop(LeasingLoop, Protocol):
         """Return the largest share of each of these members that has run out of memory."""
         ...
 
-    @property
-    def samples_before(self) -> int:
-        """Number of samples of the epochs before this one."""
-        ...
-
-    def kept(self) -> bytes:
-        """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
+    def earlier(self) -> Earlier:
+        """Return what a worker that joins within the epoch under way receives with its order."""
         ...
 
 
@@ -416,7 +403,7 @@ class BatchSource:
     def _create_sampler(self, when: When | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
             loop, arranged = self._loop, self._arranged if self._rearranges() else None
-            drawn = draw(self._loader, self._transport, self._global_batch_of, loop.peeks, arranged, loop.kept)
+            drawn = draw(self._loader, self._transport, self._global_batch_of, arranged, loop.earlier)
             steps = len(self._loader) // self.batches_per_step if self._drops_uneven else 0
             if not steps:
                 return drawn
@@ -629,8 +616,7 @@ class BatchSource:
         loop = self._loop
         streamed.begin_count(
             number,
-            lambda: pack(dataclasses.replace(EpochOrder.of([]), peeks=loop.peeks, kept=loop.kept())),
-            loop.samples_before,
+            lambda: pack(dataclasses.replace(EpochOrder.of([]), earlier=loop.earlier())),
         )
         return streamed
 

@@ -10,7 +10,7 @@ import functools
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, pairwise, repeat
 from typing import Any
 
@@ -36,6 +36,17 @@ from stretto.transport.device_memory import accelerator
 
 ENDLESS = 50_000_000
 """Number of samples above which an epoch is not drawn before it begins: the loader is read as a stream."""
+
+
+class Earlier(msgspec.Struct, frozen=True):
+    """The state of the first worker before an epoch, for a worker that joins where none sends the state of the run."""
+
+    peeks: Sequence[int] = ()
+    """Numbers of the iterations over the loader that were peeks."""
+    samples: int = 0
+    """Number of samples of the epochs before this one, of all workers."""
+    kept: bytes = b""
+    """The script's own values."""
 
 
 class Permutation(msgspec.Struct, frozen=True):
@@ -89,9 +100,7 @@ def _checksum(flat: NDArray[Any]) -> int:
 class EpochOrder:
     """The samples of one epoch, in order, and where its batches begin. `dropped` samples of the data set are in none.
 
-    For a worker that joins later, `peeks` are the numbers of the earlier iterations that were peeks, and `kept` holds
-    the script's own values at the first worker when the epoch began, where no worker sends the state of the run. Of a
-    stream, which has no order, `stream` is how it is dealt.
+    Of a stream, which has no order, `stream` is how it is dealt.
     """
 
     flat: Any
@@ -99,8 +108,7 @@ class EpochOrder:
     bounds: array[int]
     """Position of each batch's first sample among all samples, and the end of the last batch."""
     dropped: int
-    peeks: Sequence[int] = ()
-    kept: bytes = b""
+    earlier: Earlier = field(default_factory=Earlier)
     permutation: Permutation | None = None
     """The draw of all samples, where other workers can repeat it."""
     stream: bytes = b""
@@ -160,8 +168,7 @@ class _Packed(msgspec.Struct):
     dropped: int
     sizes: list[tuple[int, int]]
     indices: Permutation | bytes | list[Any]
-    peeks: list[int] = []
-    kept: bytes = b""
+    earlier: Earlier = Earlier()
     stream: bytes = b""
 
 
@@ -172,9 +179,8 @@ def draw(
     loader: DataLoader[Any],
     transport: Transport,
     global_batch_of: int,
-    peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] | None = None,
-    kept: Callable[[], bytes] = bytes,
+    earlier: Callable[[], Earlier] = Earlier,
 ) -> EpochOrder:
     """Draw the order of the next epoch at worker 0 and broadcast it; all ranks of a worker have that of its rank 0.
 
@@ -182,7 +188,7 @@ def draw(
     """
 
     def drawn() -> EpochOrder:
-        return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks, kept=kept())
+        return replace(_drawn(loader, global_batch_of, arranged), earlier=earlier())
 
     return unpack(transport.broadcast_by_ranks(lambda: pack(drawn()))) if transport.has_others else drawn()
 
@@ -335,9 +341,7 @@ def pack(order: EpochOrder) -> bytes:
         permutation = None  # the indices of few samples are shorter
     indices = permutation or (order.flat if isinstance(order.flat, list) else order.flat.tobytes())
     try:
-        return msgspec.msgpack.encode(
-            _Packed(order.dropped, sizes, indices, list(order.peeks), order.kept, order.stream)
-        )
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, indices, order.earlier, order.stream))
     except (TypeError, OverflowError) as error:
         problem = "the sampler gives indices that can't be sent to other workers"
         got = f"{type(order.flat[0]).__name__} ({error})"
@@ -396,7 +400,7 @@ def unpack(message: bytes) -> EpochOrder:
         flat = np.frombuffer(found, np.int32 if len(found) == 4 * bounds[-1] else np.int64)
     else:
         flat = [_as_tuple(index) for index in found]
-    return EpochOrder(flat, bounds, packed.dropped, packed.peeks, packed.kept, permutation, packed.stream)
+    return EpochOrder(flat, bounds, packed.dropped, packed.earlier, permutation, packed.stream)
 
 
 def _as_tuple(index: Any) -> Any:

@@ -230,10 +230,6 @@ class LeasedEpoch:
     def uncount(self) -> None:
         """Do nothing: the leases of this worker are not settled."""
 
-    def counted(self) -> NDArray[np.uint8] | None:
-        """Return how often each sample was trained by any worker, from the coordinator."""
-        return self.audited()[0]
-
     def audited(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
         """Return the counts of each sample, and of the samples that each worker's incarnations have trained."""
         return self._sampler.counted()

@@ -114,8 +114,6 @@ class StreamDeal(msgspec.Struct, frozen=True):
     """Workers among which the stream is dealt at first."""
     deal: tuple[int, int]
     """Number of the epoch in which the stream was dealt first, and of the deals of its rest since."""
-    samples_before: int
-    """Samples of the run before the epoch."""
     samples: int
     """Samples of the epoch that were trained before the run was resumed."""
 

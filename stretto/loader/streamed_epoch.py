@@ -14,9 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from stretto.data.assignment import Range
 from stretto.data.leases import Lease
@@ -150,11 +148,10 @@ class StreamedEpoch:
         """The dealing of the stream, as the dispatcher keeps it for workers that return."""
         self._begin_reading()
 
-    def begin_count(self, number: int, order: Callable[[], bytes], samples_before: int) -> None:
+    def begin_count(self, number: int, order: Callable[[], bytes]) -> None:
         """Let the dispatcher count the batches that are trained in the epoch of this number.
 
-        With the `order` of the first worker it keeps how the stream is dealt, for workers that return. The run has
-        trained this number of samples before.
+        With the `order` of the first worker it keeps how the stream is dealt, for workers that return.
         """
         self._number, self._first = number, self._read
         if self._server is None:
@@ -168,14 +165,14 @@ class StreamedEpoch:
         firsts = {worker: int(first) for worker, first in zip(self._transport.members, found, strict=True)}
         if is_continued:  # what absent workers had is of earlier epochs
             firsts = {one: self._count(one, self._stretches.stop) for one in self._stretches.workers} | firsts
-        self._note_deal(firsts, samples_before)
+        self._note_deal(firsts)
         with self._server.storing_order(number if self._server.admits_workers else None):
             self._transport.broadcast_bytes(lambda: with_stream(order(), msgspec.msgpack.encode(self._told)))
         self._server.begin_epoch(number, (), None, "stream")
         self._learn()
         self._recovery_epoch = self._server.recovery_epoch
 
-    def _note_deal(self, firsts: Mapping[int, int], samples_before: int) -> None:
+    def _note_deal(self, firsts: Mapping[int, int]) -> None:
         place = StreamPlace(
             workers=len(self._dealers),
             is_own=self._is_own,
@@ -188,7 +185,7 @@ class StreamedEpoch:
             splits=self._split is not None,
             parts=self._returned,
         )
-        self._told = StreamDeal(place, self._dealers, self._dealing, samples_before, self.samples_resumed)
+        self._told = StreamDeal(place, self._dealers, self._dealing, self.samples_resumed)
 
     def _store_deal(self) -> None:
         """Let the dispatcher keep how the stream is dealt now."""
@@ -341,10 +338,6 @@ class StreamedEpoch:
         """Count what workers have trained that failed or left, without their `lost` samples."""
         for worker in gone:
             self.departed[worker] += self._samples.pop(worker, 0) - lost.get(worker, 0)
-
-    def counted(self) -> NDArray[np.uint8] | None:
-        """Return None: samples of a stream are not counted."""
-        return None
 
     def next(self) -> GlobalStep | None:
         """Read this worker's next batch and receive the other workers' sample counts."""
@@ -696,7 +689,7 @@ class StreamedEpoch:
             self._returned = list(pieces)
             self._deal(everything)
         if self._told is not None:
-            self._note_deal(dict.fromkeys(self._dealers, 0), self._told.samples_before)
+            self._note_deal(dict.fromkeys(self._dealers, 0))
             self._store_deal()
             self._learn()  # the dispatcher has the deal before any worker trains by it
 

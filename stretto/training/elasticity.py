@@ -20,7 +20,7 @@ from stretto.data.shares import Limits, stricter
 from stretto.errors import LoaderError, ScriptError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork
 from stretto.loader.epoch_order import EpochOrder, pack, unpack
-from stretto.loader.stream_reader import STREAM_DEAL, STREAM_PLACE, StreamPlace, Work
+from stretto.loader.stream_reader import STREAM_PLACE, StreamPlace, Work
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.epoch_numbers import epoch_of
 from stretto.membership.loop_positions import LoopPosition
@@ -112,10 +112,9 @@ class ElasticAgent:
     def _join(self, position: JoinPosition) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
         order = unpack(position.order)
-        self._epochs_over, peeks = epoch_of(position.epoch_number) - 1, order.peeks
-        samples = STREAM_DEAL.decode(order.stream).samples_before if order.stream else 0
+        self._epochs_over, peeks = epoch_of(position.epoch_number) - 1, order.earlier.peeks
         length = self._trainer.batch_source.length() if self._trainer.batch_source.is_counted else 0
-        self._trainer.progress.joined(peeks, (self._epochs_over - len(peeks)) * length, samples)
+        self._trainer.progress.joined(peeks, (self._epochs_over - len(peeks)) * length, order.earlier.samples)
         self._trainer.evaluator.restore([self._epochs_over - len(peeks), None])
         self._trainer.events.join(position.clock_zeros)
 

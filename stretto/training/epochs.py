@@ -12,6 +12,7 @@ from stretto.checkpoint.state_transfer import pack_own
 from stretto.data.shares import EVEN, Limits
 from stretto.errors import ScriptError, UnevenLoopsError, explain
 from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, EpochBatches
+from stretto.loader.epoch_order import Earlier
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.streamed_epoch import StreamedEpoch
 from stretto.membership.loop_positions import BETWEEN, CLOSED, COMING, LOOP, LoopPosition, explained, named
@@ -121,11 +122,6 @@ class Epochs:
     # --- for the source of batches ------------------------------------------------------------------------------
 
     @property
-    def peeks(self) -> Sequence[int]:
-        """Numbers of the iterations over the loader that were peeks."""
-        return self._progress.peeks
-
-    @property
     def events(self) -> EventWriter:
         """The events of this worker."""
         return self._trainer.events
@@ -138,17 +134,11 @@ class Epochs:
         """Return the largest share of each of these members that has run out of memory."""
         return self._trainer.agent.share_limits()
 
-    @property
-    def samples_before(self) -> int:
-        """Number of samples of the epochs before this one."""
-        return self._progress.samples_before
-
-    def kept(self) -> bytes:
-        """Return the script's own values, where a worker that joins receives them with the order of the epoch."""
-        if not self._trainer.strategy.asynchronous:
-            return b""
-        own = script_state().saved()
-        return pack_own(own) if own[0] else b""
+    def earlier(self) -> Earlier:
+        """Return what a worker that joins within the epoch under way receives with its order."""
+        progress = self._progress
+        own = script_state().saved() if self._trainer.strategy.asynchronous else ({}, {})
+        return Earlier(progress.peeks, progress.samples_before, pack_own(own) if own[0] else b"")
 
     def push_all(self) -> None:
         """Push the remaining update to a server, and wait until it is applied."""
@@ -209,8 +199,6 @@ class Epochs:
         with self._timer.on("loading"):
             steps.pace.begin_epoch()
             self.current = self.source.begin_epoch(number, begun, place, progress.samples_of_epoch)
-        if isinstance(self.current, LeasedEpoch):
-            progress.begin_leased(self.current.samples)
         agent.epoch_begun()
         self._samples_at_meeting = progress.own_samples
         is_at_start = not begun[1].global_step if begun is not None else not (place is not None and place.trained)
@@ -640,7 +628,6 @@ class Epochs:
         self._note_rollback()
         self._note_absent()
         self._count_all_samples()
-        self._progress.count_untrained(epoch_batches.samples)
         if self._all_peeked:
             self._progress.note_peek()
             self._progress.take_unstepped()

@@ -70,6 +70,10 @@ class EvaluatedTrainer(Protocol):
         """The worker's part in a changing membership."""
 
 
+SampleCounts = Callable[[], dict[str, int] | None]
+"""Returns how often each sample of an epoch counted, over all workers; None for streams."""
+
+
 @dataclass(frozen=True)
 class EpochSummary:
     """An epoch's event: the figures of all workers, and the counts of each sample."""
@@ -78,11 +82,10 @@ class EpochSummary:
     step: int
     samples: int
     training_s: float
-    epoch_batches: EpochBatches
-    counts: list[bytes] | None
+    sample_counts: SampleCounts
     figures: list[bytes]
     trained: Mapping[int, int]
-    """Samples of an epoch over a stream by worker."""
+    """Samples of the epoch by worker."""
 
 
 class Evaluator:
@@ -211,10 +214,10 @@ class Evaluator:
 
     def close_epoch(self, epoch_batches: EpochBatches) -> None:
         """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""
-        trainer, progress, samples = self._trainer, self._trainer.progress, self._trainer.progress.samples
+        trainer, transport, progress = self._trainer, self._trainer.transport, self._trainer.progress
         self._epoch += 1
         with trainer.timer.on("waiting"):
-            trainer.transport.all_gather_bytes(b"")
+            counts, trained = self._count(epoch_batches)
         if not trainer.strategy.asynchronous:
             found = trainer.arrivals.settle(trainer.timer, trainer.shares.of_epoch())
             trainer.shares.note_gain(found, epoch_batches)
@@ -227,31 +230,41 @@ class Evaluator:
             "steps": progress.steps,
         }
         own |= {"drift": trainer.strategy.drift, **trainer.figures.measured()}
-        figures = trainer.transport.all_gather_bytes(msgspec.msgpack.encode(own))
-        is_countable = epoch_batches.samples and not isinstance(
-            epoch_batches, LeasedEpoch
-        )  # streams have no counts; the coordinator has those of leases
-        transport = trainer.transport
-        pack = functools.partial(_packed_counts, transport.number, epoch_batches)
-        counts = transport.all_gather_bytes(pack) if is_countable else None
-        trained, dropped = Counter[int](), 0
-        if isinstance(epoch_batches, StreamedEpoch):
-            of_worker = transport.number, progress.own_samples_of_epoch, progress.take_dropped()
-            for one in transport.all_gather_bytes(struct.pack("<qqq", *of_worker)):
-                worker, count, unstepped = struct.unpack("<qqq", one)
-                trained[worker] += count
-                dropped += unstepped
-            trained.update(epoch_batches.departed)
-            if epoch_batches.is_counted:
-                trained = Counter(epoch_batches.trained())
-        if not trainer.strategy.asynchronous:
-            progress.count_all(samples := samples - dropped)
-        summary = EpochSummary(
-            self._epoch, progress.steps, samples, training_s, epoch_batches, counts, figures, trained
-        )
+        figures = transport.all_gather_bytes(msgspec.msgpack.encode(own))
+        summary = EpochSummary(self._epoch, progress.steps, progress.samples, training_s, counts, figures, trained)
         with trainer.timer.on("waiting"):  # if the first worker fails here, the next one writes the event again
-            trainer.transport.broadcast_by_ranks(lambda: self._write_epoch(summary))
+            transport.broadcast_by_ranks(lambda: self._write_epoch(summary))
         trainer.events.flush()
+
+    def _count(self, epoch_batches: EpochBatches) -> tuple[SampleCounts, Mapping[int, int]]:
+        """Gather the counts of each sample, and how many each worker has trained, and set the samples of the run.
+
+        The coordinator has the counts of leases; streams have none.
+        """
+        transport, progress = self._trainer.transport, self._trainer.progress
+        if isinstance(epoch_batches, LeasedEpoch):
+            transport.all_gather_bytes(b"")  # all have settled their leases
+            counts = [transport.broadcast_by_ranks(lambda: _encoded_counts(*epoch_batches.audited()))]
+            packed, trained = _decoded(counts)
+            progress.count_all(progress.samples_before + sum(trained.values()))
+            return functools.partial(_sample_counts, packed, epoch_batches), trained
+        own = struct.pack("<qqq", transport.number, progress.own_samples_of_epoch, progress.take_dropped())
+        if isinstance(epoch_batches, AssignedEpoch):
+            told = transport.all_gather_bytes(lambda: own + _packed_counts(transport.number, epoch_batches))
+        else:
+            told = transport.all_gather_bytes(own)
+        of_workers = [struct.unpack_from("<qqq", one) for one in told]
+        if not self._trainer.strategy.asynchronous:
+            progress.count_all(progress.samples - sum(dropped for *_, dropped in of_workers))
+        if isinstance(epoch_batches, AssignedEpoch):
+            packed, trained = _decoded([one[len(own) :] for one in told])
+            return functools.partial(_sample_counts, packed, epoch_batches), trained
+        assert isinstance(epoch_batches, StreamedEpoch)
+        if epoch_batches.is_counted:
+            return lambda: None, epoch_batches.trained()
+        of_stream = Counter({worker: samples for worker, samples, _ in of_workers})
+        of_stream.update(epoch_batches.departed)
+        return lambda: None, of_stream
 
     def finish(self, has_worked: bool) -> None:
         """Evaluate and save the final model; evaluate only if any worker `has_worked`."""
@@ -285,13 +298,6 @@ class Evaluator:
         return self._trainer.rank_parts.joined_tensors(saveable_tensors(self._trainer.model))
 
     def _write_epoch(self, summary: EpochSummary) -> bytes:
-        counts = summary.counts
-        if isinstance(summary.epoch_batches, LeasedEpoch):
-            counts = [_encoded_counts(*summary.epoch_batches.audited())]
-        if counts is not None:
-            counted = _sample_counts(counts, summary.epoch_batches)
-        else:
-            counted = {"sample_counts": None, "trained": dict(sorted(summary.trained.items()))}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
         self._trainer.events.write(
@@ -302,7 +308,8 @@ class Evaluator:
             training_s=summary.training_s,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=figures,
-            **counted,
+            sample_counts=summary.sample_counts(),
+            trained=dict(sorted(summary.trained.items())),
         )
         self._save_state(f"states/{summary.samples:08d}")
         self._trainer.events.flush()
@@ -334,12 +341,10 @@ def _as_file(array: NDArray[Any]) -> list[memoryview]:
     return [file.getbuffer()]
 
 
-def _packed_counts(number: int, epoch_batches: EpochBatches) -> bytes:
+def _packed_counts(number: int, epoch_batches: AssignedEpoch) -> bytes:
     """Return the counts of each sample by this worker, which has this number, and those of departed workers."""
     counted = epoch_batches.counted()
-    assert counted is not None
-    departed = epoch_batches.departed_counts() if isinstance(epoch_batches, AssignedEpoch) else None
-    return _encoded_counts(counted, {number: int(counted.sum())}, departed)
+    return _encoded_counts(counted, {number: int(counted.sum())}, epoch_batches.departed_counts())
 
 
 def _encoded_counts(
@@ -356,17 +361,26 @@ def _encoded_counts(
     return msgspec.msgpack.encode([since, *packed, trained, before])
 
 
-def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dict[str, Any]:
-    """Return how often each sample of the epoch counted, over all workers, and how many each worker has `trained`.
+_COUNTS = msgspec.msgpack.Decoder(tuple[int, bytes, bytes, dict[int, int], dict[int, int]])
+
+
+def _decoded(messages: Sequence[bytes]) -> tuple[list[bytes], Mapping[int, int]]:
+    """Return the packed counts of each sample, and how many samples each worker has trained.
 
     The counts of departed workers are from the worker that has been a member for the longest time.
     """
-    assert isinstance(epoch_batches, AssignedEpoch | LeasedEpoch)
-    size = epoch_batches.order.bounds[-1]
-    message = tuple[int, bytes, bytes, dict[int, int], dict[int, int]]
-    decoded = [msgspec.msgpack.decode(one, type=message) for one in figures]
+    decoded = [_COUNTS.decode(one) for one in messages]
     longest = min((one for one in decoded if one[0] >= 0), key=lambda one: one[:3], default=None)
     packed = [*(own for _, own, *_ in decoded), *([longest[2]] if longest is not None else [])]
+    trained: Counter[int] = Counter()
+    for by_worker in (*(one[3] for one in decoded), longest[4] if longest is not None else {}):
+        trained.update(by_worker)
+    return packed, trained
+
+
+def _sample_counts(packed: Sequence[bytes], epoch_batches: AssignedEpoch | LeasedEpoch) -> dict[str, int]:
+    """Return how often each sample of the epoch counted, over all workers."""
+    size = epoch_batches.order.bounds[-1]
     counts = [np.unpackbits(np.frombuffer(zlib.decompress(one), np.uint8), count=size) for one in packed]
     found, late = (
         audit(one[: epoch_batches.samples] for one in counts),
@@ -374,11 +388,7 @@ def _sample_counts(figures: Sequence[bytes], epoch_batches: EpochBatches) -> dic
     )
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
     recovered_samples = {"recovered_samples": late.once} if size > epoch_batches.samples else {}
-    trained: Counter[int] = Counter()
-    for by_worker in (*(one[3] for one in decoded), longest[4] if longest is not None else {}):
-        trained.update(by_worker)
-    facts |= {"dropped": epoch_batches.dropped, **recovered_samples}
-    return {"sample_counts": facts, "trained": dict(sorted(trained.items()))}
+    return facts | {"dropped": epoch_batches.dropped, **recovered_samples}
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], predictions: Predicted) -> None:

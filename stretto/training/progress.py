@@ -63,8 +63,6 @@ class LoopProgress:
         """This worker's part of the samples of this epoch that do not count."""
         self.unstepped = 0
         """Number of samples assigned in this epoch that do not count, since no step was made."""
-        self._untrained = 0
-        """Number of samples of epochs in which no worker did a step."""
         self.global_batches_before = self.global_batches = 0
         """Global batches of the epochs before this one, and those that have begun in this one, by any worker."""
         self.has_just_joined = False
@@ -103,10 +101,6 @@ class LoopProgress:
         """Begin an epoch with all workers."""
         self.samples_before, self.step_requests_before = self.samples, self.step_requests
         self.global_batches_before, self.global_batches = self.global_batches_before + self.global_batches, 0
-
-    def begin_leased(self, samples: int) -> None:
-        """Begin an epoch of this number of samples, which other workers may have begun."""
-        self.samples_before = (self.epochs - 1) * samples - self._untrained
 
     def begin_loop(self, whole: bool) -> None:
         """Begin the loop of an epoch; `whole` if this worker takes part from the first global step."""
@@ -174,11 +168,6 @@ class LoopProgress:
     def count_all(self, samples: int) -> None:
         """Set the samples of all workers, on which they have agreed."""
         self.samples = samples
-
-    def count_untrained(self, samples: int) -> None:
-        """Note the samples of an epoch that has ended, if no worker did a step."""
-        if not self.samples_of_epoch:
-            self._untrained += samples
 
     # --- global steps -------------------------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Sections:
     def _where(self, transport: Transport, model: nn.Module) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
         if transport.arrives and transport.join_position is not None:
-            if kept := unpack(transport.join_position.order).kept:
+            if kept := unpack(transport.join_position.order).earlier.kept:
                 self._script.take(state_transfer.unpack_own(kept))
             return Section(section_of(transport.join_position.epoch_number))
         if transport.arrives:

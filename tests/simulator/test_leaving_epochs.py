@@ -32,6 +32,7 @@ def test_batches_that_all_workers_leave_are_not_done(recipe: str, after: int) ->
     """An epoch that all workers leave after one batch without a step is a peek, not an epoch."""
     ended = simulated(3, training(leaves=lambda _, steps: steps == after), recipe, net=NET)
     assert seen(ended) == [ALL | {"once": 12 * after, "never": SAMPLES - 12 * after}] * (2 if after else 0)
+    assert [one["samples"] for one in ended.of("epoch")] == [12 * after, 24 * after] * bool(after)
     left = [(one["epoch"], one["samples"], one["batches"]) for one in ended.of("samples_left")]
     assert left == [(epoch, SAMPLES - 12 * after, 11 - 3 * after) for epoch in (1, 2) if after]
     assert len([one for one in ended.of("warning") if "no loop has asked for" in one["text"]]) == bool(after)

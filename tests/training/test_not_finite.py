@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,8 @@ def test_a_skipped_update_changes_no_worker_and_its_samples_do_not_count(recipe:
     seen = [one["sample_counts"] for one in events if one["event"] == "epoch"]
     assert sum(one["never"] for one in seen) == 8
     assert sum(one["once"] for one in seen) == 4 * 160 - 8
+    told = [one["samples"] for one in events if one["event"] == "epoch"]
+    assert told == list(itertools.accumulate(one["once"] for one in seen))
 
 
 def test_an_update_that_overflows_in_the_encoding_ends_the_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ def assert_record_is_true(run: Counted) -> None:
     assert record["samples"] == record["samples_before"] + sum(record["samples_by_worker"])
     assert record["samples"] == sum(times * samples for epoch in run.epochs for times, samples in epoch.items())
     assert record["samples_per_second"] * record["seconds"] == pytest.approx(record["samples"])
+    lines = re.findall(r"epoch (\d+) ended: step \d+, ([\d,]+) samples", run.text)
+    assert lines
+    for epoch, samples in lines:
+        trained = [times * each for counts in run.epochs[: int(epoch)] for times, each in counts.items()]
+        assert int(samples.replace(",", "")) == sum(trained)
 
 
 @pytest.mark.parametrize(
