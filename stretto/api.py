@@ -39,6 +39,7 @@ from stretto.training.chosen import chosen_layout, chosen_recipe, given_layout, 
 from stretto.training.epochs import Epochs
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
+from stretto.training.loop_exits import place_of
 from stretto.training.plain_loop import PlainBatches, PlainLoop
 from stretto.training.sections import Sections
 from stretto.training.termination import heed_termination
@@ -395,8 +396,9 @@ class SharedLoader(_DistributedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         schedules.intercept(_schedules)  # classes of the script may have been made since
-        other_libraries.refuse_loops(sys._getframe(1))
-        return Batches(self._trainer)
+        calls = sys._getframe(1)
+        other_libraries.refuse_loops(calls)
+        return Batches(self._trainer, place_of(calls))
 
     def __len__(self) -> int:
         self._trainer.schedules.asked_length()

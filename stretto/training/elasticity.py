@@ -47,8 +47,10 @@ class ElasticAgent:
         self._epochs_over, self._asked = 0, False
         self.left = False
         """True if this worker has left the run gracefully."""
-        self.has_arrivals = trainer.transport.arrives and trainer.transport.repeats_attempts
-        """True once a worker has come late to this section; the same at all workers, and False over a server."""
+        self.arrivals = int(trainer.transport.arrives and trainer.transport.repeats_attempts)
+        """Number of arrivals of workers in this section that this one has seen, its own included; 0 over a server."""
+        self.steps_before = 0
+        """Number of steps that were made before this worker's script began to count any."""
         self.checkpoints = CheckpointManager(trainer, context)
         self._residuals = ResidualHandover(trainer, context.files)
         self._members, self._share_limits = trainer.transport.members, trainer.transport.share_limits
@@ -137,6 +139,7 @@ class ElasticAgent:
             _refuse_other_number(place.workers, trainer.transport.workers)
         own = self._load_trained(state)
         trainer.progress.restore(facts)
+        self.steps_before = trainer.progress.steps
         if facts.get("returned") is not None:
             lost, self._counted = facts["returned"]
             order = unpack(lost)
@@ -420,7 +423,7 @@ class ElasticAgent:
         if change.save:
             self.checkpoints.save()
         if change.came:
-            self.has_arrivals = True
+            self.arrivals += 1
             with self._trainer.timer.on("waiting"):
                 self._trainer.batch_source.admit(self._trainer.epochs.current)
 

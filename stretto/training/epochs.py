@@ -31,6 +31,7 @@ from stretto.training.elasticity import ElasticAgent
 from stretto.training.evaluator import Evaluator
 from stretto.training.global_steps import GlobalSteps
 from stretto.training.last_model import LastModel
+from stretto.training.loop_exits import Place, has_way_out
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
@@ -100,8 +101,12 @@ class Epochs:
         """True once a line has named samples of an epoch for which no loop has asked."""
         self._has_just_come = trainer.transport.arrives
         """True at a worker that came late, until it has its first batch: the others know that their loops continue."""
-        self._counts_itself: bool | None = None
-        """True if the script counts steps itself, False if a worker that comes late has their number."""
+        self._counts_itself = True
+        """True if the script may count steps itself, False if a worker that comes late has their number."""
+        self._place: Place | None = None
+        """Place of the script at which the iteration of this epoch began."""
+        self._whole: tuple[int, int] | None = None
+        """Epoch and number of arrivals in which all loops were seen to take all batches."""
         self._has_named_late = False
         """True once a line has said that no worker is left that has counted all steps."""
         self._looping: list[int] = []
@@ -157,8 +162,8 @@ class Epochs:
 
     # --- begin --------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> bool:
-        """Begin an epoch; first end the epoch before, if the script left it early.
+    def begin_epoch(self, place: Place | None) -> bool:
+        """Begin an epoch, at this place of the script; first end the epoch before, if the script left it early.
 
         An epoch that was over before this worker joined is empty. An epoch of which only one batch was peeked begins
         again. Returns False for an iteration that was a peek in an earlier incarnation of this worker, and is one
@@ -170,7 +175,7 @@ class Epochs:
             self._is_asked_for(by_this=True)
         if not self._progress.begin_iteration(self._trainer.strategy.asynchronous):
             return False
-        self._has_peeked = False
+        self._has_peeked, self._place = False, place
         self._enter_epoch()
         return True
 
@@ -305,36 +310,39 @@ class Epochs:
     def _is_left_by_others(self, left: bool = False) -> bool:
         """Return True if this worker, which came late, ends its loop here, since all others have left theirs.
 
-        Once a worker has come late, all workers ask before each step, and where they have `left` the loop: a message
-        more in each step. Where it is not known if the script counts steps itself, they ask under recipes of gradients.
-        Raises UnevenLoopsError if some of the first workers leave the loop, or only workers that came late.
+        The workers that have counted most steps decide. Once a worker has come late, all ask before each step, and
+        where they have `left` the loop: a message more in each step, unless all loops are seen to take all batches.
+        Raises UnevenLoopsError if some of those workers leave the loop, or only others.
         """
-        strategy, transport, progress = self._trainer.strategy, self._transport, self._progress
-        asks = strategy.exchanges_gradients if self._counts_itself is None else self._counts_itself
-        if not (asks and self._trainer.agent.has_arrivals):
+        agent, transport, progress = self._trainer.agent, self._transport, self._progress
+        now = progress.epochs, agent.arrivals
+        if not self._counts_itself or not agent.arrivals or self._whole == now:
             return False
+        may_leave = left or has_way_out(self._place)
         progress.enter(BETWEEN)
         with self._timer.on("waiting"):
-            replies = transport.all_gather_bytes(struct.pack("<??q", transport.arrives, left, progress.steps))
+            own = struct.pack("<??qq", left, may_leave, progress.steps, agent.steps_before)
+            answers = [struct.unpack("<??qq", reply) for reply in transport.all_gather_bytes(own)]
         progress.enter(LOOP)
-        answers = [struct.unpack("<??q", reply) for reply in replies]
-        everyone = [has_left for _, has_left, _ in answers]
-        first = [has_left for is_late, has_left, _ in answers if not is_late]
-        if not first and self._counts_itself and not self._has_named_late and transport.number == transport.members[0]:
+        if not any(may_leave for _, may_leave, *_ in answers):
+            self._whole = now
+            return False
+        uncounted = min(before for *_, before in answers)
+        if uncounted and not self._has_named_late and transport.number == transport.members[0]:
             self._has_named_late = True
             self._trainer.events.own_notice(
-                "each worker was restarted, or joined, since the training began: none has counted all steps, and a "
-                "limit that the script counts itself comes too late; stretto.steps() counts all"
+                f"no worker is left whose script has counted the first {uncounted:,} steps: a limit of steps that it "
+                f"counts itself comes {uncounted:,} steps too late; stretto.steps() counts all"
             )
         if isinstance(self.current, AssignedEpoch) and self.current.is_last():
             return False  # a loop that counts to len(loader) ends here, and one over the loader finds no batch
-        have_all_left = all(first or everyone)
-        if any(everyone) and not have_all_left:
+        have_all_left = all(has_left for has_left, _, _, before in answers if before == uncounted)
+        if any(has_left for has_left, *_ in answers) and not have_all_left:
             raise UnevenLoopsError(
                 explained(
                     {
                         worker: LoopPosition(CLOSED if has_left else LOOP, progress.epochs, step + (not has_left))
-                        for worker, (_, has_left, step) in zip(transport.members, answers, strict=False)
+                        for worker, (has_left, _, step, _) in zip(transport.members, answers, strict=False)
                     }
                 )
             )

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from stretto.errors import ScriptError, explain
 from stretto.training.epochs import Epochs
+from stretto.training.loop_exits import Place
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 
@@ -31,19 +32,19 @@ class Iterated(Protocol):
 
 
 class Batches(Iterator[Any]):
-    """One iteration over the shared loader: this worker's batches of a common epoch.
+    """One iteration over the shared loader, begun at a `place` of the script: this worker's batches of a common epoch.
 
     Raises ScriptError at the next batch after a later iteration has begun: one epoch of all workers is under way.
     """
 
-    def __init__(self, trainer: Iterated) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Iterated, place: Place | None = None) -> None:
+        self._trainer, self._place = trainer, place
         self._is_over, self._number = False, 0
         self._begin()
 
     def _begin(self) -> None:
         trainer = self._trainer
-        counts = trainer.epochs.begin_epoch()
+        counts = trainer.epochs.begin_epoch(self._place)
         self._number = trainer.progress.iterations
         self._repeated = None if counts else iter(trainer.loader)
         is_continued = trainer.epochs.current is None or trainer.progress.samples_of_epoch > 0

@@ -145,13 +145,8 @@ def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Ca
     return work
 
 
-def counting(
-    limit: int, whole: bool = False, known: bool = False, every: int | None = None
-) -> Callable[[int], tuple[int, torch.Tensor]]:
-    """Return a training function that counts its steps from 0 in each process; it gathers after `every` k-th one.
-
-    That it counts is `known` in loops of Accelerate.
-    """
+def counting(limit: int, whole: bool = False, every: int | None = None) -> Callable[[int], tuple[int, torch.Tensor]]:
+    """Return a training function that counts its steps from 0 in each process; it gathers after `every` k-th one."""
 
     def work(worker: int) -> tuple[int, torch.Tensor]:
         net, step = small_net(), 0
@@ -160,8 +155,6 @@ def counting(
         loader = stretto.distribute(net, optimizer, loader)
         trainer = api.training()
         assert trainer is not None
-        if known:
-            trainer.epochs.note_counter(is_own=True)
         for _ in range(EPOCHS):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -193,7 +186,7 @@ def test_a_worker_that_comes_late_and_counts_its_own_steps_ends_its_loop_with_th
 ) -> None:
     """The last worker is never killed: it leaves the last epoch within, by its count."""
     limit = 2 * -(-SAMPLES // (workers * BATCH)) + 1
-    work = counting(limit, whole, known=True)
+    work = counting(limit, whole)
     seconds = simulated(workers, work, recipe, net=NET).seconds
     fault = "; ".join(COMES_LATE.format(who % (workers - 1), at * seconds, after) for who, at, after in kills)
     ended = simulated(workers, work, recipe, net=NET, fault=fault)
@@ -203,34 +196,78 @@ def test_a_worker_that_comes_late_and_counts_its_own_steps_ends_its_loop_with_th
     assert [one["twice"] for one in seen(ended)] == [0] * len(seen(ended))
 
 
-def test_the_line_of_a_loop_that_ends_with_the_others() -> None:
-    """Worker 0 begins again after its third step, and evaluates after its loop as the others do."""
-    ended = simulated(3, counting(10), "allreduce", net=NET, fault=COMES_LATE.format(0, 0.05, 0.015))
+@pytest.mark.parametrize(("recipe", "last"), [("allreduce", 10), ("local_sgd(every=4)", 11)])
+def test_the_line_of_a_loop_that_ends_with_the_others(recipe: str, last: int) -> None:
+    """Worker 0 begins again after its third step, and evaluates after its loop as the others do.
+
+    After local steps its samples are trained again in two steps more, so that the second epoch ends with step 10.
+    """
+    ended = simulated(3, counting(10), recipe, net=NET, fault=COMES_LATE.format(0, 0.05, 0.015))
     (line,) = (one["text"] for one in ended.of("warning") if "ends its loop" in one["text"])
-    assert line.startswith("worker 0 ends its loop with the others, in epoch 3 at step 10: its script counts steps ")
+    assert line.startswith(f"worker 0 ends its loop with the others, in epoch 3 at step {last}: its script counts ")
     assert "if stretto.steps() + 1 >= max_steps: break" in line
-    assert ended.found[0][0] < 10 == ended.found[1][0]
-    assert seen(ended)[-1] == {"once": 22, "twice": 0, "never": 22, "dropped": 0}
+    assert ended.found[0][0] < last == ended.found[1][0] == ended.found[2][0]
+    assert [one["twice"] for one in seen(ended)] == [0, 0, 0]
 
 
-def test_a_line_says_that_no_worker_is_left_that_has_counted_all_steps() -> None:
+def test_the_worker_that_has_counted_most_ends_the_loops_where_each_was_restarted() -> None:
+    """Worker 0 begins again after five steps of both, worker 1 later: a limit of 10 steps comes after 15."""
     fault = f"{COMES_LATE.format(0, 0.05, 0.015)}; {COMES_LATE.format(1, 0.12, 0.015)}"
-    ended = simulated(2, counting(100, known=True), "allreduce", net=NET, fault=fault)
-    assert sum("none has counted all steps" in one["text"] for one in ended.of("warning")) == 1
-    assert all(one["once"] == SAMPLES for one in seen(ended))
+    ended = simulated(2, counting(10), "allreduce", net=NET, fault=fault)
+    (line,) = (one["text"] for one in ended.of("warning") if "no worker is left" in one["text"])
+    assert "has counted the first 5 steps: a limit of steps that it counts itself comes 5 steps too late" in line
+    assert ended.found[1][0] < ended.found[0][0] == 10
+    assert torch.equal(ended.found[0][1], ended.found[1][1])
+    assert ended.of("epoch")[-1]["step"] == 15
 
 
-@pytest.mark.parametrize(
-    ("recipe", "every", "said"),
-    [
-        ("allreduce", 5, "worker 0 is between two steps in epoch 2 at step 5, workers 1 and 2 wait at step 5"),
-        ("local_sgd(every=4)", None, "at the same position"),
-    ],
-)
-def test_other_loops_of_unequal_length_end_the_run(recipe: str, every: int | None, said: str) -> None:
-    """A script that exchanges by its own count; and under local steps, where no plain loop asks before each step."""
+def test_workers_ask_each_other_once_an_epoch_where_all_loops_take_all_batches() -> None:
+    """The loops differ in a way out that is never taken; exchanges of one step are as many with it as without."""
+
+    def exchanges(leaves: bool, recipe: str, fault: str | None) -> list[int]:
+        def work(worker: int) -> int:
+            net = small_net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            loader: Any = stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH))
+            trainer, step = api.training(), 0
+            assert trainer is not None
+            for _ in range(EPOCHS):
+                if leaves:
+                    for x, y in loader:
+                        step += train(net, optimizer, x, y)
+                        if step >= 100:
+                            break
+                else:
+                    for x, y in loader:
+                        step += train(net, optimizer, x, y)
+            return trainer.transport.operations_begun()
+
+        found: list[int] = simulated(2, work, recipe, net=NET, fault=fault).found
+        return found
+
+    for recipe in ("allreduce", "local_sgd(every=4)"):
+        fault = COMES_LATE.format(0, 0.02, 0.005)
+        without, seldom, often = (
+            exchanges(True, recipe, None),
+            exchanges(False, recipe, fault),
+            exchanges(True, recipe, fault),
+        )
+        assert without == exchanges(False, recipe, None)
+        assert often[1] - seldom[1] >= 10
+        assert seldom[1] - without[1] <= 2 * EPOCHS + 3
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> int:
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+    return 1
+
+
+def test_a_script_that_exchanges_by_its_own_count_ends_the_run() -> None:
+    said = "worker 0 is between two steps in epoch 2 at step 5, workers 1 and 2 wait at step 5"
     with pytest.raises(LaunchError, match=said):
-        simulated(3, counting(10, every=every), recipe, net=NET, fault=COMES_LATE.format(0, 0.08, 0.015))
+        simulated(3, counting(10, every=5), "allreduce", net=NET, fault=COMES_LATE.format(0, 0.08, 0.015))
 
 
 def norm(net: nn.Module) -> dict[str, float]:

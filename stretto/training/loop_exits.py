@@ -1,0 +1,69 @@
+"""Ways out of a script's loop over its batches, as its source shows them.
+
+A loop that takes all batches of its epoch ends where the epoch does. Workers have to agree on the end of other loops
+alone, once one of them has begun to count its steps later than the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from types import FrameType
+from typing import TypeAlias
+
+Place: TypeAlias = tuple[str, int]
+"""File and line in which an iteration begins."""
+_ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom, ast.Await)
+_EXITS = ("exit", "_exit", "quit")
+
+
+def place_of(calls: FrameType) -> Place:
+    """Return the place that a frame has reached."""
+    return calls.f_code.co_filename, calls.f_lineno
+
+
+@functools.cache
+def has_way_out(place: Place | None) -> bool:
+    """Return False if the source shows a `for` over all batches, which no statement of its body leaves before."""
+    tree = _parsed(place[0]) if place is not None else None
+    if place is None or tree is None:
+        return True
+    begun = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For) and node.iter.lineno <= place[1] <= (node.iter.end_lineno or 0)
+    ]
+    if len(begun) != 1 or not _has_all(begun[0].iter):
+        return True
+    is_tried = any(isinstance(node, ast.Try) and begun[0] in ast.walk(node) for node in ast.walk(tree))
+    return is_tried or any(_leaves(node) for node in begun[0].body)
+
+
+@functools.cache
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # another encoding, or another language
+        return None
+
+
+def _has_all(iterated: ast.expr) -> bool:
+    """Return True for `loader`, `self.loader` and `enumerate(loader, 1)`; others may stop before their last batch."""
+    if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Name) and iterated.func.id == "enumerate":
+        iterated = iterated.args[0] if iterated.args else iterated
+    return isinstance(iterated, ast.Name | ast.Attribute)
+
+
+def _leaves(node: ast.AST, is_within: bool = False) -> bool:
+    """Return True if a node of a loop's body may leave the loop. `is_within` another one, whose `break` does not."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return False
+    if isinstance(node, ast.Break) and not is_within:
+        return True
+    is_exit = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _EXITS
+    if isinstance(node, _ENDS) or is_exit:
+        return True
+    if isinstance(node, ast.For | ast.While | ast.AsyncFor):
+        return any(_leaves(one, True) for one in node.body) or any(_leaves(one, is_within) for one in node.orelse)
+    return any(_leaves(one, is_within) for one in ast.iter_child_nodes(node))
