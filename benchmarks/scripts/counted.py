@@ -73,7 +73,7 @@ parser.add_argument(
 )
 parser.add_argument("--proxy", help="address of benchmarks/proxy.py")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds that a batch takes longer")
-parser.add_argument("--until-back", action="store_true", help="pause only until a killed worker is in the loop again")
+parser.add_argument("--until-back", action="store_true", help="pause only until a worker returns or joins")
 parser.add_argument("--steps", type=int, help="steps that each process counts itself, after which its loop ends")
 arguments = parser.parse_args()
 config = worker_config() or WorkerConfig()
@@ -271,7 +271,7 @@ is_carried = has_share = False
 """True once an exchange has carried this work; once its share is noted."""
 epoch = 0
 back = arguments.folder / "back"
-"""File that is there once a killed worker is in the loop again."""
+"""File that is there once a killed or joining worker is in the loop."""
 shares = (arguments.folder / f"shares-{config.worker}-{os.getpid()}.jsonl").open("a")
 own_share, carried = Weights.share, Weights.carried
 
@@ -352,7 +352,7 @@ for epoch in range(arguments.epochs):
             optimizer.step()
             optimizer.zero_grad()
             pass_phase("stepped")
-        if config.incarnation:
+        if config.joins:
             back.touch()
         if not (arguments.until_back and back.exists()):
             time.sleep(arguments.pause)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import hunt, laboratory
-from benchmarks.counting_model import Counted
+from benchmarks.counting_model import Counted, run_counted
 from benchmarks.hunt import (
     CLOCKS,
     HOSTS,
@@ -22,6 +22,7 @@ from benchmarks.hunt import (
     RECIPES,
     SAMPLES,
     WITH_HOSTS,
+    WITH_JOINS,
     Plan,
     findings,
     plan_of,
@@ -35,6 +36,11 @@ from stretto.recipe.parser import parse
 
 PLANS = [plan_of(seed) for seed in range(8 * len(RECIPES))]
 OVER_HOSTS = [plan for plan in map(plan_of, range(WITH_HOSTS, WITH_HOSTS + 400)) if plan.has_hosts]
+JOINED = [
+    plan
+    for plan in map(plan_of, range(WITH_JOINS, WITH_JOINS + 400))
+    if any(":JOIN:" in strike for strike in plan.strikes)
+]
 
 
 def test_plan_depends_on_its_seed_alone() -> None:
@@ -110,6 +116,27 @@ def test_hosts_are_struck_so_that_a_worker_is_left() -> None:
             assert int(worker) < (here if who in (["launcher"], ["coordinator"], ["shard"]) else here + there)
             if struck and not who and kind in ("KILL", "STOP", "TERM", "SUSPEND"):
                 assert (int(worker) < here) == (struck[0] < here)
+
+
+def test_from_a_seed_on_runs_on_one_host_get_a_worker_more_by_a_process_that_joins() -> None:
+    assert not any(":JOIN:" in strike for plan in (*PLANS, *OVER_HOSTS) for strike in plan.strikes)
+    for plan in JOINED:
+        (joins,) = (strike.split(":") for strike in plan.strikes if ":JOIN:" in strike)
+        assert int(joins[0]) < int(plan.options[1]) > 1
+        assert "--listen" in plan.options and not plan.has_hosts
+        assert "--layout" not in plan.options and "own" not in plan.script and not plan.disk
+    words = {word for plan in JOINED for word in (*plan.options, *plan.script)}
+    assert words >= {"stream", "list", "numbers", "split", "--servers", "--checkpoint-every", "--accumulate"}
+    assert {plan.recipe.split("(")[0] for plan in JOINED} >= {"allreduce", "local_sgd", "gossip", "async_sgd"}
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(every=3)", pytest.param("async_sgd", marks=pytest.mark.long)])
+def test_worker_that_joins_trains_and_its_run_has_no_finding(recipe: str, tmp_path: Path) -> None:
+    options, script = ("-n", "2", "--listen", "127.0.0.1"), ("--pause", "2", "--until-back")
+    plan = Plan(WITH_JOINS, recipe, options, script, ("1:JOIN:stepped:1",))
+    done = run_counted(tmp_path, recipe, options=options, script=[*script, "--strike", *plan.strikes])
+    assert findings(plan, done) == [], done.text
+    assert any(done.record["samples_by_worker"][2:])
 
 
 @pytest.fixture
