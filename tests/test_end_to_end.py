@@ -564,6 +564,43 @@ def test_worker_joins_within_an_endless_stream_over_a_server_in_which_another_on
     assert event["trained"]["3"] > 0
 
 
+GROWING = """
+import pathlib, time, torch, stretto
+from stretto.process_config import worker_config
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (row + torch.randperm(4) for row in range(0, 1200, 4))
+net = torch.nn.Embedding(1200, 1)
+torch.nn.init.zeros_(net.weight)
+optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+for rows in stretto.distribute(net, optimizer, torch.utils.data.DataLoader(Stream(), batch_size=None)):
+    optimizer.zero_grad()
+    net(rows).sum().backward()
+    optimizer.step()
+    pathlib.Path(f"at-{worker_config().worker}").touch()
+    time.sleep(0 if pathlib.Path("at-1").exists() else 0.2)
+"""
+"""A stream that draws random numbers, and lasts a minute at least unless worker 1 joins."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "batch"), [("allreduce", "keep"), ("local_sgd(every=4)", "split")])
+def test_worker_joins_within_a_stream_of_a_run_that_began_with_one_worker(
+    place: Place, recipe: str, batch: str
+) -> None:
+    options = ["-n", "1", "--recipe", recipe, "--batch", batch, "--listen", "127.0.0.1"]
+    process = place.stretto("run", *options, "--out", "run", "--json", "run.json", script(place.folder, GROWING))
+    until(lambda: Path("at-0").exists(), LIMIT_S)
+    guest = place.stretto("join", "run")
+    for one in (process, guest):
+        wait_for_success(one)
+    record = json.loads(Path("run.json").read_text())
+    counts = -load_file("run/final.safetensors")["weight"].flatten()
+    assert set(counts.tolist()) == {0.5, 1.0}
+    assert record["samples"] == 1200 == sum(record["samples_by_worker"])
+    assert record["samples_by_worker"][1] > 0
+
+
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
 def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     place: Place, ended: str, monkeypatch: pytest.MonkeyPatch

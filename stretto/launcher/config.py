@@ -222,6 +222,7 @@ def check(config: RunConfig, live: bool = True) -> None:
     _check_server_options(config, live)
     _check_survival(config)
     _check_host(config)
+    _check_growth(config)
     _check_relay(config)
     _check_faults(config)
     _check_checkpoints(config)
@@ -294,7 +295,7 @@ def _check_wait(config: RunConfig, wait_for: int) -> None:
 
 
 def _check_host(config: RunConfig) -> None:
-    """Raise LaunchError for a run that workers cannot join: with one worker a parameter server has no update rule."""
+    """Raise LaunchError for a run that workers cannot join."""
     if config.host is None:
         if config.hosts is not None and config.on is None:
             raise _without_listen("--hosts", config.hosts)
@@ -313,11 +314,20 @@ def _check_host(config: RunConfig) -> None:
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type="--secret-file FILE"))
     if config.single_process:
         _refuse("the host of a run alone", config.host, "a run that others can join", "leave --listen away")
-    if settled(config).servers and config.initial_workers < 2:
-        problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
-        got = f"-n {config.workers} --listen {config.host} --recipe {config.recipe}"
-        to_type = f"-n {config.workers} --wait-for 2 --listen {config.host}"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
+def _check_growth(config: RunConfig) -> None:
+    """Raise LaunchError for a run of one worker that others join: its parameter server has no update rule."""
+    grows = config.host is not None or (config.on is not None and config.most_workers > config.initial_workers)
+    if not grows or config.initial_workers > 1 or not settled(config).servers:
+        return
+    number, options = config.workers + config.announced, {"on": config.on, "max-workers": config.max_workers}
+    options |= {"listen": config.host}
+    words = " ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+    problem, expected = "one worker over a parameter server cannot be joined", "at least 2 workers from the start"
+    to_type = f"-n 2 {words}" if config.on is not None else f"-n {number} --wait-for 2 {words}"
+    got = f"-n {number} {words} --recipe {config.recipe}"
+    raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 def _without_listen(option: str, hosts: str) -> LaunchError:

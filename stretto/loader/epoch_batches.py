@@ -65,7 +65,6 @@ from stretto.runtime.runtime import Runtime
 from stretto.transport import Transport
 from stretto.transport.interface import Change
 
-OTHER_BATCHES = "it can't read the same batches: the only worker has drawn random numbers in turn with it"
 Rule = Literal["per-worker-batch", "global-batch"]
 """Which batch size stays constant under a changed membership: each worker's, or the global one."""
 
@@ -562,7 +561,8 @@ class BatchSource:
             why = (
                 "each worker has a shard"
                 if is_own
-                else f"{OTHER_BATCHES}, or the others train batches of the epoch before"
+                else "it can't read the same batches: the only worker has drawn random numbers in turn with it, or the "
+                "others train batches of the epoch before"
             )
             raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}", returns=not is_own)
         if place is not None and (way := self._division.resume_stream) is not None and not joins:
@@ -623,9 +623,8 @@ class BatchSource:
     def _take_part(self, number: int, deal: StreamDeal) -> EpochBatches:
         """Take part in an epoch over a stream that workers at a server train already."""
         place = deal.place
-        if place.is_own or not place.start:
-            why = "each worker has a shard" if place.is_own else OTHER_BATCHES
-            raise StaysOutError(f"a worker cannot join in the middle of a stream of which {why}")
+        if place.is_own:
+            raise StaysOutError("a worker cannot join in the middle of a stream of which each worker has a shard")
         reader = self._reader(number, False, place, joins=True)
         split = self._split(is_split=True) if place.splits else None
         order = StreamOrder(1, place.trained)

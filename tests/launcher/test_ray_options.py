@@ -46,6 +46,7 @@ def test_all_workers_are_on_the_cluster_and_have_its_processors(place: Place) ->
 @pytest.mark.parametrize(
     ("fields", "cause", "to_type"),
     [
+        ({"workers": 1, "max_workers": 4, "recipe": "async_sgd"}, "cannot be joined", "-n 2 --on ray --max-workers 4"),
         ({"on": "rey"}, "the engine cannot be --on rey", "--on ray"),
         ({"on": "ray://head"}, "the engine cannot be --on ray://head", "--on ray"),
         ({"workers": 0}, "the number of workers cannot be 0", "-n 4 --on ray"),
@@ -60,7 +61,7 @@ def test_options_that_contradict_the_engine_are_refused(
     place: Place, fields: dict[str, Any], cause: str, to_type: str
 ) -> None:
     with pytest.raises(LaunchError, match=cause) as caught:
-        on_engine(config(place, **fields))
+        check(on_engine(config(place, **fields)))
     assert str(caught.value).partition("try: ")[2].startswith(to_type)
 
 
