@@ -45,7 +45,7 @@ from stretto.identity import broadcast, is_main, rank
 from stretto.loader.epoch_order import samples_in
 from stretto.notices import say_once
 from stretto.trainers.together import gathered, lockstep_training, meet
-from stretto.trainers.windows import WindowedLoader, early_end, expected_length, sizes_of
+from stretto.trainers.windows import WindowedLoader, expected_length, sizes_of
 from stretto.training.checkpointed import checkpointed
 from stretto.training.trainer import Trainer as Training
 from stretto.training.worker_context import find_context
@@ -410,15 +410,15 @@ class PreparedLoader:
             raise
         finally:
             state._remove_dataloader(self)
-        self._refuse_early_end(number)
+        self._refuse_early_end(shared, number)
         _end_epoch()
 
-    def _refuse_early_end(self, number: int) -> None:
+    def _refuse_early_end(self, shared: WindowedLoader, number: int) -> None:
         """Raise ScriptError if a whole epoch has had fewer micro-batches than `len` said."""
         current = training()
         is_whole = number > 0 and not self._kept.is_received and current is not None and not current.is_over
         if is_whole and not isinstance(self._loader.dataset, IterableDataset) and number < len(self):
-            raise early_end("loop over the loader", f"{number} of {len(self)} micro-batches of an epoch")
+            shared.refuse_early_end("loop over the loader", f"{number} of {len(self)} micro-batches of an epoch")
 
     def _is_end(self, number: int) -> bool:
         try:

@@ -41,7 +41,7 @@ from stretto.notices import say_once
 from stretto.process_config import VARIABLE
 from stretto.trainers.accelerate import acts_for_main, be_only_process, number_processes, renumber
 from stretto.trainers.together import lockstep_training
-from stretto.trainers.windows import Empty, WindowedLoader, early_end, items_in
+from stretto.trainers.windows import Empty, WindowedLoader, items_in
 from stretto.training.checkpointed import checkpointed
 from stretto.training.schedule import Mode
 from stretto.training.trainer import Trainer as Training
@@ -158,8 +158,8 @@ class Hooks:
         """Raise ScriptError if the loader has ended before the announced steps, which the library allows."""
         state, current = self._trainer.state, training()
         is_stopped = self._trainer.control.should_training_stop or current is None or current.is_over
-        if state.global_step < state.max_steps and not is_stopped:
-            raise early_end("Trainer", f"{state.global_step} of {state.max_steps} steps")
+        if self._batches.loader is not None and state.global_step < state.max_steps and not is_stopped:
+            self._batches.loader.refuse_early_end("Trainer", f"{state.global_step} of {state.max_steps} steps")
 
     def hyperparameter_search(self, plain: Plain, *given: Any, **named: Any) -> Any:
         """Refuse a search: its trials belong to processes of their own."""

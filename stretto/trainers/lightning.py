@@ -32,7 +32,7 @@ from stretto.errors import ScriptError, explain
 from stretto.identity import broadcast, is_main, main_first, rank
 from stretto.notices import say_once
 from stretto.trainers.together import gathered, lockstep_training, meet
-from stretto.trainers.windows import WindowedLoader, early_end, expected_length, sizes_of
+from stretto.trainers.windows import WindowedLoader, expected_length, sizes_of
 from stretto.training.checkpointed import checkpointed
 from stretto.training.worker_context import find_context
 
@@ -291,7 +291,7 @@ class _Batches:
             self._trainer.should_stop = is_over or self._trainer.should_stop
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if ready < len(self) and not is_over and not self._trainer.should_stop:
-            raise early_end("Trainer", f"{ready} of {len(self)} batches of an epoch")
+            self._shared.refuse_early_end("Trainer", f"{ready} of {len(self)} batches of an epoch")
 
     def _begin(self) -> None:
         trainer = self._trainer
@@ -324,6 +324,17 @@ class _Batches:
                 "the epochs of this run have another length than those of its first workers",
                 got=f"{len(self._shared)} micro-batches in place of {self._length}",
                 to_type="--resume with as many workers as before",
+            )
+        current = training()
+        if current is not None and current.strategy.asynchronous and not self._shared.is_alone:
+            raise ScriptError(
+                explain(
+                    "Lightning validates after as many batches of an epoch as it has counted beforehand, and workers "
+                    "that do not wait share them by their speeds",
+                    got=f"--recipe {current.recipe}",
+                    expected="a recipe whose workers wait for each other",
+                    to_type='--recipe allreduce, or "local_sgd(every=16)"',
+                )
             )
         self._counters = _Counters(trainer)
         checkpointed(lightning=self._counters)

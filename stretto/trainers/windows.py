@@ -83,6 +83,8 @@ class WindowedLoader:
         """Group of each micro-batch of the window under way; empty ones have none."""
         self._skipped = 0
         """Windows of the next epoch that were trained before."""
+        self._has_named_fewer = False
+        """True once a line has said that this worker has had fewer micro-batches than its loop has counted."""
         is_stream = isinstance(loader.dataset, IterableDataset)
         self._order = None if is_stream else _order_of(loader)
         has_groups = by_groups and accumulation > 1
@@ -199,6 +201,27 @@ class WindowedLoader:
         full = next((one for one in window if not isinstance(one, Empty)), None)
         for micro, size in zip(window, sizes, strict=True):
             yield full if isinstance(micro, Empty) else micro, len(window) * size / total if total else 1.0
+
+    def refuse_early_end(self, library: str, got: str) -> None:
+        """Raise ScriptError where a library's loop has had fewer micro-batches than it counted, which it allows.
+
+        Workers that do not wait share the batches of each epoch by their speeds: a line says so once in its place.
+        """
+        if self._trainer is None or not self._trainer.strategy.asynchronous:
+            raise ScriptError(
+                explain(
+                    f"the {library} has ended before its last step",
+                    got=got,
+                    expected="as many micro-batches as len(loader) said; this is an error in Stretto",
+                    to_type="--no-trainers with stretto.distribute in a loop of your own",
+                )
+            )
+        if not self._has_named_fewer:
+            self._has_named_fewer = True
+            self._trainer.events.own_notice(
+                f"the {library} of worker {self._trainer.transport.number} has had {got}: workers that do not wait "
+                "share the batches of each epoch by their speeds, and the schedulers of a slow one end earlier"
+            )
 
     @property
     def is_weighed(self) -> bool:
@@ -400,18 +423,6 @@ def _refuse_changing_length() -> None:
                 to_type="--on-resize global-batch, which is the default",
             )
         )
-
-
-def early_end(library: str, got: str) -> ScriptError:
-    """The error of a library's loop that has had fewer micro-batches than it counted, which it allows."""
-    return ScriptError(
-        explain(
-            f"the {library} has ended before its last step",
-            got=got,
-            expected="as many micro-batches as len(loader) said; this is an error in Stretto",
-            to_type="--no-trainers with stretto.distribute in a loop of your own",
-        )
-    )
 
 
 def items_in(batch: Any, shifts: bool = False) -> int:

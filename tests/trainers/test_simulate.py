@@ -78,3 +78,30 @@ def test_a_simulation_with_killed_workers_has_the_same_bits_again(tmp_path: Path
     names = ("events.jsonl", "final.safetensors")
     first, second = ([(one.run / name).read_bytes() for name in names] for one in runs)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("stock", "script", "announced", "samples"),
+    [
+        (STOCK, ["--set", '{"max_steps": 18, "optim": "sgd"}'], 3 * 103 + 3 * 3 * 8, 4 * 103),
+        (LOOPS, ["--kind", "cv", "--samples", "103", "--epochs", "3"], 3 * 103, 3 * 103),
+    ],
+    ids=["Trainer", "Accelerate"],
+)
+def test_slow_workers_that_do_not_wait_make_fewer_steps_of_the_announced_ones(
+    stock: Path, script: list[str], announced: int, samples: int, tmp_path: Path
+) -> None:
+    """The global steps are all made: three epochs, and of the Trainer's fourth the three steps that are announced."""
+    command = ["-n", "3", "--recipe", "async_sgd", "--speeds", "1,2,3"]
+    done = simulated(tmp_path, "slow", command, *script, stock=stock)
+    assert done.code == 0, done.output
+    assert "of worker 2 has had" in done.output
+    assert announced <= sum(one["sample_counts"]["once"] for one in done.events("epoch")) <= samples
+    assert [one["sample_counts"]["once"] for one in done.events("epoch")][:3] == [103] * 3
+
+
+def test_lightning_refuses_recipes_that_do_not_wait_before_the_first_step(tmp_path: Path) -> None:
+    done = simulated(tmp_path, "lit", ["-n", "2", "--recipe", "async_sgd"], stock=LIT)
+    assert done.code == 1
+    assert "expected: a recipe whose workers wait for each other" in done.output
+    assert not done.events("epoch")
