@@ -454,7 +454,8 @@ def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
     path.write_text(path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", STREAM))
     found, events = run_successfully(place, path, "-n", "2", "--recipe", "async_sgd")
     assert sample_counts(events) == [None, None]
-    assert found["samples_by_worker"] == [SAMPLES // 2 + 3 * BATCH] * 2
+    assert sum(found["samples_by_worker"]) == SAMPLES + 2 * 3 * BATCH
+    assert min(found["samples_by_worker"]) >= 3 * BATCH
     check_staleness(found, updates=SAMPLES // BATCH + 6)
 
 
@@ -463,27 +464,28 @@ def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
     [
         ("worker", ""),
         ("shard", ""),
-        ("worker", "failed or left workers had not trained and an iterator does not give again"),
-        ("shard", "a part of the server was lost: at least"),
+        ("worker of an iterator", ""),
+        ("shard of an iterator", "and which an iterator does not give again"),
     ],
 )
 def test_stream_over_a_server_is_trained_whole_whatever_is_killed_and_of_an_iterator_the_loss_is_named(
     place: Place, victim: str, lost: str
 ) -> None:
-    """An iterator does not give its batches again: the run ends with an error."""
+    """The others keep what a failed worker had of an iterator; what a shard has undone is lost, with an error."""
     path = async_script(body="pathlib.Path(f'at-{stretto.rank()}').touch(); time.sleep(0.01)", options="", epochs=1)
     stream = STREAM.replace(
         "return iter(zip(x, y))", "return itertools.islice(itertools.cycle(zip(x, y)), 20 * len(x))"
     )
     text = path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", stream)
-    text = text.replace("optimizer, loader, )", "optimizer, iter(loader))") if lost else text
+    text = text.replace("optimizer, loader, )", "optimizer, iter(loader))") if "iterator" in victim else text
     path.write_text("import itertools, time\n" + text)
-    restarts = "0" if lost and victim == "worker" else "1"
+    restarts = "0" if victim == "worker of an iterator" else "1"
     options = ["-n", "2", "--recipe", "async_sgd", "--restarts", restarts, "--json", "run.json"]
     process = place.stretto("run", *options, path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
-    number = 1 if victim == "worker" else 0
-    os.kill(next(one for one in place.left() if config_of(one).get(victim) == number).pid, signal.SIGKILL)
+    kind = victim.partition(" ")[0]
+    number = 1 if kind == "worker" else 0
+    os.kill(next(one for one in place.left() if config_of(one).get(kind) == number).pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert Path("run.json").exists(), err.decode()
     record = json.loads(Path("run.json").read_text())
@@ -533,7 +535,7 @@ def end_and_count(process: subprocess.Popen[bytes]) -> torch.Tensor:
 def test_endless_stream_over_a_server_has_as_many_workers_after_five_kills_and_trains_each_batch_once(
     place: Place,
 ) -> None:
-    """A restarted worker continues what it had been dealt, without a gap."""
+    """Without a gap."""
     path = script(place.folder, ENDLESS)
     options = ["-n", "3", "--recipe", "async_sgd", "--restarts", "2", "--out", "run", "--json", "run.json"]
     process = place.stretto("run", *options, path)
@@ -545,6 +547,21 @@ def test_endless_stream_over_a_server_has_as_many_workers_after_five_kills_and_t
     end_and_count(process)
     events = list(read_events(Path("run", "events.jsonl")))
     assert sorted(one["worker"] for one in events if one["event"] == "end") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("victim", ["worker", "shard"])
+def test_endless_stream_over_a_server_is_trained_whole_after_a_process_was_killed(place: Place, victim: str) -> None:
+    """The worker is not restarted; the shard goes back to the beginning of the epoch, since there is no checkpoint."""
+    path = script(place.folder, ENDLESS)
+    options = ["-n", "3", "--recipe", "async_sgd", "--out", "run", "--json", "run.json"]
+    process = place.stretto("run", *options, "--restarts", "0" if victim == "worker" else "1", path)
+    until(lambda: all(Path(f"at-{one}-0").exists() for one in range(3)), LIMIT_S)
+    until(lambda: int(Path("at-1-0").read_text() or 0) >= 20, LIMIT_S)
+    number = 1 if victim == "worker" else 0
+    os.kill(next(each for each in place.left() if config_of(each).get(victim) == number).pid, signal.SIGKILL)
+    events = Path("run", "events.jsonl")
+    until(lambda: any(one.get("what") == "failed" for one in read_events(events)), LIMIT_S)
+    end_and_count(process)
 
 
 @pytest.mark.parametrize("batch", ["keep", "split"])

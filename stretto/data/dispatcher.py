@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.data.leases import FirstCome, Lease, Ledger, PlanName, RoundRobin, StreamLedger
-from stretto.data.stream_order import Stretches
 from stretto.membership.epoch_numbers import section_of
 
 
@@ -56,9 +55,7 @@ class BatchDispatcher:
         self.epoch_number = 0
         self._ledger = Ledger([], FirstCome())
         self.stream: StreamLedger | None = None
-        """Ledger of the current epoch, if it is over a stream, which has no leases."""
-        self._deal, self._stretches, self._dealers = (0, 0), Stretches.among(()), set[int]()
-        """Deal of a stream: its epoch and number in it, its stretches, and the workers of the next one."""
+        """Ledger of the current epoch, if it is over a stream."""
         self._settled_before: Sequence[int] = ()
         """Batches of the epoch that were settled before it began in this process."""
         self.barrier_every: int | None = None
@@ -105,7 +102,10 @@ class BatchDispatcher:
         self.epoch_number, self.barrier_every = epoch_number, barrier_every
         members = sorted(self.members)
         self._ledger = Ledger(sizes, RoundRobin(members) if plan == "in-turn" else FirstCome())
-        self.stream = StreamLedger() if plan == "stream" else None
+        if plan == "same stream" and self.stream is not None:
+            self.stream.begin_again()
+        else:
+            self.stream = StreamLedger(epoch_number, plan == "own stream") if plan.endswith("stream") else None
         self._settled_before = list(settled)
         if settled:
             self._ledger.roll_back(settled)
@@ -146,21 +146,13 @@ class BatchDispatcher:
         leases = [lease for batch in batches if (lease := self._ledger.leased(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in leases)
 
-    def deal(self, worker: int, deal: tuple[int, int], workers: Sequence[int], known: int | None) -> Stretches:
-        """Return how a stream is dealt, at first among these workers.
-
-        A worker that needs more pieces than the `known` ones takes part from then on. The `deal` has the number of
-        its epoch, and that of the deals before.
-        """
-        if deal < self._deal:
-            raise ValueError(f"deal {deal} of a stream, which was dealt again since: {self._deal}")
-        if deal > self._deal:
-            self._deal, self._stretches, self._dealers = deal, Stretches.among(workers), set(workers)
-        if known is not None:
-            self._dealers.add(worker)
-            if known >= self._stretches.stop or worker not in self._stretches.last:
-                self._stretches = self._stretches.extended(sorted(self._dealers & self.members))
-        return self._stretches
+    def lease_pieces(self, worker: int, epoch_number: int, end: int | None = None) -> list[int]:
+        """Lease the worker pieces of a stream, which it has read to its `end` if that has a number."""
+        if self.stream is None or epoch_number != self.epoch_number or worker not in self.members:
+            return []
+        if end is not None:
+            self.stream.end(worker, end)
+        return self.stream.lease(worker, len(self.members))
 
     def await_end(self, worker: int, epoch_number: int, left_early: bool = False) -> None:
         """Register a worker that waits for the end of the epoch, where its unsettled leases are void: they never count.
@@ -197,11 +189,12 @@ class BatchDispatcher:
     def remove(self, worker: int) -> int:
         """Remove a worker that left or failed; return the number of samples whose leases were returned."""
         self.members.discard(worker)
-        self._dealers.discard(worker)
         self._waiting.discard(worker)
         self._left_early.discard(worker)
         self._announced_to.pop(worker, None)
         returned = self._ledger.give_back(worker)
+        if self.stream is not None:
+            self.stream.give_back(worker)
         self._samples -= returned
         return returned
 
@@ -238,8 +231,9 @@ class BatchDispatcher:
         else:
             self._ledger.roll_back(self._settled_before)
         if self.stream is not None:
-            is_of_epoch = epoch_number == self.epoch_number and stream is not None
-            self.stream = StreamLedger.restored(stream) if is_of_epoch else StreamLedger()
+            former = StreamLedger.restored(stream) if stream is not None else StreamLedger()
+            is_same = former.epoch == self.stream.epoch
+            self.stream.roll_back(former if is_same else StreamLedger(), epoch_number == self.epoch_number)
         self._reset_leases()
 
     def _reset_leases(self) -> None:
@@ -261,17 +255,14 @@ class BatchDispatcher:
     def state(self) -> Any:
         """Return the state as plain values."""
         values = {name: getattr(self, name) for name in STORED}
-        sets = [sorted(each) for each in (self.members, self._waiting, self._left_early, self._dealers)]
-        deal = self._deal, astuple(self._stretches)
-        return values, sets, deal, self._ledger.state(), self.stream.state() if self.stream is not None else None
+        sets = [sorted(each) for each in (self.members, self._waiting, self._left_early)]
+        return values, sets, self._ledger.state(), self.stream.state() if self.stream is not None else None
 
     def load_state(self, state: Any) -> None:
         """Load a state."""
-        values, sets, (deal, (dealt, stop)), ledger, stream = state
+        values, sets, ledger, stream = state
         for name, value in values.items():
             setattr(self, name, value)
-        self.members, self._waiting, self._left_early, self._dealers = map(set, sets)
-        dealt = tuple((first, tuple(workers)) for first, workers in dealt)
-        self._deal, self._stretches = tuple(deal), Stretches(dealt, stop)
+        self.members, self._waiting, self._left_early = map(set, sets)
         self._ledger = Ledger.restored(ledger)
         self.stream = StreamLedger.restored(stream) if stream is not None else None

@@ -19,7 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.data.assignment import Range
-from stretto.data.stream_order import merged
+from stretto.data.stream_order import ENDLESS, gaps, merged
+
+SHARED, RETURNED = -1, -2
+"""In place of a worker: all that share a stream; and the pieces of it that have to be leased again."""
+LEASED = 8
+"""Most pieces of a stream that a worker leases at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +92,9 @@ class RoundRobin:
         return range(self.members.index(owner), batches, len(self.members))
 
 
-PlanName = Literal["first-come", "in-turn", "one-each", "stream"]
+PlanName = Literal["first-come", "in-turn", "one-each", "stream", "own stream", "same stream"]
 """Plans of an epoch: batches go to the first worker that asks, or in turn, or each worker has one of them for sure; or
-the workers deal a stream among themselves."""
+they are those of a stream, of each worker's own shard of it, or of the rest of an iterator."""
 
 
 class Ledger:
@@ -216,51 +221,121 @@ class Ledger:
 
 
 class StreamLedger:
-    """Ledger of an epoch over a stream, which the workers deal among themselves: the numbers that count, by worker.
+    """Ledger of a stream, whose pieces are numbered and whose end is not known until a worker has read to it.
 
-    Each worker numbers its own batches. Settling is idempotent.
+    A worker leases some pieces at a time: returned ones first, then the next ones. If each worker has a
+    shard of its own it numbers its own batches, and leases none. Settling is idempotent. One iterator for several
+    epochs has one ledger, of which each epoch counts its own samples.
 
     >>> ledger = StreamLedger()
-    >>> ledger.settle(1, [0, 1, 3], [8, 8, 8])
-    3
-    >>> ledger.settle(1, [3, 4], [8, 5])
-    1
-    >>> ledger.numbers, ledger.samples_by_worker()
-    ({1: [(0, 2), (3, 5)]}, {1: 29})
+    >>> [ledger.lease(worker, workers=2) for worker in (0, 1, 0)]
+    [[0], [1], [2]]
+    >>> ledger.settle(0, [2], [8]), ledger.give_back(0), ledger.lease(1, workers=1)
+    (1, None, [0])
+    >>> ledger.settled, ledger.samples_by_worker(), ledger.first_open
+    ({-1: [(2, 3)]}, {0: 8}, 0)
     """
 
-    def __init__(self) -> None:
-        self.numbers: dict[int, list[Range]] = {}
-        """Sorted ranges of the settled numbers, by worker."""
+    def __init__(self, epoch: int = 0, is_own: bool = False) -> None:
+        self.epoch, self._is_own = epoch, is_own
+        """Number of the first epoch over the stream; and True if each worker has a shard of its own."""
+        self.settled: dict[int, list[Range]] = {}
+        """Sorted ranges of the settled numbers: by worker of their own shards, else all of `SHARED`."""
+        self.returned: list[Range] = []
+        """Sorted ranges of the numbers that were leased and have to be leased again."""
+        self._leased: dict[int, list[int]] = {}
+        self._next, self._stop = 0, ENDLESS
+        """The first number that was never leased, and that of the end."""
         self._samples: dict[int, int] = {}
 
+    def lease(self, worker: int, workers: int) -> list[int]:
+        """Lease the worker its next pieces, fewer of them at the beginning; none if there are none for it.
+
+        So no worker of the `workers` holds a large part of the stream when it ends.
+        """
+        count = min(max(self._next // (LEASED * workers), 1), LEASED)
+        found = [number for _ in range(count) if (number := self._first()) is not None]
+        self._leased.setdefault(worker, []).extend(found)
+        return found
+
+    def _first(self) -> int | None:
+        if self.returned:
+            (start, stop), *rest = self.returned
+            self.returned = [(start + 1, stop), *rest] if start + 1 < stop else rest
+            return start
+        if self._next >= self._stop:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def end(self, worker: int, number: int) -> None:
+        """Note that the stream has ended before the piece of this number: this piece and later ones do not exist."""
+        self._stop = min(self._stop, number)
+        self._leased[worker] = [one for one in self._leased.get(worker, []) if one < self._stop]
+        self.returned = [(start, min(stop, self._stop)) for start, stop in self.returned if start < self._stop]
+
+    @property
+    def first_open(self) -> int:
+        """The first number that is not settled and may be leased again."""
+        leased = [number for numbers in self._leased.values() for number in numbers]
+        return min([self._next, *leased, *(start for start, _ in self.returned)])
+
     def settle(self, worker: int, numbers: Sequence[int], samples: Sequence[int]) -> int:
-        """Count these numbers; return how many were not counted before."""
-        settled = self.numbers.setdefault(worker, [])
-        new = 0
+        """Count these numbers of the worker; return how many were not counted before."""
+        leased, new = self._leased.get(worker, []), 0
+        settled = self.settled.setdefault(worker if self._is_own else SHARED, [])
         for number, size in zip(numbers, samples, strict=True):
-            if any(start <= number < stop for start, stop in reversed(settled)):
+            is_settled = any(start <= number < stop for start, stop in reversed(settled))
+            if is_settled if self._is_own else number not in leased:
                 continue
+            if not self._is_own:
+                leased.remove(number)
             self._samples[worker] = self._samples.get(worker, 0) + size
             settled[:] = merged([*settled, (number, number + 1)])
             new += 1
         return new
 
+    def give_back(self, worker: int) -> None:
+        """Return the pieces of a worker that leaves, for any worker to lease again."""
+        numbers = [number for number in self._leased.pop(worker, []) if number < self._stop]
+        self.returned = merged([*self.returned, *((number, number + 1) for number in numbers)])
+
     def samples_by_worker(self) -> dict[int, int]:
-        """Return each worker's number of samples that count, over all its incarnations."""
+        """Return each worker's number of samples that count in this epoch, over all its incarnations."""
         return dict(sorted(self._samples.items()))
+
+    def begin_again(self) -> None:
+        """Begin a further epoch over the same iterator."""
+        self._samples = {}
+
+    def roll_back(self, to: StreamLedger, is_of_epoch: bool) -> None:
+        """Return all pieces except the pieces that count in a former state, perhaps of an epoch before."""
+        self.settled, self._samples = to.settled, to._samples if is_of_epoch else {}
+        self._leased = {}
+        self.returned = gaps(self.settled.get(SHARED, []), min(self._next, self._stop))
 
     def state(self) -> Any:
         """Return the state as plain values."""
-        return self.numbers, self._samples
+        return (
+            self.epoch,
+            self._is_own,
+            self.settled,
+            self.returned,
+            self._leased,
+            self._next,
+            self._stop,
+            self._samples,
+        )
 
     @classmethod
     def restored(cls, state: Any) -> StreamLedger:
         """Return the ledger that had this state."""
-        ledger = cls()
-        numbers, samples = state
-        ledger.numbers = {worker: [(start, stop) for start, stop in ranges] for worker, ranges in numbers.items()}
-        ledger._samples = dict(samples)
+        epoch, is_own, settled, returned, leased, following, stop, samples = state
+        ledger = cls(epoch, is_own)
+        ledger.settled = {worker: [(start, end) for start, end in ranges] for worker, ranges in settled.items()}
+        ledger.returned = [(start, end) for start, end in returned]
+        ledger._leased = {worker: list(numbers) for worker, numbers in leased.items()}
+        ledger._next, ledger._stop, ledger._samples = following, stop, dict(samples)
         return ledger
 
 

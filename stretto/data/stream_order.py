@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from stretto.data.assignment import Range
 
-STRETCH = 8
-"""Pieces of a stretch for each worker."""
 ENDLESS = 1 << 62
 
 
@@ -67,69 +64,6 @@ class StreamOrder:
                 yield start, start + min(stop, dealt) - first
 
 
-@dataclass(frozen=True)
-class Stretches:
-    """Pieces of a stream, which workers that do not wait for each other are dealt: a stretch of them at a time.
-
-    The first worker that needs more pieces than are dealt has the next stretch dealt, among the present workers.
-    Workers get whole pieces in turn, or have a share of each if these are `divided`, in turn the first, so that none
-    has an empty share of each. Each numbers its own from 0.
-
-    >>> dealt = Stretches.among([0, 1])
-    >>> dealt.piece(1, 3, divided=False), dealt.piece(1, 3, divided=True)
-    ((7, 1, 2), (3, 0, 2))
-    >>> joined = dealt.extended([0, 1, 2])
-    >>> dealt.piece(0, 8, divided=False), joined.piece(0, 8, divided=False), joined.piece(2, 0, divided=False)
-    (None, (16, 0, 3), (18, 2, 3))
-    """
-
-    dealt: tuple[tuple[int, tuple[int, ...]], ...]
-    """Workers among which the pieces from a number on are dealt, up to that of the next entry."""
-    stop: int
-    """Number of pieces that are dealt."""
-
-    @staticmethod
-    def among(workers: Sequence[int], stop: int | None = None) -> Stretches:
-        """Return the first stretch, which may end at another piece."""
-        return Stretches(((0, tuple(workers)),), STRETCH * len(workers) if stop is None else stop)
-
-    def extended(self, workers: Sequence[int]) -> Stretches:
-        """Return these with a further stretch, among these workers."""
-        more = () if tuple(workers) == self.last else ((self.stop, tuple(workers)),)
-        return Stretches((*self.dealt, *more), self.stop + STRETCH * len(workers))
-
-    @property
-    def last(self) -> tuple[int, ...]:
-        """Workers of the last stretch."""
-        return self.dealt[-1][1]
-
-    @property
-    def workers(self) -> list[int]:
-        """All workers that have had a piece."""
-        return sorted({worker for _, workers in self.dealt for worker in workers})
-
-    def piece(self, worker: int, number: int, divided: bool) -> tuple[int, int, int] | None:
-        """Return a worker's piece of this number, with the number of its share and of all; None if it is not dealt."""
-        for pieces, place, of in self._pieces(worker, self.stop, divided):
-            if number < len(pieces):
-                piece = pieces[number]
-                return piece, (place + piece) % of if divided else place, of
-            number -= len(pieces)
-        return None
-
-    def count(self, worker: int, stop: int, divided: bool) -> int:
-        """Return how many of the pieces before `stop` a worker has."""
-        return sum(len(pieces) for pieces, *_ in self._pieces(worker, min(stop, self.stop), divided))
-
-    def _pieces(self, worker: int, stop: int, divided: bool) -> Iterator[tuple[range, int, int]]:
-        ends = [*(first for first, _ in self.dealt[1:]), self.stop]
-        for (first, workers), end in zip(self.dealt, ends, strict=True):
-            if worker in workers:
-                place, of = workers.index(worker), len(workers)
-                pieces = range(first, min(end, stop)) if divided else range(first + place, min(end, stop), of)
-                yield pieces, place, of
-
-
 def merged(ranges: Sequence[Range]) -> list[Range]:
     """Return the ranges in order, with those that touch as one.
 
@@ -159,6 +93,16 @@ def without(ranges: Sequence[Range], positions: Collection[int]) -> list[Range]:
             start = position + 1
         found.append((start, stop))
     return merged(found)
+
+
+def gaps(ranges: Sequence[Range], stop: int) -> list[Range]:
+    """Return the ranges from 0 to `stop` that are in none of these sorted ranges.
+
+    >>> gaps([(1, 2), (4, 6)], 5), gaps([(0, 3)], 3)
+    ([(0, 1), (2, 4)], [])
+    """
+    starts, stops = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), stop]
+    return [(start, min(end, stop)) for start, end in zip(starts, stops, strict=True) if start < min(end, stop)]
 
 
 def first_untrained(trained: Sequence[Range]) -> int:

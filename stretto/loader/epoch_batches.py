@@ -310,6 +310,10 @@ class EpochLoop(LeasingLoop, Protocol):
         """Return what a worker that joins within the epoch under way receives with its order."""
         ...
 
+    def note_lost(self, text: str, writes: bool) -> None:
+        """Note that batches of a stream were lost; one worker `writes`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -602,6 +606,7 @@ class BatchSource:
             self._transport,
             self._asynchronous,
             self._arrangement,
+            self,
             split,
             is_own,
             samples,
@@ -630,7 +635,17 @@ class BatchSource:
         order = StreamOrder(1, place.trained)
         load = functools.partial(loaded, self._loader, self._processes) if self.is_indexed else None
         self.streamed = StreamedEpoch(
-            reader, order, self._transport, True, self._arrangement, split, False, deal.samples, load, place.parts
+            reader,
+            order,
+            self._transport,
+            True,
+            self._arrangement,
+            self,
+            split,
+            False,
+            deal.samples,
+            load,
+            place.parts,
         )
         goal = self.streamed.take_part(number, deal)
         read_to_place(reader, place, self._transport, self._clock, self._loop.events, joins=True, alone_to=goal)
@@ -668,15 +683,26 @@ class BatchSource:
         told = self._transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
         return StreamReader(loader, CommonRandom(told + f":{number}".encode()), place, self._keeps_proofs)
 
-    def read_again(self, epoch: StreamedEpoch) -> StreamReader | None:
-        """Return a reader of the stream of this epoch from its beginning; None of an iterator, which is read once."""
-        if self.is_iterator:
+    def note_lost(self, batches: int) -> None:
+        """Note a number of batches that an iterator does not give again."""
+        self._loop.note_lost(
+            f"{batches:,} batches, which a failed worker has not trained or a killed shard of the server has undone, "
+            "and which an iterator does not give again",
+            writes=True,
+        )
+
+    def read_again(self, position: int) -> StreamReader | None:
+        """Return a reader that has read the stream of this epoch to a position; None of an iterator."""
+        epoch = self.streamed
+        if self.is_iterator or epoch is None:
             return None
         place = StreamPlace(0, False, [], {}, epoch.proofs(), epoch.reader.start, b"", None)
         loader = joined(self._loader, self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.is_indexed:
             loader = IndexBatches(self._loader, self._global_batch_of)
-        return StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
+        reader = StreamReader(loader, CommonRandom(None), place, self._keeps_proofs)
+        read_to_place(reader, None, self._transport, self._clock, self._loop.events, alone_to=position)
+        return reader
 
     def keep_proofs(self) -> bool:
         """Keep from now on what proves a place in a stream; return True if it was not kept before, of the one read."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,6 +48,8 @@ JOINS_S = 60.0
 """Seconds that all wait at least for a worker that joins, if it is expected to have read the stream by then."""
 LOOK_S = 2.0
 """Seconds of reading after which the rest is estimated."""
+KEPT_BYTES = 1 << 26
+"""Most bytes of the batches that a worker keeps for others that may fail, where workers do not wait for each other."""
 DEEPEST = 6
 """Number of nested containers in a batch, and of nested parts of a data set, that are searched."""
 
@@ -106,14 +109,10 @@ STREAM_PLACE = msgspec.json.Decoder(StreamPlace)
 
 
 class StreamDeal(msgspec.Struct, frozen=True):
-    """The dealing of an epoch's stream to workers that do not wait, for a worker that joins or returns."""
+    """The numbering of the pieces that workers lease of an epoch's stream, for a worker that joins or returns."""
 
     place: StreamPlace
-    """Place from which on the stream is dealt, with the first number of each dealer as its count."""
-    dealers: tuple[int, ...]
-    """Workers among which the stream is dealt at first."""
-    deal: tuple[int, int]
-    """Number of the epoch in which the stream was dealt first, and of the deals of its rest since."""
+    """Place from which on the pieces of the stream are numbered; parts of batches are for its number of workers."""
     samples: int
     """Samples of the epoch that were trained before the run was resumed."""
 
@@ -187,10 +186,14 @@ class StreamReader:
         """Position of the batch that is read next."""
         self._kept: dict[int, tuple[Any, tuple[Any, ...] | None]] = {}
         """Batches that were read and may be taken later, by their positions."""
+        self._sizes: dict[int, int] = {}
+        """Bytes of these, where there is a limit."""
         self.earlier = 0
         """Number of batches of an earlier epoch, at the positions before 0."""
         self._keeps_from: int | None = None
         """Position from which on batches are kept; None if none are."""
+        self._most: int | None = None
+        self._kept_bytes = 0
         self._expected = dict(place.proofs) if place is not None else {}
         self.problem = ""
         """Why this is not the stream that the place is in; empty if it may be."""
@@ -251,15 +254,31 @@ class StreamReader:
         self._kept |= {number - self.earlier: (batch, None) for number, batch in enumerate(batches)}
         return -self.earlier
 
-    def keep_from(self, position: int | None) -> None:
-        """Keep all batches from a position on, so that they can be taken again; release those before it, or all."""
-        self._keeps_from = position
+    def keep_from(self, position: int | None, most: int | None = None) -> None:
+        """Keep all batches from a position on, so that they can be taken again; release those before it, or all.
+
+        Only the last ones are kept if all have more than `most` bytes.
+        """
+        self._keeps_from, self._most = position, most
         for kept in [one for one in self._kept if position is None or one < position]:
-            del self._kept[kept]
+            self.release(kept)
 
     def release(self, position: int) -> None:
         """Release one kept batch."""
         self._kept.pop(position, None)
+        self._kept_bytes -= self._sizes.pop(position, 0)
+
+    def has(self, position: int) -> bool:
+        """Return True if the batch at a position can be taken: it is kept, or was not read yet."""
+        return position >= self.position or position in self._kept
+
+    def _keep(self, found: tuple[Any, tuple[Any, ...] | None]) -> None:
+        self._kept[self.position] = found
+        if self._most is not None:
+            self._sizes[self.position] = size_of(found[0])
+            self._kept_bytes += self._sizes[self.position]
+            while self._kept_bytes > self._most and len(self._kept) > 1:
+                self.release(next(iter(self._kept)))
 
     def skip(self) -> bool:
         """Pass one batch. Return False at the end of the stream."""
@@ -292,7 +311,7 @@ class StreamReader:
         if expected is not None and digest_of(excerpt(found[0])) != expected:
             self.problem = f"batch {self.position + 1} is not the batch that was trained there"
         if self._keeps_from is not None and self.position >= self._keeps_from:
-            self._kept[self.position] = found
+            self._keep(found)
         self.position += 1
         return found
 
@@ -491,7 +510,17 @@ def other_stream(problem: str) -> LoaderError:
     )
 
 
-# --- digests ----------------------------------------------------------------------------------------------------------
+# --- sizes and digests ------------------------------------------------------------------------------------------------
+
+
+def size_of(batch: Any, depth: int = DEEPEST) -> int:
+    """Return about how many bytes a batch has."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return batch.nbytes
+    parts = [*batch.values()] if isinstance(batch, Mapping) else batch
+    if isinstance(parts, list | tuple) and depth:
+        return sum(size_of(part, depth - 1) for part in parts)
+    return sys.getsizeof(batch)
 
 
 def excerpt(batch: Any, depth: int = DEEPEST) -> list[Any]:

@@ -7,24 +7,25 @@ workers change, the rest of the stream is dealt again from the trained positions
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from stretto.data.assignment import Range
-from stretto.data.leases import Lease
+from stretto.data.leases import RETURNED, SHARED, Lease, PlanName
 from stretto.data.shares import SMALLEST_SHARE
-from stretto.data.stream_order import ENDLESS, StreamOrder, Stretches, first_untrained, merged, without
+from stretto.data.stream_order import StreamOrder, first_untrained, gaps, merged, without
 from stretto.errors import LoaderError, explain
 from stretto.loader.arrangement import Arrangement
-from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in, with_stream
+from stretto.loader.epoch_order import has_rows, indices_of, part_of, samples_in, unpack, with_stream
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.stream_reader import (
+    KEPT_BYTES,
+    STREAM_DEAL,
     STREAM_PLACE,
     Piece,
     StreamDeal,
@@ -40,10 +41,20 @@ from stretto.transport.interface import Change
 
 NONE = -1
 """Number that a worker without a further batch sends in place of its samples."""
-DEAL = 1 << 40
-"""Numbers of a worker's batches of one deal."""
 END = object()
 """Sign that nothing follows."""
+
+
+class StreamSource(Protocol):
+    """The source of a stream, as a worker uses it that is given batches which it has passed."""
+
+    def read_again(self, position: int) -> StreamReader | None:
+        """Return a reader that has read the stream to a position; None of an iterator, which is read once."""
+        ...
+
+    def note_lost(self, batches: int) -> None:
+        """Note a number of batches that an iterator does not give again."""
+        ...
 
 
 class StreamedEpoch:
@@ -52,17 +63,16 @@ class StreamedEpoch:
     All workers read one `order`, and each gets every N-th batch; or by `split` its part of each batch; or `is_own` and
     each reads a shard. With `load` the stream is one of indices, and each worker loads the batches that it gets.
     All share the `parts` of earlier batches that were not trained before the rest of the stream. Workers that do not
-    wait for each other (`asynchronous`) share nothing, and know only their own samples. The dispatcher deals them a
-    stretch of the stream after the other, so that a worker which joins has batches of the next stretch:
+    wait for each other (`asynchronous`) share nothing, and know only their own samples. The dispatcher leases them the
+    pieces of the stream, a few at a time, and each reads the stream to its pieces:
 
-        worker 0   0 2 4 6 ... 14 | 16 19 22 ...     the first stretch ends with batch 15
-        worker 1   1 3 5 7 ... 15 | 17 20 23 ...
-        worker 2                  | 18 21 24 ...     has joined while batch 6 was trained
+        worker 0   0 2 3 5 ...
+        worker 1   1 4 x           fails; 4 and 6 were leased to it, and the server has the work on 4
+        worker 2     6 7 8 ...     has joined; 6 is the first piece that is leased then
 
-    Each numbers its batches, and the dispatcher has the numbers whose work the server has. Batches that are left at the
-    end of the stream, since a worker has failed or left or the server was rolled back, are dealt again, and the stream
-    is read again for them. A worker that returns before continues after the last of its batches whose work the server
-    has.
+    A piece is a batch, or by `split` a part of one. The pieces of a worker that fails or leaves, and pieces whose work
+    a rollback of the server has undone, are leased again before new ones. Each worker keeps the batches that it reads
+    from the first open piece on, as far as they have few bytes, and reads the stream again for others.
 
     If workers fail or leave, the others agree on the place: the trained positions, without the positions that a failed
     worker had since the last exchange. From the next global step on they deal all other positions among themselves:
@@ -93,6 +103,7 @@ class StreamedEpoch:
         transport: Transport,
         asynchronous: bool,
         arrangement: Arrangement,
+        source: StreamSource,
         split: Callable[[Any, int, int], Any] | None = None,
         is_own: bool = False,
         samples: int = 0,
@@ -104,19 +115,26 @@ class StreamedEpoch:
         self._cut, self._split, self._is_own, self._load = arrangement.cut, split, is_own, load
         self._is_dealt = not is_own and split is None
         self._server = transport.server if asynchronous else None
-        self._number = self._first = self._length = 0
-        """Number of this epoch, this worker's first number in it, and the stream's length, once it has ended."""
-        self._dealing = 0, 0
-        """Deal to workers that do not wait: number of its epoch, and of the deals of the rest of the stream before."""
-        self._is_open = self._server is not None and self._server.admits_workers and bool(reader.common_start)
-        """True if workers that return or join can read the same stream, and are dealt batches of it."""
+        self._number, self._source = 0, source
+        self.is_leased = self._server is not None and not is_own
+        """True if workers that do not wait lease the pieces of the stream."""
+        self._of = len(transport.members) if self.is_leased and split is not None else 1
+        """Number of pieces of a batch that are leased."""
+        self._leased = deque[tuple[int, int]]()
+        """Numbers of leased pieces that this worker has not read yet, with the recovery epoch of each."""
+        self._read_ahead = deque[tuple[int, int | None]]()
+        """Numbers of batches that were read and not given to the script yet, with that of a leased one."""
+        self._given_last: tuple[int, int | None] = 0, None
+        self._held = set[Lease]()
+        """Leases of batches that were given to the script and are not settled."""
+        self._workers = len(transport.members)
         self._divide = indices_of if load is not None else part_of
         self._shares: tuple[int, list[Piece | None]] | None = None
         """The last global step, as its number since the stream was dealt and the shares of the dealers, once known."""
         self._dealers = self._members = transport.members
         """Workers among which the stream is dealt; and those of the last exchange of sample counts."""
-        self._read = self._stepped = 0
-        """Number of batches that this worker has read, and number of them before a step."""
+        self._read = self._stepped = self._pieces_read = 0
+        """Numbers of batches that were given to the script, that it has stepped with, and of leased pieces read."""
         self._given = dict.fromkeys(self._dealers, 0)
         """Number of batches by worker, as far as this worker knows it, since the stream was dealt among these."""
         self._carried = dict(self._given)
@@ -143,41 +161,24 @@ class StreamedEpoch:
         self.departed = Counter(joined.departed if joined is not None else {})
         """Samples of this epoch that workers which have failed or left had trained, by worker."""
         self._keeps = transport.repeats_attempts and not is_own and not asynchronous
-        self._stretches = self._first_stretch()
         self._told: StreamDeal | None = None
-        """The dealing of the stream, as the dispatcher keeps it for workers that return."""
+        """The numbering of the pieces, as the dispatcher keeps it for workers that join or return."""
         self._begin_reading()
 
     def begin_count(self, number: int, order: Callable[[], bytes]) -> None:
         """Let the dispatcher count the batches that are trained in the epoch of this number.
 
-        With the `order` of the first worker it keeps how the stream is dealt, for workers that return.
+        With the `order` of the first worker it keeps how the pieces are numbered, for workers that join or return.
         """
-        self._number, self._first = number, self._read
+        self._number, is_same = number, self._told is not None
         if self._server is None:
             return
-        is_continued = self._told is not None
-        if is_continued:
-            self._learn()
-        else:
-            self._dealing = number, 0
-        found = self._transport.all_gather_bytes(str(self._read).encode())
-        firsts = {worker: int(first) for worker, first in zip(self._transport.members, found, strict=True)}
-        if is_continued:  # what absent workers had is of earlier epochs
-            firsts = {one: self._count(one, self._stretches.stop) for one in self._stretches.workers} | firsts
-        self._note_deal(firsts)
-        with self._server.storing_order(number if self._server.admits_workers else None):
-            self._transport.broadcast_bytes(lambda: with_stream(order(), msgspec.msgpack.encode(self._told)))
-        self._server.begin_epoch(number, (), None, "stream")
-        self._learn()
-        self._recovery_epoch = self._server.recovery_epoch
-
-    def _note_deal(self, firsts: Mapping[int, int]) -> None:
+        is_same = b"same" in self._transport.all_gather_bytes(b"same" if is_same else b"")
         place = StreamPlace(
-            workers=len(self._dealers),
+            workers=self._of,
             is_own=self._is_own,
             trained=self._order.trained([0]),
-            counts=dict(firsts),
+            counts={},
             proofs=self._told.place.proofs if self._told is not None else [],
             start=self.reader.common_start,
             before_last=b"",
@@ -185,61 +186,35 @@ class StreamedEpoch:
             splits=self._split is not None,
             parts=self._returned,
         )
-        self._told = StreamDeal(place, self._dealers, self._dealing, self.samples_resumed)
-
-    def _store_deal(self) -> None:
-        """Let the dispatcher keep how the stream is dealt now."""
-        if self._server is not None and self._server.admits_workers:
-            order = with_stream(self._server.order[1], msgspec.msgpack.encode(self._told))
-            self._server.store_order(self._number, order)
+        told = StreamDeal(place, self.samples_resumed)
+        with self._server.storing_order(number if self._server.admits_workers else None):
+            stored = self._transport.broadcast_bytes(lambda: with_stream(order(), msgspec.msgpack.encode(told)))
+        self._told = STREAM_DEAL.decode(unpack(stored).stream)
+        self._of = self._told.place.workers  # the first worker's: members may have changed
+        plan: PlanName = "own stream" if self._is_own else "same stream" if is_same else "stream"
+        self._server.begin_epoch(number, (), None, plan)
+        self._recovery_epoch = self._server.recovery_epoch
 
     def _store_proof(self, number: int, position: int, batch: Any) -> None:
         """Store a digest of this worker's batch, if that doubles the number of its batches."""
-        if self._told is not None and not self._is_own and not number & (number - 1):
-            proofs = [*self._told.place.proofs, (position, digest_of(excerpt(batch)))]
-            self._told = replace(self._told, place=replace(self._told.place, proofs=proofs))
-            self._store_deal()
+        if self._server is None or self._told is None or self._is_own or number & (number - 1):
+            return
+        proofs = [*self._told.place.proofs, (position, digest_of(excerpt(batch)))]
+        self._told = replace(self._told, place=replace(self._told.place, proofs=proofs))
+        if self._server.admits_workers:
+            order = with_stream(self._server.order[1], msgspec.msgpack.encode(self._told))
+            self._server.store_order(self._number, order)
 
     def take_part(self, number: int, deal: StreamDeal) -> int:
-        """Take part in the epoch, where this worker's earlier incarnation ended, if any; no worker waits for it.
-
-        Return the position to which its stream is read first. The batches before, whose work the server does not have,
-        are dealt again at the end of the stream.
-        """
+        """Take part in the epoch; no worker waits for it. Return the position to which its stream is read first."""
         assert self._server is not None
-        own = self._transport.number
-        self._number, self._dealing, self._dealers, self._told = number, deal.deal, deal.dealers, deal
-        self._first, self._recovery_epoch = deal.place.counts.get(own, 0), NONE
+        self._number, self._told, self._of = number, deal, deal.place.workers
         self._server.begin_epoch(number, (), None, "stream")
-        settled = self._after_rollbacks()[0]
-        self._learn()
-        first = max((stop for _, stop in settled.get(own, [])), default=self._first)
-        self._read = self._stepped = self._given[own] = first
-        self._begin_reading()
-        return min(self._needed(), self._position(max(self._top(_counts(settled)) - 1, 0)))
-
-    def _first_stretch(self) -> Stretches:
-        return Stretches.among(self._dealers, None if self._is_open else ENDLESS)
-
-    def _learn(self, known: int | None = None) -> None:
-        """Learn how far the stream is dealt, further than is known if this worker needs more."""
-        if self._is_open and self._server is not None:
-            self._stretches = self._server.deal(self._dealing, self._dealers, known)
-
-    def _dealt(self, worker: int, number: int) -> tuple[int, int, int]:
-        """Return the piece of this number of a worker that does not wait, with its share; ask for one of its own."""
-        if (found := self._stretches.piece(worker, number, not self._is_dealt)) is None:
-            self._learn(self._stretches.stop)
-            found = self._stretches.piece(worker, number, not self._is_dealt)
-        assert found is not None
-        return found
-
-    def _count(self, worker: int, stop: int) -> int:
-        return self._stretches.count(worker, stop, not self._is_dealt)
-
-    def _top(self, counts: Mapping[int, int]) -> int:
-        """Return the number of the first piece after all that workers have had who had this many."""
-        return max((self._dealt(worker, count - 1)[0] + 1 for worker, count in counts.items() if count), default=0)
+        leased = self._next_leased()
+        self._recovery_epoch = self._server.recovery_epoch
+        self._leased.extendleft([leased] if leased is not None else [])
+        proved = max((position + 1 for position, _ in deal.place.proofs), default=0)
+        return max(proved, self._piece(self._transport.number, leased[0])[0]) if leased is not None else proved
 
     def _begin_reading(self) -> None:
         """Read from this worker's next piece on."""
@@ -247,15 +222,17 @@ class StreamedEpoch:
         """For indices that were read, and whose batch was not given to the script yet: if there are any, and proofs."""
         self._loaded: Any = END
         """Batch that was loaded, and before which this worker has parts without a sample."""
+        self._read_ahead.clear()
         self._proof: tuple[int, str] | None = None
         """Proof of the batch that was given to the script last, if its indices were read ahead of it."""
         self._offered = None
-        self._items = self._load(self._parts()) if self._load is not None else self._parts()
+        self._items: Iterator[Any] | None = None
         self._keep_needed()
 
     def _keep_needed(self) -> None:
         """Keep the batches that may be read again: neither in the agreed state nor given to any worker."""
-        self.reader.keep_from(self._needed() if self._keeps or self._next_piece < len(self._returned) else None)
+        if not self.is_leased:
+            self.reader.keep_from(self._needed() if self._keeps or self._next_piece < len(self._returned) else None)
 
     def _needed(self) -> int:
         """Return the first position that may be read again, or that is read next."""
@@ -266,11 +243,7 @@ class StreamedEpoch:
     @property
     def _next_piece(self) -> int:
         """Number of the next piece of this worker, or else of the first dealer, among all or among the dealer's."""
-        if not self._asynchronous:
-            return self._given[self._dealers[0]]
-        own = self._transport.number
-        found = self._stretches.piece(own, self._given[own], not self._is_dealt)
-        return found[0] if found is not None else self._stretches.stop
+        return self._given[self._transport.number if self._asynchronous else self._dealers[0]]
 
     @property
     def assigned_samples(self) -> int:
@@ -287,6 +260,17 @@ class StreamedEpoch:
         if is_alone:
             self.reader.note_state()
         number = self._read if is_alone else self._given[self._dealers[0]]
+        if self.is_leased:
+            if self._read_ahead:
+                return False
+            try:
+                leased = self._next_leased(is_within_step=True)
+            except RollbackRequiredError:  # which all workers make together, after the step
+                return False
+            if leased is None:
+                return True
+            self._leased.appendleft(leased)
+            number = leased[0]
         position, _ = self._piece(self._transport.number if self._asynchronous else self._dealers[0], number)
         count = position - self.reader.position + 1
         return count > 0 and len(self.reader.peek(count)) < count
@@ -301,6 +285,7 @@ class StreamedEpoch:
             self._given[self._transport.number] = self._stepped
         if self._server is not None:
             valid = [one for one in is_counted if one.recovery_epoch == self._server.recovery_epoch]
+            self._held.difference_update(is_counted)
             if valid:
                 self._server.settle(self._number, [one.batch for one in valid], [one.samples for one in valid])
         for worker in self._transport.members:
@@ -316,9 +301,13 @@ class StreamedEpoch:
         self._has_ended, self._samples_so_far, self.samples_resumed = False, 0, 0
         self._samples.clear()
         self.departed.clear()
+        if self._server is not None:
+            dropped = [one.batch for one in self._held if one.recovery_epoch == self._server.recovery_epoch]
+            self._server.settle(self._number, dropped, [0] * len(dropped))  # no later step trains them
+            self._held.clear()
         if self._asynchronous:
             self._transport.all_gather_bytes(b"")
-        return not self._asynchronous or self._is_open or self._transport.members == self._dealers
+        return not self._asynchronous or self.is_leased or self._transport.members == self._dealers
 
     def uncommitted_work(self) -> dict[int, list[Work]]:
         """Return the work of each other worker that no exchange has carried."""
@@ -344,11 +333,13 @@ class StreamedEpoch:
         if self._asynchronous:
             batch, own = self._next_batch()
             self._samples_so_far += own
-            streamed = 1 if self._split is not None else len(self._stretches.last)
             lease = None
-            if self._server is not None:
-                recovery_epoch = self._server.recovery_epoch
-                lease = Lease(self._numbered(self._read - 1), self._transport.number, 0, own, recovery_epoch)
+            if self._server is not None and own:
+                number, recovery_epoch = self._given_last
+                recovery_epoch = self._server.recovery_epoch if recovery_epoch is None else recovery_epoch
+                lease = Lease(number, self._transport.number, 0, own, recovery_epoch)
+                self._held.add(lease)
+            streamed = 1 if self._split is not None else self._workers
             return GlobalStep(batch, lease, own, self._samples_so_far, streamed=streamed) if own else None
         while True:
             replies = [struct.unpack("<q?", one) for one in self._transport.all_gather_bytes(self._offer)]
@@ -409,6 +400,10 @@ class StreamedEpoch:
         """
         while (item := self._next_item()) is not END:
             self._read += 1
+            if self._asynchronous:
+                self._given_last = number, recovery_epoch = self._read_ahead.popleft()
+                if self._server is not None and recovery_epoch not in (None, self._server.recovery_epoch):
+                    continue  # a rollback has returned it
             if item is not None and (samples := samples_in(item)):
                 batch = self._cut(item)
                 self._last = batch if len(self._dealers) > 1 and not self._asynchronous else None
@@ -417,7 +412,7 @@ class StreamedEpoch:
                 ahead = self.reader.peek(len(self._dealers)) if self._last is None and self._load is None else []
                 return next((self._cut(one) for one in ahead if samples_in(one)), self._last), 0
             if self._server is not None:  # a part without a sample
-                self._server.settle(self._number, [self._numbered(self._read - 1)], [0])
+                self._server.settle(self._number, [number], [0])
         return self._last, 0 if self._asynchronous else NONE
 
     def _next_item(self) -> Any:
@@ -425,6 +420,8 @@ class StreamedEpoch:
 
         Batches are loaded of indices that hold a sample only.
         """
+        if self._items is None:
+            self._items = self._load(self._parts()) if self._load is not None else self._parts()
         if self._load is None:
             return next(self._items, END)
         if self._loaded is END and (not self._indices or self._indices[0][0]):
@@ -450,8 +447,8 @@ class StreamedEpoch:
 
     def _piece(self, worker: int, number: int) -> Piece:
         """Return the piece of a worker that has been given `number` pieces since the stream was dealt."""
-        if self._asynchronous:
-            number, index, of = self._dealt(worker, number)
+        if self.is_leased:
+            (number, index), of = divmod(number, self._of), self._of
         else:
             index, of = self._dealers.index(worker), len(self._dealers)
         if self._is_last_step(number) and self._shares is not None and (share := self._shares[1][index]) is not None:
@@ -496,7 +493,9 @@ class StreamedEpoch:
     def _parts(self) -> Iterator[Any]:
         """Yield this worker's batches of the stream, or its part of each; None in place of an empty part."""
         number, own = self._read, self._transport.number
-        while self._note_last_step(number):
+        if self.is_leased:
+            yield from self._leased_parts()
+        while not self.is_leased and self._note_last_step(number):
             shares = self._shares[1] if self._shares is not None and self._is_last_step(number) else None
             if shares is not None and shares[self._dealers.index(own)] is None:
                 return
@@ -504,17 +503,75 @@ class StreamedEpoch:
             batch = self.reader.take(position)
             if batch is None:
                 return
+            self._read_ahead.append((number, None))
             number += 1
-            self._store_proof(number, position, batch)
-            proof = self.reader.proof()
-            if self._last is None and self._split is not None and self._load is None and samples_in(batch):
-                self._last = self._cut(batch)  # a part of it may have no sample
-            for part, of in parts:
-                batch = self._divide(batch, part, of) if batch is not None else None
-            if self._load is not None:
-                self._indices.append((has_samples := batch is not None and len(batch) > 0, proof))
-            if self._load is None or has_samples:
-                yield batch
+            yield from self._part(batch, parts)
+
+    def _part(self, batch: Any, parts: Sequence[tuple[int, int]]) -> Iterator[Any]:
+        """Yield this worker's part of a batch, or None if it is empty; no empty one of indices."""
+        proof = self.reader.proof()
+        if self._last is None and self._split is not None and self._load is None and samples_in(batch):
+            self._last = self._cut(batch)  # a part of it may have no sample
+        for part, of in parts:
+            batch = self._divide(batch, part, of) if batch is not None else None
+        if self._load is not None:
+            self._indices.append((has_samples := batch is not None and len(batch) > 0, proof))
+        if self._load is None or has_samples:
+            yield batch
+
+    def _leased_parts(self) -> Iterator[Any]:
+        """Yield the same of the pieces that this worker leases, until the stream has ended and none is left."""
+        assert self._server is not None
+        end, lost = None, dict[int, int]()
+        while (leased := self._next_leased(end)) is not None or lost:
+            number, _ = leased or (0, 0)
+            position, parts = self._piece(self._transport.number, number)
+            reader = self.reader if leased is None or self.reader.has(position) else self._source.read_again(position)
+            if reader is None:
+                lost[number], end = position, None
+                continue
+            if lost:
+                self._source.note_lost(len({*lost.values()}))
+                self._server.settle(self._number, [*lost], [0] * len(lost))  # no worker can train them
+                lost.clear()
+            if leased is None:
+                continue
+            reader.note_state()  # a state of before a trained batch, which proves that it gives the same ones
+            self.reader, batch = reader, reader.take(position)
+            end = number - number % self._of if batch is None else None
+            if batch is not None:
+                if self._split is None:
+                    reader.release(position)  # the script may change it
+                self._read_ahead.append(leased)
+                self._pieces_read += 1
+                self._store_proof(self._pieces_read, position, batch)
+                yield from self._part(batch, parts)
+
+    def _next_leased(self, end: int | None = None, is_within_step: bool = False) -> tuple[int, int] | None:
+        """Return the number of this worker's next piece, with its recovery epoch; None if there is none for it now.
+
+        Raises RollbackRequiredError within a step, else all roll back.
+        """
+        assert self._server is not None
+        while True:
+            valid = [
+                one for one in self._leased if one[1] == self._server.recovery_epoch and (end is None or one[0] < end)
+            ]
+            self._leased = deque(valid)
+            if self._leased and end is None:
+                return self._leased.popleft()
+            try:
+                found = self._server.lease_pieces(self._number, end)
+            except RollbackRequiredError:
+                if is_within_step:
+                    raise
+                self._server.roll_back()
+                continue
+            self._leased.extend((number, self._server.recovery_epoch) for number in found.pieces)
+            self._workers, end = found.workers, None
+            self.reader.keep_from(self._piece(self._transport.number, found.first_open)[0], KEPT_BYTES)
+            if not self._leased:
+                return None
 
     # --- changes of membership ----------------------------------------------------------------------------------
 
@@ -573,7 +630,7 @@ class StreamedEpoch:
             return
         dealers = len(self._dealers) if self._is_dealt and not self._asynchronous else 1
         self._order = StreamOrder(dealers, trained, -self.reader.earlier)
-        self._shares, self._stretches = None, self._first_stretch()
+        self._shares = None
         self._given = dict.fromkeys(self._dealers, 0)
         self._carried = dict(self._given)
         self._read = 0
@@ -590,45 +647,24 @@ class StreamedEpoch:
         self._dealers = self._transport.members
         self._deal(trained)
 
-    # --- batches that are left of a stream whose workers do not wait ----------------------------------------------
+    # --- batches of a stream whose workers do not wait ------------------------------------------------------------
 
     @property
     def is_counted(self) -> bool:
         """True if the dispatcher counts the trained batches."""
         return self._server is not None
 
-    @property
-    def can_deal_left(self) -> bool:
-        """True if batches that no worker has trained are dealt again at the end: not those of a worker's own shard."""
-        return self._server is not None and not self._is_own
-
-    def _numbered(self, number: int) -> int:
-        """Return the number of a batch of this worker over all deals."""
-        return self._dealing[1] * DEAL + number
-
     def trained(self) -> dict[int, int]:
         """Return the samples of this epoch by worker, over all its incarnations, as the dispatcher counts them."""
         return self._after_rollbacks()[1]
 
-    def _settled(self) -> tuple[dict[int, list[Range]], dict[int, int]]:
-        """Return the numbers of this deal that count, as ranges by worker, and the samples of the epoch by worker.
-
-        Raises RollbackRequiredError.
-        """
-        assert self._server is not None
-        first, (numbers, samples) = self._numbered(0), self._server.settled_of_stream(self._number)
-        of_deal = {
-            worker: [(start - first, stop - first) for start, stop in ranges if first <= start < first + DEAL]
-            for worker, ranges in numbers.items()
-        }
-        return of_deal, samples
-
     def _after_rollbacks(self) -> tuple[dict[int, list[Range]], dict[int, int]]:
-        """Return the same, after any rollback of the server that is required."""
+        """Return the numbers that count and the samples by worker, after any rollback that is required."""
         assert self._server is not None
         while True:
             try:
-                return self._settled()
+                found: tuple[dict[int, list[Range]], dict[int, int]] = self._server.settled_of_stream(self._number)
+                return found
             except RollbackRequiredError:
                 self._server.roll_back()
 
@@ -637,61 +673,20 @@ class StreamedEpoch:
         last = self.reader.proof()
         return [*(self._told.place.proofs if self._told is not None else ()), *([last] if last is not None else ())]
 
-    def undone(self, held: Sequence[Lease]) -> list[int]:
-        """Return this worker's numbers whose work a rollback has undone, all but those that it still has."""
-        assert self._server is not None
-        settled = self._after_rollbacks()[0].get(self._transport.number, [])
-        if self._server.recovery_epoch == self._recovery_epoch:
-            return []
-        kept = {one.batch - self._numbered(0) for one in held}
-        return [number for number in _gaps(settled, self._read) if number not in kept]
+    def left(self, is_left: bool) -> tuple[int, bool, bool]:
+        """Return with all workers how many pieces are left, which they lease then unless a script `is_left` early.
 
-    def left(self, undone: Sequence[int], is_left: bool) -> list[Piece]:
-        """Return with all workers the pieces of the ended stream that no worker has trained.
-
-        `undone` are this worker's numbers that a rollback has undone. Nothing is left if a script `is_left` early.
+        Return also if one is, and if pieces may be left since the server was rolled back.
         """
-        told = (self._transport.number, list(undone), self.reader.position, is_left)
-        replies = self._transport.all_gather_bytes(msgspec.msgpack.encode(told))
-        found = [msgspec.msgpack.decode(one, type=tuple[int, list[int], int, bool]) for one in replies]
-        packed = self._transport.broadcast_bytes(self._pack_dealt)  # others may deal again before this worker
-        settled, self._stretches = msgspec.msgpack.decode(packed, type=tuple[dict[int, list[Range]], Stretches])
-        if any(is_left for *_, is_left in found):
-            return []
-        self._length = max(position for _, _, position, _ in found)
-        stop = bisect_left(range(self._length), self._length, key=lambda one: self._order.position(0, one))
-        numbers = self._untrained(settled, len(self._returned) + stop) | {
-            worker: undone for worker, undone, *_ in found
-        }
-        return sorted(self._piece(worker, one) for worker, each in numbers.items() for one in each)
+        is_left = b"left" in self._transport.all_gather_bytes(b"left" if is_left else b"")
+        packed = self._transport.broadcast_bytes(self._count_returned)  # others may lease pieces before this worker
+        left = int(packed)
+        if left and not is_left:
+            self._begin_reading()
+        return left, is_left, self._server is not None and self._server.recovery_epoch != self._recovery_epoch
 
-    def _pack_dealt(self) -> bytes:
-        settled, _ = self._after_rollbacks()
-        self._learn()
-        return msgspec.msgpack.encode((settled, self._stretches))
-
-    def _untrained(self, settled: Mapping[int, Sequence[Range]], stop: int) -> dict[int, list[int]]:
-        """Return the numbers by worker of the pieces before `stop` whose work the server does not have."""
-        firsts = self._told.place.counts if self._told is not None else {}
-        return {
-            worker: _gaps(settled.get(worker, []), self._count(worker, stop), firsts.get(worker, 0))
-            for worker in self._stretches.workers
-        }
-
-    def deal_left(self, reader: StreamReader, pieces: Sequence[Piece]) -> None:
-        """Deal these pieces among all workers, each of which reads the stream again."""
-        everything: list[Range] = [(0, self._length)]
-        self.reader, self._dealers = reader, self._transport.members
-        self._dealing = self._dealing[0], self._dealing[1] + 1
-        if self._is_dealt:
-            self._deal(without(everything, {position for position, _ in pieces}))
-        else:
-            self._returned = list(pieces)
-            self._deal(everything)
-        if self._told is not None:
-            self._note_deal(dict.fromkeys(self._dealers, 0))
-            self._store_deal()
-            self._learn()  # the dispatcher has the deal before any worker trains by it
+    def _count_returned(self) -> bytes:
+        return str(sum(stop - start for start, stop in self._after_rollbacks()[0].get(RETURNED, []))).encode()
 
     def take_lost_shards(self) -> dict[int, int]:
         """Return the workers whose shard was lost with them, since the last call, with their samples since an exchange.
@@ -704,10 +699,7 @@ class StreamedEpoch:
     def share_of_absent(self) -> dict[int, int]:
         """Return the number of batches that were dealt to each worker that is absent now, once the stream has ended."""
         absent = [worker for worker in self._dealers if worker not in self._transport.members]
-        read = self.reader.position
-        if self._is_dealt:
-            return {one: len(range(self._dealers.index(one), read, len(self._dealers))) for one in absent}
-        return dict.fromkeys(absent, read)
+        return dict.fromkeys(absent, self.reader.position)
 
     def untrained_batches(self) -> int:
         """Return the number of batches, or parts, that failed workers had and that no other worker was given."""
@@ -751,15 +743,15 @@ class StreamedEpoch:
 
     def _place_of_server(self) -> tuple[list[Range], list[Piece]]:
         """Return the same of workers that do not wait, by what the server has."""
-        settled, _ = self._settled()
-        self._learn()
-        firsts = self._told.place.counts if self._told is not None else {}
-        top, returned = self._top(firsts | _counts(settled)), len(self._returned)
-        trained = self._order.trained([max(top - returned, 0)])
-        left = [self._piece(worker, one) for worker, each in self._untrained(settled, top).items() for one in each]
-        if self._is_dealt:
+        assert self._server is not None
+        settled = self._server.settled_of_stream(self._number)[0].get(SHARED, [])
+        batches, own = -(-settled[-1][1] // self._of) if settled else 0, self._transport.number
+        trained = self._order.trained([max(batches - len(self._returned), 0)])
+        untrained = (number for each in gaps(settled, batches * self._of) for number in range(*each))
+        left = [self._piece(own, number) for number in untrained]
+        if self._split is None:
             return without(trained, {position for position, _ in left}), []
-        return trained, sorted([*left, *self._returned[top:]])
+        return trained, sorted([*left, *self._returned[batches:]])
 
     def report(self) -> str:
         """Return what this worker knows of the place, at rest, as text."""
@@ -787,7 +779,7 @@ class StreamedEpoch:
         places = [STREAM_PLACE.decode(text) for text in (reports or [self.report()])]
         for one in places:
             self._carried |= {worker: max(count, self._carried.get(worker, 0)) for worker, count in one.counts.items()}
-        trained, parts = self._place_of_server() if self.can_deal_left else self._place(self._carried)
+        trained, parts = self._place_of_server() if self.is_leased else self._place(self._carried)
         trained = merged([(max(start, 0), stop) for start, stop in trained if stop > 0])
         parts = [piece for piece in parts if piece[0] >= 0]
         goal = min([first_untrained(trained), *(position for position, _ in parts)])
@@ -816,20 +808,9 @@ class StreamedEpoch:
         return msgspec.json.encode(place).decode()
 
 
-def _counts(settled: Mapping[int, Sequence[Range]]) -> dict[int, int]:
-    """Return the number after the last settled one, by worker."""
-    return {worker: ranges[-1][1] for worker, ranges in settled.items() if ranges}
-
-
 def _count_gaps(ranges: Sequence[Range], first: int) -> int:
     """Return the number of positions from `first` to the end of these sorted ranges that are in none of them."""
     return max((stop for _, stop in ranges), default=first) - first - sum(stop - start for start, stop in ranges)
-
-
-def _gaps(ranges: Sequence[Range], total: int, first: int = 0) -> list[int]:
-    """Return the numbers from `first` to below `total` that are in none of these sorted ranges."""
-    starts, stops = [first, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), total]
-    return [number for gap in zip(starts, stops, strict=True) for number in range(gap[0], min(gap[1], total))]
 
 
 def _without_batch(found: int, workers: int) -> LoaderError:

@@ -17,7 +17,6 @@ from stretto.collective_ops import AllReduceMean, CollectiveOp
 from stretto.collective_ops import Exchange as ExchangeOp
 from stretto.data.assignment import Range
 from stretto.data.leases import PlanName
-from stretto.data.stream_order import Stretches
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
@@ -496,12 +495,15 @@ class ParameterServerClient(Transport):
         """Report that the work on these batches is in the server's parameters; of a stream, with their `samples`."""
         self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch, list(samples)))
 
-    def deal(self, deal: tuple[int, int], workers: Sequence[int], known: int | None = None) -> Stretches:
-        """Return how a stream is dealt (see `BatchDispatcher.deal`)."""
-        body, _ = self._dispatcher.wait(self._dispatcher.send(m.Deal(deal, list(workers), known)))
-        if not isinstance(body, m.Dealt):
+    def lease_pieces(self, number: int, end: int | None = None) -> m.LeasedPieces:
+        """Return pieces of the stream of an epoch, which this worker has read to its `end` if that has a number.
+
+        Raises RollbackRequiredError if a service was lost.
+        """
+        body, _ = self._dispatcher.wait(self._dispatcher.send(m.LeasePieces(number, self.recovery_epoch, end)))
+        if not isinstance(body, m.LeasedPieces):
             raise TransportError(f"the dispatcher answered {type(body).__name__} to a worker that reads a stream")
-        return body.stretches
+        return body
 
     def wait_epoch_end(self, number: int, left_early: bool = False) -> bool:
         """Wait, without holding others back, until no worker holds a batch of the epoch; return True then.

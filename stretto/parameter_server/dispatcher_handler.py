@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from stretto.data.dispatcher import BatchDispatcher
-from stretto.data.leases import FirstCome, Ledger
+from stretto.data.leases import RETURNED, FirstCome, Ledger, StreamLedger
 from stretto.errors import UnevenLoopsError
 from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
@@ -112,15 +112,17 @@ class DispatcherHandler:
     def take(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """Process a complete message."""
         body, request_id = header.body, header.request_id
-        if isinstance(body, m.Lease | m.AwaitEpochEnd | m.Snapshot | m.CountSamples) and (
+        if isinstance(body, m.Lease | m.LeasePieces | m.AwaitEpochEnd | m.Snapshot | m.CountSamples) and (
             self._is_partial or body.recovery_epoch != self._recovery_epoch
         ):
             return [OutgoingMessage(worker, request_id, m.StaleRequest(self._recovery_epoch))]
         if isinstance(body, m.Lease):
             return [OutgoingMessage(worker, request_id, self._lease(worker, body)), *self._release()]
-        if isinstance(body, m.Deal):
-            dealt = self.dispatcher.deal(worker, body.deal, body.workers, body.known)
-            return [OutgoingMessage(worker, request_id, m.Dealt(dealt))]
+        if isinstance(body, m.LeasePieces):
+            pieces = self.dispatcher.lease_pieces(worker, body.epoch_number, body.end)
+            first = (self.dispatcher.stream or StreamLedger()).first_open
+            leased = m.LeasedPieces(pieces, first, len(self.dispatcher.members))
+            return [OutgoingMessage(worker, request_id, leased)]
         if isinstance(body, m.Settle):
             if body.recovery_epoch == self._recovery_epoch:
                 self.dispatcher.settle(worker, body.epoch_number, body.batches, body.samples)
@@ -169,7 +171,8 @@ class DispatcherHandler:
             counts = torch.tensor(ledger.counts(), dtype=torch.uint8, device="cpu")
             by_worker = ledger.samples_by_worker()
             if (stream := self.dispatcher.stream) is not None and body.epoch_number == self.dispatcher.epoch_number:
-                rows = [(one, *each) for one, ranges in sorted(stream.numbers.items()) for each in ranges]
+                numbers = stream.settled | {RETURNED: stream.returned}
+                rows = [(one, *each) for one, ranges in sorted(numbers.items()) for each in ranges]
                 counts = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1)
                 by_worker = stream.samples_by_worker()
             trained = torch.tensor([*by_worker.items()], dtype=torch.int64, device="cpu").reshape(-1)

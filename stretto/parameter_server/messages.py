@@ -32,7 +32,6 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stretto.data.leases import PlanName
-from stretto.data.stream_order import Stretches
 from stretto.membership.loop_positions import LoopPosition
 from stretto.transport.host_memory import Offer
 
@@ -290,19 +289,19 @@ class AwaitEpochEnd(_Message):
 class CountSamples(_Message):
     """Request for how often each sample of the epoch was counted; of a stream, for the numbers that count.
 
-    These are rows of a worker and a range of its numbers.
+    These are rows of a worker, or one of two marks in its place, and a range of numbers (see `StreamLedger`).
     """
 
     epoch_number: int
     recovery_epoch: int
 
 
-class Deal(_Message):
-    """Request for how a stream is dealt (see `BatchDispatcher.deal`)."""
+class LeasePieces(_Message):
+    """Request for pieces of a stream, which the worker has read to its `end` if that has a number."""
 
-    deal: tuple[int, int]
-    workers: list[int]
-    known: int | None = None
+    epoch_number: int
+    recovery_epoch: int
+    end: int | None = None
 
 
 class Settle(_Message):
@@ -370,10 +369,12 @@ class MembersResult(_Message):
     received_up_to: int = 0
 
 
-class Dealt(_Message):
-    """Pieces of a stream that are dealt so far."""
+class LeasedPieces(_Message):
+    """Pieces of a stream, the first one of all that may be leased again, and the number of workers."""
 
-    stretches: Stretches
+    pieces: list[int]
+    first_open: int
+    workers: int
 
 
 class Leased(_Message):
@@ -489,7 +490,7 @@ Request: TypeAlias = (
     | Group
     | BeginEpoch
     | Lease
-    | Deal
+    | LeasePieces
     | Settle
     | AwaitEpochEnd
     | CountSamples
@@ -510,7 +511,7 @@ Reply: TypeAlias = (
     | Result
     | MembersResult
     | Leased
-    | Dealt
+    | LeasedPieces
     | EpochStatus
     | Joined
     | SnapshotList

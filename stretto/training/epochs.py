@@ -418,49 +418,39 @@ class Epochs:
             return
         self._recovery_epoch = server.recovery_epoch
         undone = self._progress.own_samples - self._samples_at_meeting
-        is_done_again = (
-            isinstance(self.current, StreamedEpoch) and self.current.can_deal_left and not self.source.is_iterator
-        )
-        if isinstance(self.current, StreamedEpoch) and undone > 0 and not is_done_again:
+        if isinstance(self.current, StreamedEpoch) and undone > 0 and not self.current.is_leased:
             self.note_lost(
                 f"a part of the server was lost: at least {undone:,} samples of a stream that worker "
                 f"{self._transport.number} had trained since the last snapshot",
                 writes=True,
             )
 
-    def _deal_left(self, stream: EpochBatches, is_left: bool) -> bool:
-        """Deal the batches of a stream that no worker has trained, if workers do not wait. Return True if any are left.
+    def _has_pieces(self, stream: EpochBatches, is_left: bool) -> bool:
+        """Return True if pieces of a stream are left that workers which do not wait have to lease again.
 
-        All have met, and the server has the work of all. Batches of absent workers are named if an iterator gave them.
+        All have met, and the server has the work of all. A script that `is_left` early asks for none.
         """
-        if not isinstance(stream, StreamedEpoch) or not stream.can_deal_left:
+        if not isinstance(stream, StreamedEpoch) or not stream.is_leased:
             return False
-        steps = self._trainer.global_steps
         is_stepless = not self._progress.has_stepped_in_epoch and self._progress.unstepped_here > 0
-        undone = stream.undone(steps.held_leases()) if not is_stepless and not self.source.is_iterator else []
-        if is_left and undone:
+        pieces, is_left, is_rolled_back = stream.left(is_left or is_stepless)
+        if pieces and is_left and is_rolled_back:
             self.note_lost(
-                f"a part of the server was lost, and with it {len(undone):,} batches of worker "
-                f"{self._transport.number}, whose loop was left",
-                writes=True,
-            )
-        pieces = stream.left(undone, is_left or is_stepless)
-        reader = self.source.read_again(stream) if pieces else None
-        if reader is not None:
-            stream.deal_left(reader, pieces)
-        elif pieces:
-            self.note_lost(
-                f"{len(pieces):,} batches, which failed or left workers had not trained and an iterator does not give "
-                "again",
+                f"a part of the server was lost, and with it up to {pieces:,} batches: the loop was left before they "
+                "were trained again",
                 writes=self._transport.number == min(self._transport.members),
             )
-        return reader is not None
+        elif pieces and is_left:
+            self._trainer.events.notice(
+                f"the loop was left before {pieces:,} batches of the stream, which a failed worker had, were trained"
+            )
+        return pieces > 0 and not is_left
 
     def _note_absent(self) -> None:
         """Write the shares of workers that failed or left within a stream, where workers do not wait for each other."""
         if not isinstance(self.current, StreamedEpoch) or not self._progress.has_stepped_in_epoch:
             return
-        if self.current.can_deal_left:
+        if self.current.is_leased:
             return
         for worker, batches in self.current.share_of_absent().items():
             self.note_lost(
@@ -574,7 +564,7 @@ class Epochs:
         if progress.unstepped and not strategy.asynchronous:
             strategy.average_buffers(progress.unstepped_here)
         strategy.sync_for_evaluation()
-        if agent.reopens(self.current, left) or self._deal_left(self.current, left):
+        if agent.reopens(self.current, left) or self._has_pieces(self.current, left):
             progress.enter(LOOP)
             strategy.resume()
             return False

@@ -536,10 +536,6 @@ class GlobalSteps:
         """Count the work since the last exchange as trained."""
         self.settle(self._take_leases())
 
-    def held_leases(self) -> list[Lease]:
-        """Return the leases whose work no exchange has carried."""
-        return list(self._leases)
-
     def _take_leases(self) -> list[Lease]:
         """Remove and return the leases of the work since the last exchange; those without a step stay."""
         leases, self._leases, self._worked = self._leases[: self._worked], self._leases[self._worked :], 0

@@ -48,12 +48,13 @@ def write_start(trainer: TrainerView, context: WorkerContext, factor: float) -> 
         trainer.events.say(line)
     if not source.is_counted and not (workers == 1 and context.global_batch_of == 1):
         shards = f" ({source.library})" if source.library else ""
+        share = f"one batch in {workers}" if recipe is None or not recipe.asynchronous else "the batches that it leases"
         how = (
             f"each worker reads a shard of its own{shards} and keeps all of it"
             if source.assignment == "own"
-            else f"all workers read its indices, and each loads one batch in {workers}"
+            else f"all workers read its indices, and each loads {share}"
             if source.is_indexed
-            else f"every worker reads all of it and keeps one batch in {workers}"
+            else f"every worker reads all of it and keeps {share}"
         )
         trainer.events.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
     trainer.events.flush()

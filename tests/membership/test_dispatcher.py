@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 from example_counts import examples
 from hypothesis import given, settings
@@ -313,33 +313,91 @@ def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:
     assert not dispatcher.barriers_announced
 
 
-@settings(max_examples=examples(100))
-@given(st.integers(1, 3), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40), st.booleans())
-def test_each_piece_of_a_stream_is_dealt_once_whoever_asks_fails_and_returns(
-    workers: int, events: list[tuple[int, bool]], divided: bool
-) -> None:
-    """A worker asks, or fails, and joins again once it asks. It knows what it was told last."""
-    dispatcher, first, known = BatchDispatcher(workers), list(range(workers)), dict[int, int]()
-    for worker, fails in events:
-        if fails:
-            dispatcher.remove(worker)
-            continue
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["lease", "settle", "fail", "end", "snapshot", "roll back"]), st.integers(0, 3))
+)
+
+
+@settings(max_examples=examples(200))
+@given(EVENTS, st.integers(0, 40))
+def test_each_piece_of_a_stream_counts_once_whatever_fails(events: list[tuple[str, int]], length: int) -> None:
+    """The last worker trains all pieces that the server has not; a worker that has failed joins again when it asks."""
+    dispatcher, held, trained = BatchDispatcher(4), defaultdict[int, list[int]](list), Counter[int]()
+    dispatcher.begin(1, (), plan="stream")
+    snapshot = dispatcher.settled_batches(), Counter[int]()
+
+    def lease(worker: int) -> bool:
         if worker not in dispatcher.members:
             dispatcher.join(worker, 0)
-        before = dispatcher.deal(worker, (1, 0), first, None)
-        told = dispatcher.deal(worker, (1, 0), first, known.get(worker, before.stop))
-        known[worker] = told.stop
-        assert worker in told.last and told.stop >= before.stop
-        assert [before.count(one, before.stop, divided) for one in before.workers] == [
-            told.count(one, before.stop, divided) for one in before.workers
-        ]
-    told = dispatcher.deal(0, (1, 0), first, None)
-    dealt = Counter[int]()
-    for one in told.workers:
-        pieces = [told.piece(one, number, divided) for number in range(told.count(one, told.stop, divided))]
-        assert told.piece(one, len(pieces), divided) is None
-        for found in pieces:
-            assert found is not None
-            piece, _, of = found
-            dealt[piece] += 12 // (of if divided else 1)
-    assert dealt == dict.fromkeys(range(told.stop), 12)
+        held[worker] += (pieces := dispatcher.lease_pieces(worker, 1))
+        missing = [piece for piece in held[worker] if piece >= length]
+        if missing:
+            held[worker] = [piece for piece in held[worker] if piece < length]
+            held[worker] += (pieces := dispatcher.lease_pieces(worker, 1, end=missing[0]))
+            assert all(piece < length for piece in pieces)
+        return bool(pieces)
+
+    for event, worker in [*events, *((event, 0) for event in ["lease", "settle"] * (2 * length + 60))]:
+        if event == "lease":
+            lease(worker)
+        elif event == "settle":
+            pieces, held[worker] = held[worker], []
+            assert dispatcher.settle(worker, 1, pieces, [5] * len(pieces)) == len(pieces)
+            assert dispatcher.settle(worker, 1, pieces, [5] * len(pieces)) == 0
+            trained.update(pieces)
+        elif event == "fail":
+            dispatcher.remove(worker)
+            held.pop(worker, None)
+        elif event == "snapshot":
+            snapshot = dispatcher.settled_batches(), trained.copy()
+        elif event == "roll back":
+            (number, settled, trained_by, stream), trained = snapshot[0], snapshot[1].copy()
+            dispatcher.roll_back(number, settled, trained_by, stream)
+            held.clear()
+        else:
+            restored = BatchDispatcher(0)
+            restored.load_state(dispatcher.state())
+            assert restored.state() == dispatcher.state()
+            dispatcher = restored
+    for worker in (1, 2, 3):
+        dispatcher.remove(worker)
+    while lease(0):
+        pass
+    dispatcher.settle(0, 1, held[0], [5] * len(held[0]))
+    trained.update(held[0])
+    assert trained == dict.fromkeys(range(length), 1)
+    assert dispatcher.stream is not None
+    assert sum(dispatcher.stream.samples_by_worker().values()) == 5 * length
+
+
+def test_workers_lease_few_pieces_of_a_stream_at_its_beginning_and_never_more_than_eight() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, (), plan="stream")
+    counts = [len(dispatcher.lease_pieces(number % 2, 1)) for number in range(100)]
+    assert counts[:16] == [1] * 16
+    assert counts[-1] == 8
+
+
+def test_own_shards_of_a_stream_count_by_worker() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, (), plan="own stream")
+    assert [dispatcher.settle(worker, 1, [0, 1], [3, 4]) for worker in (0, 1, 1)] == [2, 2, 0]
+    assert dispatcher.stream is not None
+    assert dispatcher.stream.samples_by_worker() == {0: 7, 1: 7}
+
+
+def test_pieces_of_an_iterator_that_an_epoch_leaves_are_those_of_the_next() -> None:
+    """A rollback to the end of the epoch before returns what counts since, and the samples of this epoch."""
+    dispatcher = BatchDispatcher(1)
+    dispatcher.begin(1, (), plan="stream")
+    assert dispatcher.lease_pieces(0, 1) == [0]
+    dispatcher.settle(0, 1, [0], [2])
+    assert dispatcher.lease_pieces(0, 1) == [1]
+    before = dispatcher.settled_batches()
+    dispatcher.begin(2, (), plan="same stream")
+    dispatcher.settle(0, 2, [1], [3])
+    assert dispatcher.stream is not None
+    assert dispatcher.stream.samples_by_worker() == {0: 3}
+    dispatcher.roll_back(*before)
+    assert dispatcher.stream.samples_by_worker() == {}
+    assert dispatcher.lease_pieces(0, 2) == [1]

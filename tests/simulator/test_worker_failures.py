@@ -42,6 +42,7 @@ import stretto
 from stretto.errors import BrokenTransportError, LaunchError
 from stretto.faults import plan
 from stretto.launcher.supervised import pause_s
+from stretto.loader import streamed_epoch
 from stretto.report import incidents
 from stretto.report.run_log import read
 from stretto.report.run_record import record
@@ -292,7 +293,7 @@ def found_without_loss(recipe: str, fault: str, batch: str) -> list[Any]:
 def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wait(
     recipe: str, fault: str, batch: str
 ) -> None:
-    """The others train the rest of a failed worker's share, and what a rollback of the server has undone."""
+    """The others train the batches of a failed worker, and batches that a rollback of the server has undone."""
     counts = next(one for one in found_without_loss(recipe, fault, batch) if one is not None)
     assert counts == [1.0] * 80 + [1.0] * 80
 
@@ -312,7 +313,7 @@ def test_each_sample_of_a_stream_is_trained_once_over_a_server_that_does_not_wai
         ("async_sgd(shards=2)", "kill server 0 at 60ms; kill worker 2 at 130ms, back after 9ms", "keep"),
     ],
 )
-def test_restarted_worker_continues_its_share_of_a_stream_over_a_server_that_does_not_wait(
+def test_restarted_worker_takes_part_in_a_stream_over_a_server_that_does_not_wait_again(
     recipe: str, fault: str, batch: str
 ) -> None:
     """Or it takes part from the end of the epoch on, if another worker waits there already."""
@@ -333,7 +334,7 @@ LATE = "kill worker 1 at 1ms, back after 60ms"
         ("async_sgd(overlap=True)", f"{LATE}; kill server 0 at 150ms", "keep"),
     ],
 )
-def test_worker_that_joins_a_stream_over_a_server_is_dealt_a_share_of_the_rest(
+def test_worker_that_joins_a_stream_over_a_server_leases_batches_of_the_rest(
     recipe: str, fault: str, batch: str
 ) -> None:
     asks = {"failure_timeout_s": 0.2, "global_batch": batch}
@@ -383,17 +384,108 @@ def test_each_batch_of_an_endless_stream_is_trained_once_by_workers_that_join_an
     assert sum(event["trained"].values()) == event["samples"] == sum(ended.found[0])
 
 
-@pytest.mark.parametrize("fault", ["kill worker 1 at 47ms", "pause worker 2 for 180ms at 60ms; kill worker 1 at 230ms"])
-def test_share_that_an_iterator_does_not_give_again_is_named_by_its_batches(fault: str) -> None:
-    """A worker that fails after its whole share has lost none."""
+ENDLESS = 120
+"""Batch of an endless stream from which on each worker leaves its loop, long after the last fault."""
+
+
+def endless(stream: Callable[[Callable[[], Iterator[torch.Tensor]]], Any]) -> Callable[[int], list[float]]:
+    """Return a script whose table counts how often a server that adds has trained each row of an endless stream."""
+
+    def work(worker: int) -> list[float]:
+        net = nn.Embedding(3 * ENDLESS, 1)
+        nn.init.zeros_(net.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        loader: Any = stretto.distribute(
+            net, optimizer, stream(lambda: (torch.tensor([one, one + 1]) for one in count(step=2)))
+        )
+        for x in loader:
+            optimizer.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+            if int(x[0]) >= 2 * ENDLESS:
+                break
+        stretto.finish()
+        return (-net.weight.detach().flatten()).tolist()
+
+    return work
+
+
+class Again(IterableDataset[torch.Tensor]):
+    """A stream that can be read again."""
+
+    def __init__(self, begin: Callable[[], Iterator[torch.Tensor]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self._begin()
+
+
+@settings(max_examples=examples(4), deadline=None)
+@given(
+    faults(servers=2), st.sampled_from(["async_sgd", "async_sgd(shards=2)", "async_sgd(overlap=True)"]), st.booleans()
+)
+@example((3, "kill worker 1 at 200ms"), "async_sgd", False)
+@example((3, "kill worker 1 at 200ms; kill worker 0 at 300ms"), "async_sgd(shards=2)", True)
+@example((3, "kill server 0 at 200ms"), "async_sgd", False)
+@example((3, "kill server 0 at 200ms; kill worker 1 at 210ms"), "async_sgd(overlap=True)", True)
+def test_each_batch_of_an_endless_stream_is_trained_once_whatever_fails(
+    fault: tuple[int, str], recipe: str, divided: bool
+) -> None:
+    """The others train the pieces of a failed worker, and pieces that a rollback has undone, within the epoch."""
+    workers, text = fault
+    text = text.replace("server 1", "server 0") if "shards" not in recipe else text
+    asks = {"failure_timeout_s": 0.2, "global_batch": "split" if divided else "keep"}
+    ended = simulated(
+        workers,
+        endless(lambda begin: DataLoader(Again(begin), batch_size=None)),
+        recipe,
+        net=NET,
+        fault=text,
+        asks=asks,
+        cost_model=CostModel(3 * STEP_S),
+    )
+    counts = next(one for one in ended.found if one is not None)
+    assert counts[: 2 * ENDLESS] == [1.0] * (2 * ENDLESS)
+    assert set(counts) <= {0.0, 1.0}
+    assert not ended.of("batches_lost")
+    (event,) = ended.of("epoch")
+    assert sum(event["trained"].values()) == event["samples"] == sum(counts)
+
+
+def test_batches_of_a_worker_that_fails_are_kept_of_an_endless_iterator() -> None:
+    """An iterator does not give them again."""
+    fault = "kill worker 1 at 200ms; kill worker 2 at 400ms"
+    work = endless(lambda begin: begin())
+    ended = simulated(4, work, "async_sgd", net=NET, fault=fault, cost_model=CostModel(3 * STEP_S))
+    assert ended.found[0][: 2 * ENDLESS] == [1.0] * (2 * ENDLESS)
+    assert not ended.of("batches_lost")
+
+
+@pytest.mark.parametrize("is_iterator", [False, True])
+def test_batches_beyond_the_limit_of_memory_are_read_again_and_of_an_iterator_they_are_named(
+    is_iterator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_epoch, "KEPT_BYTES", 0)
+    work = endless(
+        (lambda begin: begin()) if is_iterator else (lambda begin: DataLoader(Again(begin), batch_size=None))
+    )
+    fault = "pause worker 1 for 150ms at 100ms; kill worker 1 at 240ms"
+    ended = simulated(4, work, "async_sgd", net=NET, fault=fault, cost_model=CostModel(3 * STEP_S))
+    lost = sum(one == 0 for one in ended.found[0][: 2 * ENDLESS]) // 2
+    assert bool(lost) == is_iterator
+    assert sum(int(event["text"].split()[0]) for event in ended.of("batches_lost")) == lost
+
+
+@pytest.mark.parametrize("fault", ["kill server 0 at 90ms", "kill server 0 at 190ms; kill worker 1 at 200ms"])
+def test_batches_that_an_iterator_does_not_give_again_are_named(fault: str) -> None:
+    """A rollback has undone what workers had trained."""
     work = summed(lambda _: iter(BATCHES), epochs=1)
     ended = simulated(3, work, "async_sgd", net=NET, fault=fault, asks={"failure_timeout_s": 0.4})
-    lost = sum(one == 0 for one in next(one for one in ended.found if one is not None))
-    assert [event["text"].partition(",")[0] for event in ended.of("batches_lost")] == (
-        [f"{lost // 2} batches"] if lost else []
-    )
-    assert bool(lost) == ("47ms" in fault)
-    assert ended.found[1] is None
+    counts = next(one for one in ended.found if one is not None)
+    lost = [number for number in range(40) if counts[2 * number] == 0]
+    assert lost
+    assert sum(int(event["text"].split()[0]) for event in ended.of("batches_lost")) == len(lost)
+    assert set(counts) <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)", "downpour(every=3)"])
@@ -429,7 +521,7 @@ def test_each_sample_of_a_stream_is_trained_once_if_all_workers_that_it_was_deal
 
 
 @pytest.mark.parametrize("fault", ["kill worker 1 at 47ms, back after 9ms", "kill workers 0,2 at 80ms, back after 9ms"])
-def test_restarted_worker_continues_its_share_of_an_iterator(fault: str) -> None:
+def test_each_batch_of_an_iterator_is_trained_once_if_workers_are_restarted(fault: str) -> None:
     work = summed(lambda _: iter(BATCHES), epochs=1)
     ended = simulated(3, work, "async_sgd", net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
     assert ended.found == [[1.0] * 80] * 3
@@ -437,7 +529,7 @@ def test_restarted_worker_continues_its_share_of_an_iterator(fault: str) -> None
 
 
 def test_restarted_worker_whose_stream_gives_other_batches_stays_out() -> None:
-    """The others train its share: a digest of its first batches shows the difference."""
+    """A digest of its first batches shows the difference."""
     begun = {0: 0, 1: 0, 2: 0}
 
     def stream(worker: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elastic_workers import KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
@@ -155,6 +156,21 @@ def test_batch_that_was_read_and_not_kept_is_an_error_and_not_the_end_of_the_str
     for position in (0, 1):
         with pytest.raises(LoaderError, match=f"batch {position + 1} of the stream was read before"):
             reader.take(position)
+
+
+def test_kept_batches_have_no_more_bytes_than_the_limit_and_the_last_is_always_kept() -> None:
+    batch = {"x": torch.zeros(10), "rows": [np.zeros(5), torch.zeros(5, dtype=torch.float64)]}
+    reader = StreamReader([batch] * 9)
+    reader.keep_from(1, most=400)
+    reader.take(5)
+    assert [reader.has(position) for position in range(7)] == [False] * 3 + [True] * 4
+    reader.keep_from(4, most=400)
+    reader.release(5)
+    reader.take(7)
+    assert [position for position in range(8) if reader.has(position)] == [4, 6, 7]
+    reader.keep_from(7, most=1)
+    reader.take(8)
+    assert [position for position in range(9) if reader.has(position)] == [8]
 
 
 @pytest.mark.parametrize("recipe", [None, "allreduce", "local_sgd(every=4)"])

@@ -523,15 +523,16 @@ def test_parts_that_some_workers_have_trained_ahead_of_others_are_not_trained_ag
     often = {"run": tmp_path / "run", "checkpoint": every("1 rounds"), "keep": 999}
     run_workers(2, work, "async_sgd", split=True, **often)
     places = {one: place_in(one) for one in sorted((tmp_path / "run" / "checkpoints").iterdir())}
-    within = {one: place for one, place in places.items() if place is not None and place.counts[1] < BATCHES}
-    newest, place = max(within.items(), key=lambda found: found[1].counts[0] - found[1].counts[1])
-    assert place.counts[0] > place.counts[1] > 0
+    within = {one: place for one, place in places.items() if place is not None and not place.is_over}
+    newest, place = max(within.items(), key=lambda found: len(found[1].parts))
+    assert place.parts
     shutil.copytree(newest, tmp_path / "part" / "checkpoints" / newest.name)
     again = tmp_path / "again"
     again.mkdir()
     found = run_workers(workers, work, "async_sgd", split=True, resume=tmp_path / "part", **(often | {"run": again}))
     halves = batches.int().view(BATCHES, 2, 3)
-    done = [halves[one, (worker + one) % 2] for worker, count in place.counts.items() for one in range(count)]
+    positions = [position for start, stop in place.trained for position in range(start, stop)]
+    done = [halves[one, half] for one in positions for half in range(2) if (one, ((half, 2),)) not in place.parts]
     samples = [*torch.cat(done).tolist(), *itertools.chain.from_iterable(found)]
     assert sorted(samples) == list(range(6 * BATCHES))
 
