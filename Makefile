@@ -5,17 +5,28 @@ READY := $(VENV)/.ready
 # Tests wait a good deal, so more of them run at once than there are cores.
 WORKERS ?= 4
 SOURCES := $(wildcard CMakeLists.txt stretto/kernels/*.?pp)
+# With TORCH, a version or "newest", it and what it depends on are not the pinned ones.
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The second and third pin what the native kernels are built with, for pip from 25.3 on and before.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
+export PIP_CONSTRAINT := $(CURDIR)/$(CONSTRAINTS)
+QUICK := tests/test_recipe.py tests/test_codec_state.py tests/codecs tests/kernels tests/training/test_equivalence.py \
+  tests/training/test_recipes.py tests/test_torch_names.py tests/simulator/test_sample_counts.py tests/test_end_to_end.py
+# Python and torch of the environments of test-versions.
+VERSIONS ?= python3.11:2.5.0 python3.12:2.13.0 python3.13:2.13.0 python3.13:newest
 
-.PHONY: help install demo test test-long test-gpu test-engines test-trainers check bench bench-gpu docs clean
+.PHONY: help install demo test test-long test-gpu test-engines test-trainers test-quick test-versions check bench bench-gpu docs clean
 
 help:               ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
 
-$(READY): pyproject.toml constraints.txt $(SOURCES)
+$(VENV)/constraints.txt: constraints.txt
+	@mkdir -p $(VENV)
+	grep -Ev "^(torch|numpy|sympy|networkx|setuptools|filelock|fsspec|mpmath)==" constraints.txt > $@
+	@[ "$(TORCH)" = newest ] || echo "torch==$(TORCH)" >> $@
+
+$(READY): pyproject.toml $(CONSTRAINTS) $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("stretto needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
@@ -51,6 +62,15 @@ test-engines: $(READY) ## the tests that need a cluster engine (Slurm: apt-get i
 test-trainers: $(READY) ## the tests of transformers.Trainer, TRL, PEFT, Lightning and Accelerate, which it installs
 	$(PIP) -e ".[hf,lightning]"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 -m trainers tests/trainers
+
+test-quick: $(READY) ## a part of the test suite: recipes, codecs, kernels, training in threads, a live run
+	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK)
+
+test-versions:      ## the same with other versions of Python and torch, each in an environment of its own
+	@for version in $(VERSIONS); do \
+	  echo "== $$version"; \
+	  $(MAKE) --no-print-directory test-quick PYTHON=$${version%:*} TORCH=$${version#*:} VENV=build/versions/$$(echo $$version | tr : -) || exit 1; \
+	done
 
 check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .
