@@ -1,4 +1,4 @@
-"""A proxy between the workers of a run and its coordinator and shards, which can be slow, silent or cut.
+"""A proxy between a worker and the coordinator, shards and other workers, which can be slow, silent or cut.
 
 It prints its address. A connection to it has one request, a line of JSON, and one reply: `{"worker": "1.0",
 "addresses": [...]}` returns the addresses that process 0 of worker 1 has to use in place of these, and `{"worker":

@@ -11,8 +11,8 @@ all processes of the worker's host for five seconds. `1:KILL:stepped:3:host` kil
 namespaces of `benchmarks/laboratory.py`; DOWN takes the link of that host down, AWAY for four seconds, FLAP for one.
 JOIN starts `stretto join` with a worker more.
 A launcher is not struck before there is a checkpoint to continue from.
-With `--proxy`, the worker's connections to the coordinator and to the shards go through a proxy, and
-`--strike 1:STALL:stepped:3:proxy` begins a trouble there (`benchmarks/proxy.py`).
+With `--proxy`, the worker's connections to the coordinator and to the shards, and those by which it sends to other
+workers, go through a proxy, and `--strike 1:STALL:stepped:3:proxy` begins a trouble there (`benchmarks/proxy.py`).
 """
 
 import argparse
@@ -41,6 +41,7 @@ from stretto.loader.sample_weights import Weights
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.transport.elastic import ElasticTransport
+from stretto.transport.secure_connections import Address, SendingConnection
 
 BATCH = 8
 CLOCKS: dict[str, tuple[int, *tuple[str, ...]]] = {
@@ -143,6 +144,18 @@ def ask_proxy(**request: Any) -> list[str]:
         return list(json.loads(lines.readline()))
 
 
+connect_directly = SendingConnection.__init__
+
+
+def connect_through_proxy(connection: SendingConnection, address: Address, *given: Any) -> None:
+    """Make a connection to another worker lead through the proxy, unless a relay passes it on."""
+    family, place = address
+    if family != socket.AF_UNIX:
+        host, _, port = ask_proxy(addresses=[f"{place[0]}:{place[1]}"])[0].rpartition(":")
+        place = host, int(port), *place[2:]
+    connect_directly(connection, (family, place), *given)
+
+
 def ip(*words: str) -> str:
     """Return what `ip` prints, such as about network namespaces."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout.strip()
@@ -236,6 +249,7 @@ if arguments.proxy and config.coordinator is not None:
     coordinator, *servers = ask_proxy(addresses=[config.coordinator, *config.servers])
     proxied = msgspec.structs.replace(config, coordinator=coordinator, servers=tuple(servers), keys=None)
     os.environ.update(proxied.environment())
+    SendingConnection.__init__ = connect_through_proxy  # type: ignore[method-assign]
 count_calls(ElasticTransport, "attempt", before="exchange", after="commit")
 count_calls(ParameterServerClient, "push", before="exchange")
 count_calls(ParameterServerClient, "settle", after="commit")

@@ -29,8 +29,9 @@ from benchmarks.hunt import (
     summary,
 )
 from benchmarks.laboratory import LabError, Laboratory, namespaces
-from benchmarks.proxy import TROUBLES
+from benchmarks.proxy import TROUBLES, proxy
 from benchmarks.tables import TABLES
+from stretto.events import read_events
 from stretto.recipe.named import NAMED
 from stretto.recipe.parser import parse
 
@@ -137,6 +138,21 @@ def test_worker_that_joins_trains_and_its_run_has_no_finding(recipe: str, tmp_pa
     done = run_counted(tmp_path, recipe, options=options, script=[*script, "--strike", *plan.strikes])
     assert findings(plan, done) == [], done.text
     assert any(done.record["samples_by_worker"][2:])
+
+
+@pytest.mark.long
+def test_proxy_tears_what_a_worker_sends_to_others_and_its_run_has_no_finding(tmp_path: Path) -> None:
+    """A broken exchange is repeated in a new generation, in which no worker has failed."""
+    options = ("-n", "2", "--failure-timeout", "30s")
+    plan = Plan(0, "allreduce", options, (), tuple(f"1:TEAR:exchange:{at}:proxy" for at in (4, 8, 12)))
+    script = ["--pause", "0.03", *(word for strike in plan.strikes for word in ("--strike", strike))]
+    with proxy() as there:
+        done = run_counted(tmp_path, "allreduce", options=options, script=[*script, "--proxy", there])
+    assert findings(plan, done) == [], done.text
+    whats = [
+        event["what"] for event in read_events(tmp_path / "run-1" / "events.jsonl") if event["event"] == "membership"
+    ]
+    assert whats.count("formed") > 1 and "failed" not in whats
 
 
 @pytest.fixture
