@@ -618,6 +618,23 @@ def test_worker_joins_within_a_stream_of_a_run_that_began_with_one_worker(
     assert record["samples_by_worker"][1] > 0
 
 
+@pytest.mark.long
+def test_run_ends_without_a_worker_that_waits_outside_until_it_can_join(place: Place) -> None:
+    """The only worker draws random numbers in turn with its stream, until the other one is out."""
+    text = GROWING.replace("optimizer.step()", "optimizer.step(), torch.rand(1)").replace(
+        'pathlib.Path("at-1").exists()', '"stops itself" in pathlib.Path("run/events.jsonl").read_text()'
+    )
+    process = place.stretto(
+        "run", "-n", "1", "--recipe", "allreduce", "--listen", "127.0.0.1", "--out", "run", script(place.folder, text)
+    )
+    until(lambda: Path("at-0").exists(), LIMIT_S)
+    guest = place.stretto("join", "run")
+    wait_for_success(process)
+    _, err = guest.communicate(timeout=LIMIT_S)
+    assert guest.returncode == 3 and "could not join the epoch under way" in err.decode()
+    assert "restart 1" not in Path("run/worker-1.log").read_text()
+
+
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
 def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     place: Place, ended: str, monkeypatch: pytest.MonkeyPatch

@@ -335,6 +335,8 @@ class Supervisor:
                     raise LaunchError(f"the run has ended: {why}")
                 self._silence.check(self._exit_notifier.replies, POLL_S)
             self._remote.watch(self._exit_notifier.watch_members)
+            if self._waits_outside():
+                self._exit_notifier.watch_members()
             self._remote.grow(self._view())
             if self._stop is not None and not self._plan.joining:
                 self._exit_notifier.end_run()
@@ -426,13 +428,19 @@ class Supervisor:
         """Return True if a worker finished without having been asked to leave: no restart is needed then."""
         return bool(self._in("done")) or self._remote.is_ending(self._view())
 
+    def _waits_outside(self) -> bool:
+        """Return True if workers of a run that was joined wait until they can join an epoch: it may end before."""
+        return bool(self._plan.joining) and any(one.waits_out for one in self._in("restarting"))
+
     def _is_over(self) -> bool:
         """Return True if no worker runs that is needed.
 
         Once a worker has finished, failed workers are not needed, nor restarted ones that have not joined.
         """
         if self._stop is not None:
-            return not self._in("running", "restarting") and not self._view().running
+            return not self._in("running", "restarting") and bool(self._plan.joining or not self._view().running)
+        if self._waits_outside() and self._view().finished:
+            return not self._in("running")
         is_ending = self._is_ending()
         if not self._remote.is_over(self._view(), is_ending):
             return False
