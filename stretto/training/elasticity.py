@@ -7,6 +7,7 @@ join, this one may leave, and a checkpoint holds the whole state of the run.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from typing import Any
 
@@ -195,6 +196,17 @@ class ElasticAgent:
             return False
         epoch = self._taken.facts["epochs"]
         return bool(number < epoch or (number == epoch and not self._is_within_epoch()))
+
+    @property
+    def has_state(self) -> bool:
+        """True while a state to continue from waits for the end of the epochs that this worker passes."""
+        return self._taken is not None
+
+    def pass_on(self) -> None:
+        """Pass all epochs that follow, since the others have ended their loops: code between them changes nothing."""
+        self._taken = state_transfer.unpack(self.checkpoints.state_for_others(False))
+        self._script.take(self._script.saved())
+        self._epochs_over, self._script.is_passing = sys.maxsize, True
 
     def _is_within_epoch(self) -> bool:
         """Return True if the state to continue from was saved before the end of its epoch."""

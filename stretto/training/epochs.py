@@ -15,7 +15,7 @@ from stretto.loader.epoch_batches import AssignedEpoch, BatchSource, Division, E
 from stretto.loader.epoch_order import Earlier
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.streamed_epoch import StreamedEpoch
-from stretto.membership.loop_positions import BETWEEN, CLOSED, COMING, LOOP, LoopPosition, explained, named
+from stretto.membership.loop_positions import BETWEEN, CLOSED, COMING, LOOP, OVER, LoopPosition, explained, named
 from stretto.membership.worker_status import status
 from stretto.parallel.rank_parts import RankParts
 from stretto.recipe.recipe import Recipe, refuse_shares
@@ -31,7 +31,7 @@ from stretto.training.elasticity import ElasticAgent
 from stretto.training.evaluator import Evaluator
 from stretto.training.global_steps import GlobalSteps
 from stretto.training.last_model import LastModel
-from stretto.training.loop_exits import Place, has_way_out
+from stretto.training.loop_exits import Place, has_way_out, is_repeated_by_range
 from stretto.training.progress import LoopProgress
 from stretto.training.schedule import Schedules
 from stretto.training.section import Section
@@ -173,6 +173,8 @@ class Epochs:
         self.end_peek() or self.end_epoch()
         if self._trainer.strategy.asynchronous:
             self._is_asked_for(by_this=True)
+        else:
+            self._pass_if_ended(place)
         if not self._progress.begin_iteration(self._trainer.strategy.asynchronous):
             return False
         self._has_peeked, self._place = False, place
@@ -303,12 +305,33 @@ class Epochs:
             self._timer.switch("waiting")
             steps.end()
 
+    def _pass_if_ended(self, place: Place | None) -> None:
+        """Pass this epoch and all later ones if this worker came late, and the others have ended their loops.
+
+        Raises UnevenLoopsError unless the source shows that the loop over the epochs ends without a batch.
+        """
+        agent, progress = self._trainer.agent, self._progress
+        if agent.has_state or not self._is_left_by_others(between=True):
+            return
+        if not is_repeated_by_range(place):
+            ended = {worker: LoopPosition(OVER, progress.epochs, progress.steps) for worker in self._transport.members}
+            raise UnevenLoopsError(
+                explained(ended | {self._transport.number: LoopPosition(LOOP, progress.epochs + 1, progress.steps)})
+            )
+        agent.pass_on()
+        self._trainer.events.own_notice(
+            f"worker {self._transport.number} passes the epochs after {progress.epochs}: the others have ended their "
+            "loops"
+        )
+
     def note_counter(self, is_own: bool) -> None:
         """Note whether the script counts the steps of its loop itself, so that a worker that comes late begins at 0."""
         self._counts_itself = is_own
 
-    def _is_left_by_others(self, left: bool = False) -> bool:
+    def _is_left_by_others(self, left: bool = False, between: bool = False) -> bool:
         """Return True if this worker, which came late, ends its loop here, since all others have left theirs.
+
+        If `between` two epochs, the loop is that over the epochs.
 
         The workers that have counted most steps decide. Once a worker has come late, all ask before each step, and
         where they have `left` the loop: a message more in each step, unless all loops are seen to take all batches.
@@ -316,19 +339,20 @@ class Epochs:
         """
         agent, transport, progress = self._trainer.agent, self._transport, self._progress
         now = progress.epochs, agent.arrivals
-        if not self._counts_itself or not agent.arrivals or self._whole == now:
+        if not self._counts_itself or not agent.arrivals or (self._whole == now and not between):
             return False
-        may_leave = left or has_way_out(self._place)
+        may_leave = left or between or has_way_out(self._place)
         progress.enter(BETWEEN)
         with self._timer.on("waiting"):
             own = struct.pack("<??qq", left, may_leave, progress.steps, agent.steps_before)
             answers = [struct.unpack("<??qq", reply) for reply in transport.all_gather_bytes(own)]
-        progress.enter(LOOP)
+        progress.enter(CLOSED if between else LOOP)
         if not any(may_leave for _, may_leave, *_ in answers):
             self._whole = now
             return False
         uncounted = min(before for *_, before in answers)
-        if uncounted and not self._has_named_late and transport.number == transport.members[0]:
+        has_limit = not between or not is_repeated_by_range(self._place)
+        if uncounted and has_limit and not self._has_named_late and transport.number == transport.members[0]:
             self._has_named_late = True
             self._trainer.events.own_notice(
                 f"no worker is left whose script has counted the first {uncounted:,} steps: a limit of steps that it "
@@ -346,7 +370,7 @@ class Epochs:
                     }
                 )
             )
-        if have_all_left and not left:
+        if have_all_left and not left and not between:
             self._trainer.events.own_notice(
                 f"worker {transport.number} ends its loop with the others, in epoch {progress.epochs} at step "
                 f"{progress.steps}: its script counts steps itself, and from 0 since the worker came late; "
@@ -528,6 +552,8 @@ class Epochs:
         leaves each later epoch before its first batch, so that the others train on all of it.
         """
         self.end_peek() or self.end_epoch()
+        if not self._trainer.strategy.asynchronous and not self._trainer.agent.has_state:
+            self._is_left_by_others(left=True, between=True)
         while self._trainer.strategy.asynchronous and self._is_asked_for(by_this=False):
             if self._progress.begin_iteration(asynchronous=True):
                 self._enter_epoch()

@@ -145,8 +145,13 @@ def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Ca
     return work
 
 
-def counting(limit: int, whole: bool = False, every: int | None = None) -> Callable[[int], tuple[int, torch.Tensor]]:
-    """Return a training function that counts its steps from 0 in each process; it gathers after `every` k-th one."""
+def counting(
+    limit: int, whole: bool = False, every: int | None = None, is_limit_of_epochs: bool = False
+) -> Callable[[int], tuple[int, torch.Tensor]]:
+    """Return a training function that counts its steps from 0 in each process; it gathers after `every` k-th one.
+
+    The loop over the epochs may end by the count, too.
+    """
 
     def work(worker: int) -> tuple[int, torch.Tensor]:
         net, step = small_net(), 0
@@ -156,6 +161,8 @@ def counting(limit: int, whole: bool = False, every: int | None = None) -> Calla
         trainer = api.training()
         assert trainer is not None
         for _ in range(EPOCHS):
+            if is_limit_of_epochs and step >= limit:
+                break
             for x, y in loader:
                 optimizer.zero_grad()
                 nn.functional.mse_loss(net(x), y).backward()
@@ -179,14 +186,15 @@ COMES_LATE = "kill worker {} at {:.6f}s, back after {:.6f}s"
     st.sampled_from(["allreduce", "power_sgd(rank=1)", "local_sgd(every=3)", "diloco(every=4)", "gossip"]),
     st.integers(2, 4),
     st.booleans(),
+    st.booleans(),
     st.lists(st.tuples(st.integers(0, 2), st.floats(0, 0.99), st.floats(0.001, 0.05)), min_size=1, max_size=3),
 )
 def test_a_worker_that_comes_late_and_counts_its_own_steps_ends_its_loop_with_the_others(
-    recipe: str, workers: int, whole: bool, kills: list[tuple[int, float, float]]
+    recipe: str, workers: int, whole: bool, is_limit_of_epochs: bool, kills: list[tuple[int, float, float]]
 ) -> None:
     """The last worker is never killed: it leaves the last epoch within, by its count."""
-    limit = 2 * -(-SAMPLES // (workers * BATCH)) + 1
-    work = counting(limit, whole)
+    limit = (1 if is_limit_of_epochs else 2) * -(-SAMPLES // (workers * BATCH)) + 1
+    work = counting(limit, whole, is_limit_of_epochs=is_limit_of_epochs)
     seconds = simulated(workers, work, recipe, net=NET).seconds
     fault = "; ".join(COMES_LATE.format(who % (workers - 1), at * seconds, after) for who, at, after in kills)
     ended = simulated(workers, work, recipe, net=NET, fault=fault)
@@ -262,6 +270,23 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: 
     nn.functional.mse_loss(net(x), y).backward()
     optimizer.step()
     return 1
+
+
+def test_a_late_worker_passes_the_epochs_that_the_others_do_not_begin() -> None:
+    """A limit of 5 steps is in the second of three epochs: worker 0 has counted 2 then, and begins the third."""
+    work = counting(5, is_limit_of_epochs=True)
+    ended = simulated(3, work, "allreduce", net=NET, fault=COMES_LATE.format(0, 0.05, 0.015))
+    assert ended.found[0][0] < 5 == ended.found[1][0] == ended.found[2][0]
+    assert all(torch.equal(one[1], ended.found[1][1]) for one in ended.found)
+    assert [one["step"] for one in ended.of("epoch")] == [4, 5]
+    said = "worker 0 passes the epochs after 2: the others have ended their loops"
+    assert [one["text"] for one in ended.of("warning")].count(said) == 1
+
+
+def test_a_late_worker_that_only_its_count_would_end_ends_the_run() -> None:
+    said = "workers 1 and 2 have ended their scripts in epoch 2 at step 5, worker 0 waits in epoch 3"
+    with pytest.raises(LaunchError, match=said):
+        simulated(3, limited(5), "allreduce", net=NET, fault=COMES_LATE.format(0, 0.05, 0.015))
 
 
 def test_a_script_that_exchanges_by_its_own_count_ends_the_run() -> None:

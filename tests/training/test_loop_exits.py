@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.training.loop_exits import has_way_out
+from stretto.training.loop_exits import has_way_out, is_repeated_by_range
 
 WHOLE = [
     "for x, y in loader:\n    train(x, y)",
@@ -43,3 +43,21 @@ def test_loops_that_may_end_before_their_last_batch_are_known_by_their_source(
 def test_a_loop_without_a_source_may_end_anywhere() -> None:
     assert has_way_out(None)
     assert has_way_out(("<string>", 1))
+
+
+@pytest.mark.parametrize(
+    ("around", "ends"),
+    [
+        ("for epoch in range(3):\n", True),
+        ("for epoch in tqdm(range(3)):\n", True),
+        ("while step < limit:\n", False),
+        ("for epoch in count():\n", False),
+        ("for epoch in range(3):\n  while step < limit:\n", False),
+        ("if True:\n", False),
+    ],
+)
+def test_a_loop_over_epochs_that_ends_without_a_batch_is_known_by_its_range(
+    around: str, ends: bool, tmp_path: Path
+) -> None:
+    (file := tmp_path / "script.py").write_text(f"{around}    for x in loader:\n        train(x)")
+    assert is_repeated_by_range((str(file), 1 + around.count("\n"))) is ends
