@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, pairwise, repeat
 from typing import Any
@@ -205,6 +205,10 @@ def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:
     ]
 
 
+class Window(list[Any]):
+    """The micro-batches of one step, each of which has samples of its own."""
+
+
 def part_of(batch: Any, part: int, parts: int) -> Any:
     """Return one part of a batch; None in place of a part without a sample.
 
@@ -220,16 +224,27 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
                 "x[stretto.rank() :: stretto.world_size()] in the loop",
             )
         )
+    if isinstance(batch, Window):
+        return Window(own for one in batch if (own := part_of(one, part, parts)) is not None) or None
     samples = samples_in(batch)
     start, stop = portion(samples, part, parts)
     return _rows(batch, samples, slice(start, stop)) if start < stop else None
+
+
+def first_of(batch: Any) -> Any:
+    """Return the first sample of a batch, as a batch."""
+    if isinstance(batch, Window):
+        return Window([first_of(batch[0])])
+    return part_of(batch, 0, samples_in(batch))
 
 
 def has_rows(batch: Any, samples: int) -> bool:
     """Return True if every tensor and array of a batch has a row for each of its samples, so that it can be divided."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return bool(batch.ndim and batch.shape[0] == samples)
-    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    if isinstance(batch, Window):
+        return all(has_rows(one, samples_in(one)) for one in batch)
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return all(has_rows(item, samples) for item in items)
 
 
@@ -237,7 +252,7 @@ def _rows(batch: Any, samples: int, rows: slice) -> Any:
     """Return these rows of everything in a batch that has one for each sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return batch[rows] if batch.ndim and batch.shape[0] == samples else batch
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: _rows(item, samples, rows) for key, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_rows(item, samples, rows) for item in batch))
@@ -603,6 +618,8 @@ def samples_in(batch: Any) -> int:
     >>> samples_in((torch.ones(4, 2), torch.ones(4))), samples_in(7)
     (4, 1)
     """
+    if isinstance(batch, Window):
+        return sum(map(samples_in, batch))
     found = 1 if isinstance(batch, int) else _leading(batch)
     if found is None:
         problem = "a batch has no tensor that shows its number of samples"
@@ -620,5 +637,5 @@ def samples_in(batch: Any) -> int:
 def _leading(batch: Any) -> int | None:
     if isinstance(batch, torch.Tensor | np.ndarray):
         return int(batch.shape[0]) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return next((found for item in parts if (found := _leading(item)) is not None), None)

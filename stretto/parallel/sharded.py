@@ -32,7 +32,7 @@ from stretto.data.assignment import Ranges
 from stretto.data.shares import portion
 from stretto.errors import ModelError
 from stretto.loader.arrangement import Batch
-from stretto.loader.epoch_order import part_of, samples_in
+from stretto.loader.epoch_order import first_of, part_of, samples_in
 from stretto.parallel import refusals
 from stretto.parallel.part_operations import act_as_whole
 from stretto.parallel.pass_record import memory_figures
@@ -151,19 +151,16 @@ class ShardedModel(RankParts):
 
     def enter(self, flat: Sequence[Any], ranges: Ranges) -> bool:
         """Weight the gradients of the batch of these ranges."""
-        self._weight(sum(stop - start for start, stop in ranges))
+        samples = sum(stop - start for start, stop in ranges)
+        start, stop = portion(samples, self.rank, self._link.ranks)
+        self._share = (stop - start) / samples
         return True
 
     def cut(self, batch: Any) -> Any:
         """Return this rank's samples of a stream's batch, and weight its gradients."""
-        samples = samples_in(batch)
-        self._weight(samples)
-        own, first = part_of(batch, self.rank, self._link.ranks), part_of(batch, 0, samples)
-        return first if own is None else own
-
-    def _weight(self, samples: int) -> None:
-        start, stop = portion(samples, self.rank, self._link.ranks)
-        self._share = (stop - start) / samples
+        own = part_of(batch, self.rank, self._link.ranks)
+        self._share = (0 if own is None else samples_in(own)) / samples_in(batch)
+        return first_of(batch) if own is None else own
 
     def _factor(self) -> float:
         """Return the factor of this rank's gradients, of which the ranks compute the mean."""

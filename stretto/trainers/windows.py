@@ -33,7 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from stretto.api import distribute, training
 from stretto.data.shares import portion
 from stretto.errors import ScriptError, explain
-from stretto.loader.epoch_order import samples_in
+from stretto.loader.epoch_order import Window, samples_in
 from stretto.training.iterators import Batches
 from stretto.training.schedule import Mode
 from stretto.training.worker_context import find_context
@@ -54,7 +54,7 @@ def sizes_of(window: list[Any], items: Callable[[Any], int] = samples_in) -> lis
     return [0 if isinstance(one, Empty) else items(one) for one in window]
 
 
-class Window(list[Any]):
+class GroupedWindow(Window):
     """The micro-batches of a window, and the group of each: the micro-batch of one process that it is a part of."""
 
     def __init__(self, batches: Iterable[Any], groups: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class WindowedLoader:
             steps = count()
         for _, window in zip(steps, Batches(trainer), strict=False):
             missing = 0 if self.is_alone else self.accumulation - len(window)
-            self.groups = window.groups if isinstance(window, Window) else range(len(window))
+            self.groups = window.groups if isinstance(window, GroupedWindow) else range(len(window))
             yield [Empty.like(window[0])] * missing + window
 
     def weighed(self, window: list[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, float]]:
@@ -369,7 +369,7 @@ class _Parts:
         for group, unit in units:
             groups.setdefault(group, []).append(unit)
         found = [(group, part) for group, parts in sorted(self._cut(groups).items()) for part in parts]
-        return Window((self._batch(part) for _, part in found), [group for group, _ in found])
+        return GroupedWindow((self._batch(part) for _, part in found), [group for group, _ in found])
 
     def _batch(self, units: Sequence[Any]) -> Any:
         return self._collate(list(chain(*units)) if self._is_whole else list(units))
@@ -403,9 +403,9 @@ class _Stream:
         self._loader, self._accumulation = loader, accumulation
         self.dataset = loader.dataset
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Window]:
         batches = DataLoader.__iter__(self._loader)  # a library's own iterator takes a batch ahead
-        return iter(lambda: list(islice(batches, self._accumulation)), [])
+        return iter(lambda: Window(islice(batches, self._accumulation)), Window())
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._accumulation)

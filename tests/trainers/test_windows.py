@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import stretto
 from stretto.errors import ScriptError
+from stretto.events import read_events
 from stretto.trainers.windows import Empty, WindowedLoader, items_in
 
 Made = tuple[list[list[int]], int, torch.Tensor]
@@ -181,15 +184,46 @@ def test_a_sampler_of_the_library_is_drawn_once_for_all_workers() -> None:
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
     def __iter__(self) -> Iterator[Any]:
-        return zip(*Numbered(40).tensors, strict=True)
+        return zip(*Numbered(self.samples).tensors, strict=True)
+
+
+@pytest.mark.parametrize("samples", [40, 41, 45, 46])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("split", [False, True])
+def test_each_sample_of_a_stream_in_windows_is_trained_once_and_counts_once(
+    workers: int, samples: int, split: bool, tmp_path: Path
+) -> None:
+    """A window has micro-batches of unequal sizes at the end of the stream, and a last one is cut into shares."""
+
+    def work(worker: int) -> list[int]:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        found = []
+        batches = WindowedLoader(net, optimizer, DataLoader(Stream(samples), batch_size=4), 2)
+        for window in batches.windows():
+            full = [batch for batch in window if not isinstance(batch, Empty)]
+            for number, batch in enumerate(full, 1):
+                with stretto.no_sync() if number < len(full) else torch.enable_grad():
+                    ((net(batch[0]) - batch[1]) ** 2).mean().backward()
+                found += batch[2].tolist() if batches.has_own else []
+            optimizer.step()
+        return found
+
+    found = run_workers(workers, work, run=tmp_path, split=split)
+    assert sorted(chain.from_iterable(found)) == list(range(samples))
+    epochs = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "epoch"]
+    assert [one["samples"] for one in epochs] == [samples]
 
 
 def test_windows_of_a_stream_are_dealt_among_the_workers() -> None:
     def work(worker: int) -> list[int]:
         net = small_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        batches = WindowedLoader(net, optimizer, DataLoader(Stream(), batch_size=2), 3)
+        batches = WindowedLoader(net, optimizer, DataLoader(Stream(40), batch_size=2), 3)
         with pytest.raises(TypeError):
             len(batches)
         found = []
