@@ -55,7 +55,13 @@ METHODS = (
     *("evaluation_loop", "_maybe_log_save_evaluate", "_save_checkpoint", "_save_rng_state", "_load_rng_state", "log"),
     "hyperparameter_search",
 )
-GENERATING = ("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "PPOTrainer", "NashMDTrainer", "XPOTrainer")
+GENERATING = (
+    *("GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer", "PPOTrainer", "NashMDTrainer", "XPOTrainer"),
+    *("SDPOTrainer", "A2POTrainer", "AsyncGRPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"),
+    *("DistillationTrainer", "AsyncDistillationTrainer"),
+)
+MIXING = {"sft", "aot", "aot_pair", "aot_unpaired"}
+"""Losses of DPO that are no means over samples: over labels, or over what a batch holds in order."""
 Plain = Callable[..., Any]
 
 
@@ -141,6 +147,11 @@ class Hooks:
         renumber()
         if getattr(trainer, "calculate_KL", False) and not self._batches.is_alone:
             say_once("KTO: the KL term of a loss is that of the worker's own micro-batch, not the mean of all workers")
+        if (term := _mixed_term(trainer)) and not self._batches.is_alone:
+            say_once(
+                f"{term} is no mean over samples, by which the workers' parts of a step are weighed: the gradient is "
+                "not that of one process, as among the processes of torchrun"
+            )
         with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
             self._batches.is_continued = counters.write(Path(folder) / STATE)
             if self._batches.is_continued:
@@ -572,6 +583,19 @@ def _refuse(trainer: Any) -> None:
         if is_given:
             expected = "a Trainer that trains a whole model on one device with batches of a fixed size"
             raise ScriptError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
+def _mixed_term(trainer: Any) -> str:
+    """Return the term of a preference loss that is no mean over samples; an empty text without one."""
+    kinds = {one.__name__ for one in type(trainer).__mro__}
+    if "DPOTrainer" in kinds:
+        given = trainer.args.loss_type
+        found = sorted(MIXING & ({given} if isinstance(given, str) else {*given})) or ["rpo_alpha"] * (
+            getattr(trainer.args, "rpo_alpha", None) is not None
+        )
+        return f"DPO: the loss {found[0]}" if found else ""
+    likelihood = sorted({"ORPOTrainer", "CPOTrainer"} & kinds)
+    return f"{likelihood[0]}: the likelihood in the loss" if likelihood else ""
 
 
 def _missing(method: str) -> str:

@@ -155,11 +155,12 @@ def test_a_trainer_that_cannot_be_distributed_is_refused_by_name(name: str) -> N
         _refuse(trainer)
 
 
-def test_trainers_of_groups_of_completions_are_refused_by_name() -> None:
+@pytest.mark.parametrize("name", ["GRPOTrainer", "DistillationTrainer"])
+def test_trainers_of_groups_of_completions_are_refused_by_name(name: str) -> None:
     from stretto.trainers.hugging_face import _refuse
 
     plain = {"deepspeed": None, "fsdp": "", "n_gpu": 1, "auto_find_batch_size": False, "optim": "adamw_torch"}
-    trainer = type("Mine", (type("GRPOTrainer", (), {}),), {})()
+    trainer = type("Mine", (type(name, (), {}),), {})()
     trainer.args, trainer.is_model_parallel = SimpleNamespace(**plain), False
     with pytest.raises(ScriptError, match="groups of completions"):
         _refuse(trainer)

@@ -30,6 +30,13 @@ def test_two_workers_equal_one_process_with_the_same_global_batch(kind: str, tmp
     assert float(sent[1]) * 1e6 < 1.05 * 4 * 12 * two.result["trained"]
 
 
+def test_a_preference_loss_with_a_mean_over_labels_is_named(tmp_path: Path) -> None:
+    sizes = json.dumps({"max_steps": 2, "loss_type": ["sigmoid", "sft"]})
+    two = train(tmp_path, "two", ["-n", "2"], "--kind", "dpo", "--set", sizes, stock=TUNING)
+    assert two.code == 0, two.output
+    assert two.output.count("DPO: the loss sft is no mean over samples") == 1
+
+
 @pytest.mark.parametrize("recipe", ["local_sgd(every=4)", "diloco(every=4)", "power_sgd(rank=2)"])
 def test_fewer_exchanges_train_an_adapter(recipe: str, tmp_path: Path) -> None:
     sizes = json.dumps({"max_steps": 24, "learning_rate": 0.02})
