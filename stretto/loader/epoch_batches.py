@@ -465,7 +465,7 @@ class BatchSource:
     @property
     def keeps_global_batch(self) -> bool:
         """True if global steps are those of the number of workers that the run began with."""
-        return self.has_shares and self._division.rule == "global-batch"
+        return self.has_share_for_each and self._division.rule == "global-batch"
 
     @property
     def largest_share(self) -> int | None:

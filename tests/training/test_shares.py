@@ -120,6 +120,19 @@ def test_where_each_worker_keeps_its_batch_others_resume_with_steps_of_their_own
     assert sorted([*before, *after]) == [one for one in range(100) for _ in range(2)]
 
 
+@pytest.mark.usefixtures("every_checkpoint")
+def test_a_run_of_one_worker_that_several_resume_says_that_its_batches_stay_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_workers(1, counting(96, 4), "allreduce", run=tmp_path, checkpoint=every("1 rounds"), keep=99)
+    checkpoint = sorted((tmp_path / "checkpoints").iterdir())[4]
+    shutil.copytree(checkpoint, tmp_path / "first" / "checkpoints" / checkpoint.name)
+    scaled: dict[str, Any] = {"lr_scale": "linear", "lr_factor": 3.0}
+    found = run_workers(3, counting(96, 4), "allreduce", resume=tmp_path / "first", **scaled)
+    assert [sizes[-1] for _, sizes, _ in found] == [[4] * 8] * 3
+    assert "3 workers x 4 = 12 samples a global batch; learning rate 3 x the script's" in capfd.readouterr().err
+
+
 def test_uneven_epochs_in_shares_equal_one_process_with_the_same_global_steps() -> None:
     data = regression(97, torch.float64)
     work: Any = training(data, 8, epochs=4, dtype=torch.float64)
