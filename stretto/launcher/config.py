@@ -428,10 +428,7 @@ def _check_checkpoints(config: RunConfig) -> None:
         if not (config.resume / CHECKPOINTS).is_dir():
             _refuse_resume(config.resume)
         check_owner(config.resume, "--resume")
-        lacks = [
-            CheckpointFolder(one / CHECKPOINTS).missing() for one in (config.resume, *section_folders(config.resume))
-        ]
-        if all(lacks):
+        if all(lacks := _missing(config.resume)):
             problem, expected = f"there is no complete checkpoint in {config.resume}", "all files of one checkpoint"
             to_type = "stretto run without --resume; or another copy of the folder"
             raise LaunchError(explain(problem, got=lacks[-1] or "", expected=expected, to_type=to_type))
@@ -444,8 +441,14 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise LaunchError(explain(problem, got=f"{got} alone", expected=expected, to_type=to_type))
 
 
+def _missing(run: Path) -> list[str | None]:
+    """Return for each section of a run what its checkpoints lack; None if one is complete."""
+    return [CheckpointFolder(one / CHECKPOINTS).missing() for one in (run, *section_folders(run))]
+
+
 def _refuse_resume(run: Path) -> None:
-    near = sorted(path.parent for path in run.absolute().parent.glob(f"*/{CHECKPOINTS}"))
+    found = run.absolute().parent.glob(f"*/{CHECKPOINTS}")
+    near = sorted(path.parent for path in found if not all(_missing(path.parent)))
     problem = f"{run} has no checkpoints" if run.is_dir() else f"there is no run {run}"
     expected = "the folder of a run with checkpoints" + (f"; near it are {_names(near)}" if near else "")
     to_type = (

@@ -222,12 +222,28 @@ def _asynchronous(history: History) -> Record:
     }
 
 
+class _NotYetError(Exception):
+    """The end of a file that is only tried."""
+
+
 def check_target(target: Path | None, example: str) -> None:
     """Raise LaunchError if `write_json` could not write to `target` after the run; `example` is a valid file name."""
-    if target is None or str(target) == STANDARD_OUTPUT or (target.parent.is_dir() and not target.is_dir()):
+    if target is None or str(target) == STANDARD_OUTPUT:
         return
-    problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-    expected = "a file in a folder that exists, or - for the standard output"
+    if target.is_dir():
+        problem = f"{target} is a folder"
+    elif not target.parent.is_dir():
+        problem = f"there is no folder {target.parent}"
+    else:
+        try:
+            with written_whole(target) as part:
+                part.touch()
+                raise _NotYetError
+        except _NotYetError:
+            return
+        except OSError as error:
+            problem = f"{target} cannot be written: {error.strerror}"
+    expected = "a file in a folder that exists and can be written to, or - for the standard output"
     raise LaunchError(explain(problem, got=target, expected=expected, to_type=f"--json {example}"))
 
 

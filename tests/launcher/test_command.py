@@ -156,6 +156,7 @@ def test_record_is_written_to_the_given_path(place: Place) -> None:
         (["run", "trian.py"], 1, ("there is no script trian.py", "try: stretto run train.py")),
         (["run", "--out", ".", "train.py"], 1, ("exists and is not empty", "try: --out")),
         (["run", "--json", "no/such/file", "train.py"], 1, ("there is no folder no/such",)),
+        (["run", "--json", "/proc/x.json", "train.py"], 1, ("/proc/x.json cannot be written", "try: --json run.json")),
         (["run", "--output", "some", "train.py"], 2, ("some", "rank0")),
         (["rnu", "train.py"], 2, ("rnu",)),
     ],

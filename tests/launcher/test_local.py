@@ -270,6 +270,9 @@ def test_a_run_without_a_complete_checkpoint_is_not_resumed(place: Place) -> Non
     with pytest.raises(LaunchError, match="there is no complete checkpoint in before") as raised:
         place.run("open('ran', 'w')", resume=Path("before"))
     assert "round-00000003/manifest.json cannot be read" in str(raised.value)
+    with pytest.raises(LaunchError, match="there is no run befor") as raised:
+        place.run("open('ran', 'w')", resume=Path("befor"))
+    assert "try: --resume runs/RUN" in str(raised.value) and "near it" not in str(raised.value)
     assert not Path("ran").exists() and not Path("runs").exists()
 
 
