@@ -564,6 +564,25 @@ def test_endless_stream_over_a_server_is_trained_whole_after_a_process_was_kille
     end_and_count(process)
 
 
+def test_worker_that_is_asked_to_leave_a_run_over_a_server_has_its_line_and_its_place_in_the_summary(
+    place: Place,
+) -> None:
+    path = script(place.folder, ENDLESS)
+    process = place.stretto("run", "-n", "3", "--recipe", "async_sgd", "--out", "run", path)
+    until(lambda: all(Path(f"at-{one}-0").exists() for one in range(3)), LIMIT_S)
+    os.kill(next(each for each in place.left() if config_of(each).get("worker") == 1).pid, signal.SIGTERM)
+    events = Path("run", "events.jsonl")
+    until(lambda: any(one.get("what") == "left" for one in read_events(events)), LIMIT_S)
+    Path("part").write_text("0")
+    Path("part").replace("last")
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err.decode()
+    assert "worker 1 has left, since it was asked to end; continuing with 2 workers" in err.decode()
+    assert "left gracefully (it was asked to end); 2 workers continued" in out.decode()
+    left = [one for one in read_events(events) if one.get("what") == "left"]
+    assert [one["worker"] for one in left if one["why"] == "it was asked to end"] == [1]
+
+
 @pytest.mark.parametrize("batch", ["keep", "split"])
 def test_worker_joins_within_an_endless_stream_over_a_server_in_which_another_one_was_killed(
     place: Place, batch: str

@@ -116,8 +116,9 @@ class WorkerTable:
         return self.generation > 0 and not self.members and self.finished_count() > 0 and not self._rules.asynchronous
 
     def finished_count(self) -> int:
-        """Return the number of workers that have finished their loop without being asked to leave."""
-        return sum(replica.has_finished for replica in self.replicas.values())
+        """Return the number of workers that have finished their loop; if none waits, also of those asked to leave."""
+        left = len(self.numbers_in("left"))
+        return left if self._rules.asynchronous else sum(replica.has_finished for replica in self.replicas.values())
 
     def unseen_count(self) -> int:
         """Return the number of workers without a message so far that the run begins with.

@@ -272,8 +272,10 @@ class ParameterServerClient(Transport):
         """Return the bytes of this worker's connections, as the channels count them."""
         return sum((channel.traffic() for channel in self.channels), self._dispatcher.traffic())
 
-    def leave(self) -> None:
-        """Leave gracefully: the others continue without this worker."""
+    def leave(self, is_asked: bool = False) -> None:
+        """Leave gracefully: the others continue without this worker, which has not finished if it was asked to."""
+        if is_asked and self._membership is not None:
+            self._on_close.insert(0, self._membership.quit)
         channels = (*self.channels, self._dispatcher)
         for channel, request_id in [(channel, channel.send(m.Quit())) for channel in channels]:
             with contextlib.suppress(TransportError):

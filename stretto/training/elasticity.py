@@ -409,7 +409,7 @@ class ElasticAgent:
         transport = self._trainer.transport
         if transport.server is not None and transport.server.agreed(self._asked):
             self._trainer.epochs.push_all()
-            transport.server.leave()
+            transport.server.leave(is_asked=True)
             status.leave()
             self.left = True
             raise SystemExit(0)
