@@ -156,9 +156,10 @@ class ElasticAgent:
         self.checkpoints.restore(facts["saved"])
         trainer.events.start_at(facts["t"], facts["zero"] if trainer.transport.arrives else None, facts["boot"])
         if trainer.strategy.state.load(facts["strategy"], state.tensors, own, self._orphans(state)):
+            others = trainer.transport.has_others
             trainer.events.notice(
-                "the residuals of the checkpoint, which its codec had kept back for later messages, are left out: this "
-                "run exchanges in another way"
+                "the residuals of the checkpoint, which its codec had kept back for later messages, are left out: "
+                + ("this run exchanges in another way" if others else "one worker exchanges nothing")
             )
 
     def _own_of(self, state: State) -> state_transfer.Own | None:
