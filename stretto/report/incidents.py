@@ -64,8 +64,7 @@ def _membership_incident(event: Event, history: History, kills: Sequence[Event])
     downtime_s = _downtime_s(event, history) if ends else None
     absent = "did not rejoin" if "worker" in event else "not restarted"
     restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else absent
-    texts = (_continuation(event, history) if change != "slow" else "", restart if ends else "")
-    consequence = ", ".join(text for text in texts if text)
+    consequence = _consequence(event, history, restart if ends else "") if change != "slow" else ""
     redone = _samples_redone(event, history) if ends else None
     return Incident(
         event["t"], event["process"], _incarnation(event), description, consequence, ends, downtime_s, redone
@@ -98,22 +97,24 @@ def _incarnation(event: Event) -> int:
     return int(event.get("incarnation") or 0)
 
 
-def _continuation(event: Event, history: History) -> str:
-    """Return how many workers continued after an incident, and after how long; empty if none did."""
+def _consequence(event: Event, history: History, restart: str) -> str:
+    """Return how many workers continued after an incident, and after how long, and the `restart` of its own worker."""
     if "worker" not in event:
-        return ""
+        return restart
     formations = (
         formation
         for formation in history.of("membership")
         if formation.get("what") == "formed" and formation["t"] >= event["t"]
     )
-    formed = next(formations, None)
-    if formed is None:
-        return ""
-    count, generation = len(formed.get("members") or []), formed.get("generation")
+    formed = next(formations, {})
+    members, generation = formed.get("members") or [], formed.get("generation")
+    if not members:
+        return restart
     delay = formatting.seconds(formed["t"] - event["t"])
-    verb = "started" if generation == 1 else "continued"
-    return f"{formatting.plural(count, 'worker')} {verb} after {delay} as generation {generation}" if count else ""
+    who = f"{formatting.plural(len(members), 'worker')} {'started' if generation == 1 else 'continued'}"
+    if restart and event["worker"] in members:
+        return f"{restart}, then {who} as generation {generation}"
+    return f"{who} after {delay} as generation {generation}" + f", {restart}" * bool(restart)
 
 
 def _samples_redone(event: Event, history: History) -> int | None:

@@ -43,10 +43,11 @@ def test_a_failure_before_the_first_generation_interrupts_no_training(tmp_path: 
     events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
     begun = next(one for one in events if one.get("what") == "formed")
     shift = {name: begun[name] - 2.0 for name in ("t", "at")}
-    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=[{**early, **shift}, *events])
+    joined = {**begun, "what": "joined", "worker": 1, "process": "worker 1", "incarnation": 1}
+    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=[{**early, **shift}, joined, *events])
     told = str(incidents(read(folder))[0])
     assert told.startswith("worker 1, 2.50 s before training started: failed (killed by SIGKILL")
-    assert "3 workers started after 2.00 s as generation 1" in told
+    assert told.endswith("); restarted after 2.00 s, then 3 workers started as generation 1")
 
 
 def test_the_record_lists_the_failures(died: Path) -> None:
