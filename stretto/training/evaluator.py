@@ -244,9 +244,9 @@ class Evaluator:
         transport, progress = self._trainer.transport, self._trainer.progress
         if isinstance(epoch_batches, LeasedEpoch):
             transport.all_gather_bytes(b"")  # all have settled their leases
-            counts = [transport.broadcast_by_ranks(lambda: _encoded_counts(*epoch_batches.audited()))]
-            packed, trained = _decoded(counts)
-            progress.count_all(progress.samples_before + sum(trained.values()))
+            message = transport.broadcast_by_ranks(lambda: _audited_counts(epoch_batches))
+            progress.count_all(progress.samples_before + int.from_bytes(message[:8]))
+            packed, trained = _decoded([message[8:]])
             return functools.partial(_sample_counts, packed, epoch_batches), trained
         own = struct.pack("<qqq", transport.number, progress.own_samples_of_epoch, progress.take_dropped())
         if isinstance(epoch_batches, AssignedEpoch):
@@ -345,6 +345,12 @@ def _packed_counts(number: int, epoch_batches: AssignedEpoch) -> bytes:
     """Return the counts of each sample by this worker, which has this number, and those of departed workers."""
     counted = epoch_batches.counted()
     return _encoded_counts(counted, {number: int(counted.sum())}, epoch_batches.departed_counts())
+
+
+def _audited_counts(epoch_batches: LeasedEpoch) -> bytes:
+    """Return the number of trained samples, in an earlier run, too, and the coordinator's counts of each."""
+    counted, trained = epoch_batches.audited()
+    return int(counted.sum()).to_bytes(8) + _encoded_counts(counted, trained)
 
 
 def _encoded_counts(

@@ -127,6 +127,8 @@ def test_resumed_run_trains_the_rest_of_an_epoch_once(before: str, after: str, w
     assert 0 < done < SAMPLES
     run_training(workers, 3, after, tmp_path / "after", resume=part, often="9 rounds")
     assert sample_counts_by_epoch(tmp_path / "after") == [(2, ONCE), (3, ONCE)]
+    told = [event["samples"] for event in read_events(tmp_path / "after" / "events.jsonl") if event["event"] == "epoch"]
+    assert told == [2 * SAMPLES, 3 * SAMPLES]
     ends = [event for event in read_events(tmp_path / "after" / "events.jsonl") if event["event"] == "end"]
     assert sum(event["samples"] for event in ends) == 2 * SAMPLES - done
 

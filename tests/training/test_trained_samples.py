@@ -80,7 +80,7 @@ def test_worker_of_two_processes_of_which_one_is_killed_loses_no_sample(
     assert run.record["failures"]
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd(every=3)", pytest.param("async_sgd", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["local_sgd(every=3)", "async_sgd"])
 def test_resumed_run_counts_each_sample_once_and_names_those_of_its_checkpoint(recipe: str, tmp_path: Path) -> None:
     options = ["-n", "2", "--checkpoint-every", "2 rounds"]
     script = [*SLOW, "--strike", "1:KILL:stepped:12:launcher"]
