@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.counting_model import MEANS, SUMS
+from benchmarks.counting_model import counted_epochs, unit_of
 from benchmarks.measure import RESULTS, now, save
 from stretto.events import read_events
 
@@ -45,7 +45,8 @@ PHASES = ("start", "computing", "exchanging", "evaluating", "checkpointing", "ep
 SIGNALS = ("KILL", "STOP", "TERM")
 WHO = ("worker 0", "another worker", "two at once", "server", "coordinator")
 STATE = re.compile(r"state ([0-9a-f]{16})")
-COUNTED = re.compile(r"counted ([\d.]+) to ([\d.]+), without (\d+)")
+TRAINED = 1200
+"""Samples of an epoch of the script."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def run_case(
     options += ["--seed", str(seed), "--output", "all", "--out", str(folder), *(case.options if case else [])]
     command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), *options, str(SCRIPT)]
     asked = [*command, "--epochs", str(epochs), *(case.script_arguments if case else [])]
-    asked += ["--count"] if recipe.split("(")[0] in (*SUMS, *MEANS) else []
+    asked += ["--count", str(folder.with_suffix(".counts"))] if unit_of(recipe) is not None else []
     try:
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as late:
@@ -138,10 +139,11 @@ def _outcome(code: int, folder: Path, out: str, log_text: str, recipe: str, epoc
     accuracy = [event["metrics"]["test_accuracy"] for event in events if event["event"] == "evaluation"]
     failures = sum(event["event"] == "membership" and event.get("what") == "failed" for event in events)
     once = bool(seen) and all(not event["twice"] and not event["never"] for event in seen)
-    again = sum(event.get("recovered_samples", 0) for event in seen)
-    for least, most, without in COUNTED.findall(out):
-        is_sum = recipe.split("(")[0] in SUMS
-        once &= float(least) == float(most) == epochs if is_sum else int(without) <= again
+    if (unit := unit_of(recipe)) is not None:
+        try:
+            once &= counted_epochs(folder.with_suffix(".counts"), unit) == [{1: TRAINED}] * epochs
+        except ValueError as error:
+            once, log_text = False, f"{log_text}\n{error}"
     return Outcome(
         code, once, "async" in recipe or len(states) == 1, accuracy[-1] if accuracy else 0.0, failures, log_text[-600:]
     )

@@ -18,7 +18,6 @@ workers, go through a proxy, and `--strike 1:STALL:stepped:3:proxy` begins a tro
 import argparse
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import signal
@@ -33,11 +32,11 @@ from typing import Any
 import msgspec
 import psutil
 import torch
+from noted_shares import NotedShares, write_counts
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stretto
-from stretto.loader.sample_weights import Weights
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.transport.elastic import ElasticTransport
@@ -279,35 +278,10 @@ model: Any = nn.Sequential()
 model.add_module("count", count)
 model.add_module("body", body)
 optimizer: Any = torch.optim.Adam(model.parameters()) if arguments.adam else torch.optim.SGD(model.parameters(), lr=1.0)
-since: list[tuple[int, int]] = []
-"""Epoch and sample of this worker's work since its last exchange."""
-is_carried = has_share = False
-"""True once an exchange has carried this work; once its share is noted."""
 epoch = 0
 back = arguments.folder / "back"
 """File that is there once a killed or joining worker is in the loop."""
-shares = (arguments.folder / f"shares-{config.worker}-{os.getpid()}.jsonl").open("a")
-own_share, carried = Weights.share, Weights.carried
-
-
-def noted_share(weights: Weights) -> float:
-    """Return this worker's share of a mean, and note it with the work that it is of."""
-    global has_share
-    has_share = True
-    shares.write(json.dumps([own_share(weights), [] if is_carried else since]) + "\n")
-    shares.flush()
-    return own_share(weights)
-
-
-def noted_carried(weights: Weights) -> None:
-    """Note that an exchange has ended: the next work has another share. One worker alone has no part in a mean."""
-    global is_carried
-    has_share or noted_share(weights)
-    is_carried = True
-    carried(weights)
-
-
-Weights.share, Weights.carried = noted_share, noted_carried  # type: ignore[method-assign]
+noted = NotedShares(arguments.folder, config.worker)
 data = TensorDataset(inputs, numbers)
 
 
@@ -347,9 +321,7 @@ loader = stretto.distribute(
 for epoch in range(arguments.epochs):
     for number, batch in enumerate(loader, 1):
         x, indices = batches[batch] if arguments.data == "numbers" else batch
-        if is_carried:
-            since, is_carried, has_share = [], False, False
-        since += [(epoch, sample) for sample in indices.tolist()]
+        noted.add(epoch, indices.tolist())
         pass_phase("begun")
         is_step = number % arguments.accumulate == 0 or (arguments.tail and stretto.is_last_batch())
         if arguments.divided:
@@ -381,8 +353,4 @@ for epoch in range(arguments.epochs):
             best.epoch = epoch
             stretto.save({"epoch": epoch, "counts": state["count.weight"]}, arguments.folder / "best.pt")
         if config.rank == 0:
-            written = arguments.folder / f"epoch-{epoch + 1}-{config.worker}.json"
-            counts = [[round(-one, 6) for one in row] for row in state["count.weight"].tolist()]
-            digest = hashlib.blake2b(b"".join(one.numpy().tobytes() for one in state.values()), digest_size=8)
-            written.with_suffix(".part").write_text(json.dumps({"counts": counts, "digest": digest.hexdigest()}))
-            written.with_suffix(".part").replace(written)
+            write_counts(arguments.folder, epoch + 1, config.worker, state)

@@ -1,8 +1,8 @@
 """A plain loop on the digits whose workers can be killed or paused in any phase, for tests and tables of survival.
 
 `--strike 1,2:KILL:exchanging` sends SIGKILL to workers 1 and 2. A restarted worker does not get the signal again. With
-`--count` the model has a table with a row for each sample and a column for each epoch, whose gradient is 1 where it is
-trained; the numbers are printed at the end.
+`--count FOLDER` the model has a table with a row for each sample and a column for each epoch, whose gradient is 1 where
+it is trained; the folder has the numbers at the end.
 """
 
 import argparse
@@ -11,8 +11,10 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
+from noted_shares import NotedShares, write_counts
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -24,7 +26,7 @@ TRAINED = 1200
 parser = argparse.ArgumentParser()
 parser.add_argument("--strike", default="", help="RANKS:SIGNAL:PHASE")
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--count", action="store_true", help="count in the model how often each sample was trained")
+parser.add_argument("--count", type=Path, help="folder for how often each sample was trained, as the model counts")
 parser.add_argument("--pause", type=float, default=0.03, help="seconds that a step takes longer")
 arguments = parser.parse_args()
 
@@ -73,10 +75,13 @@ def accuracy(whole: nn.Module) -> dict[str, float]:
     return {"test_accuracy": float((net(images[TRAINED:]).argmax(1) == labels[TRAINED:]).float().mean())}
 
 
+noted = NotedShares(arguments.count, config.worker) if arguments.count else None
 loader = stretto.distribute(whole, optimizer, loader, evaluate=accuracy)
 steps = 0
 for epoch in range(arguments.epochs):
     for x, y, numbers in loader:
+        if noted is not None:
+            noted.add(epoch, numbers.tolist())
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         if arguments.count:
@@ -98,6 +103,4 @@ for epoch in range(arguments.epochs):
 state = b"".join(one.detach().numpy().tobytes() for one in whole.parameters())
 print(f"steps {steps} state {hashlib.blake2b(state, digest_size=8).hexdigest()}")
 if arguments.count:
-    trained = -count.weight.detach()
-    in_all = trained.sum(1)
-    print(f"counted {in_all.min():.4f} to {in_all.max():.4f}, without {int((trained == 0).sum())}")
+    write_counts(arguments.count, arguments.epochs, config.worker, whole.state_dict())
