@@ -277,7 +277,7 @@ class Epochs:
             return None
         while True:
             has_just_come, self._has_just_come = self._has_just_come, False
-            if not has_just_come and self._is_left_by_others():
+            if not has_just_come and steps.stepped_last and self._is_left_by_others():
                 self.end_epoch(is_known=True)
                 return None
             agent.rest()

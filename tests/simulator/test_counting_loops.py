@@ -116,6 +116,36 @@ def test_a_worker_that_fails_while_the_others_end_an_epoch_loses_nothing(
     check_moment(recipe, workers, True, True, moment, "kill worker 1 at {:.6f}s, back after 15ms")
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)"])
+@pytest.mark.parametrize("moment", [0.2, 0.4, 0.412, 0.7])
+def test_a_late_worker_steps_after_other_batches_of_an_accumulating_loop(recipe: str, moment: float) -> None:
+    """Each worker steps after three batches of its own count: a loop with a way out asks the others between steps."""
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        data = DataLoader(regression(120), batch_size=BATCH, shuffle=True)
+        loader = stretto.distribute(net, optimizer, data, evaluate=norm, evaluate_every=5)
+        for _ in range(2):
+            for number, (x, y) in enumerate(loader, 1):
+                is_step = number % 3 == 0 or stretto.is_last_batch()
+                with torch.enable_grad() if is_step else stretto.no_sync():
+                    nn.functional.mse_loss(net(x), y).backward()
+                if is_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number > 80:
+                    break
+        stretto.finish()
+        return flat(net)
+
+    at = moment * simulated(3, work, recipe, net=NET).seconds
+    ended = simulated(3, work, recipe, net=NET, fault=f"kill worker 1 at {at:.6f}s, back after 15ms")
+    assert [one["never"] + one["twice"] for one in seen(ended)] == [0, 0]
+    found = [one for one in ended.found if one is not None]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def limited(limit: int, after: Callable[[int], None] = lambda epoch: None) -> Callable[[int], Any]:
     """Return a training function whose loop ends after this number of steps of its worker, in whichever epoch that is.
 
