@@ -205,7 +205,8 @@ def test_worker_0_evaluates_a_stream_after_every_n_of_its_own_steps(recipe: str,
 
     run_workers(2, work, run=tmp_path)
     evaluations = events_of(tmp_path, "evaluation")
-    assert [one["step"] for one in evaluations[:7]] == [2, 4, 6, 8, 10, 12, 14]
+    own = next(one["step"] for one in events_of(tmp_path, "end") if not one["worker"])  # which leases what it can train
+    assert [one["step"] for one in evaluations[: own // 2]] == list(range(2, own + 1, 2))
     samples = [one["samples"] for one in evaluations]
     assert samples == sorted(samples)
     assert samples[-1] == 120
