@@ -465,7 +465,9 @@ class BatchSource:
     @property
     def keeps_global_batch(self) -> bool:
         """True if global steps are those of the number of workers that the run began with."""
-        return self.has_share_for_each and self._division.rule == "global-batch"
+        if not self.has_shares or self._division.rule != "global-batch":
+            return False
+        return not hasattr(self._loader.sampler, "__len__") or self.has_share_for_each
 
     @property
     def largest_share(self) -> int | None:

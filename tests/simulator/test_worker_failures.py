@@ -960,3 +960,35 @@ def test_a_worker_that_returns_at_the_end_of_an_epoch_averages_the_statistics_of
     ended = simulated(2, work, recipe, fault=f"kill worker 1 at 65ms, back after {back}")
     assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [48] * 3
     assert ended.found[0] == ended.found[1]
+
+
+@pytest.mark.parametrize("fault", ["kill worker 1 at {:.6f}s", "kill worker 1 at {:.6f}s, back after 15ms"])
+@pytest.mark.parametrize("moment", [0.45, 0.46, 0.468, 0.48])
+def test_what_a_worker_has_when_the_others_close_an_epoch_over_a_stream_is_trained_in_the_next(
+    fault: str, moment: float
+) -> None:
+    """The first epoch is closed at 0.48 of the time without a failure; its last round is exchanged in the second."""
+
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(84))
+
+    def work(worker: int) -> list[list[float]]:
+        table = nn.Embedding(84, 2)
+        nn.init.zeros_(table.weight)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        loader = stretto.distribute(table, optimizer, DataLoader(Numbers(), batch_size=8))
+        for epoch in range(2):
+            for numbers in loader:
+                optimizer.zero_grad()
+                table(numbers)[:, epoch].sum().backward()
+                optimizer.step()
+        stretto.finish()
+        return (-table.weight.detach()).tolist()
+
+    seconds = simulated(3, work, "local_sgd(every=3)", net=NET).seconds
+    ended = simulated(3, work, "local_sgd(every=3)", net=NET, fault=fault.format(moment * seconds))
+    counts = next(one for one in ended.found if one is not None)
+    assert ended.of("epoch")[-1]["samples"] == 2 * 84
+    assert all(second > 0.55 for first, second in counts if not first)  # a worker's share of a mean is 0.5 at most
+    assert all(second > 0 for _, second in counts)
