@@ -285,11 +285,13 @@ class StreamLedger:
         leased, new = self._leased.get(worker, []), 0
         settled = self.settled.setdefault(worker if self._is_own else SHARED, [])
         for number, size in zip(numbers, samples, strict=True):
-            is_settled = any(start <= number < stop for start, stop in reversed(settled))
-            if is_settled if self._is_own else number not in leased:
-                continue
-            if not self._is_own:
+            if self._is_own:
+                if any(start <= number < stop for start, stop in reversed(settled)):
+                    continue
+            elif number in leased:
                 leased.remove(number)
+            else:
+                continue
             self._samples[worker] = self._samples.get(worker, 0) + size
             settled[:] = merged([*settled, (number, number + 1)])
             new += 1

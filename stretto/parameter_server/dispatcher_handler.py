@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from stretto.data.dispatcher import BatchDispatcher
-from stretto.data.leases import RETURNED, FirstCome, Ledger, StreamLedger
+from stretto.data.leases import RETURNED, FirstCome, Ledger
 from stretto.errors import UnevenLoopsError
 from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
@@ -120,8 +120,8 @@ class DispatcherHandler:
             return [OutgoingMessage(worker, request_id, self._lease(worker, body)), *self._release()]
         if isinstance(body, m.LeasePieces):
             pieces = self.dispatcher.lease_pieces(worker, body.epoch_number, body.end)
-            first = (self.dispatcher.stream or StreamLedger()).first_open
-            leased = m.LeasedPieces(pieces, first, len(self.dispatcher.members))
+            first_open = self.dispatcher.stream.first_open if self.dispatcher.stream is not None else 0
+            leased = m.LeasedPieces(pieces, first_open, len(self.dispatcher.members))
             return [OutgoingMessage(worker, request_id, leased)]
         if isinstance(body, m.Settle):
             if body.recovery_epoch == self._recovery_epoch:

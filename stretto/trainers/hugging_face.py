@@ -590,9 +590,9 @@ def _mixed_term(trainer: Any) -> str:
     kinds = {one.__name__ for one in type(trainer).__mro__}
     if "DPOTrainer" in kinds:
         given = trainer.args.loss_type
-        found = sorted(MIXING & ({given} if isinstance(given, str) else {*given})) or ["rpo_alpha"] * (
-            getattr(trainer.args, "rpo_alpha", None) is not None
-        )
+        found = sorted(MIXING & ({given} if isinstance(given, str) else {*given}))
+        if getattr(trainer.args, "rpo_alpha", None) is not None:
+            found.append("rpo_alpha")
         return f"DPO: the loss {found[0]}" if found else ""
     likelihood = sorted({"ORPOTrainer", "CPOTrainer"} & kinds)
     return f"{likelihood[0]}: the likelihood in the loss" if likelihood else ""

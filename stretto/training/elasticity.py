@@ -57,10 +57,10 @@ class ElasticAgent:
         self._members, self._share_limits = trainer.transport.members, trainer.transport.share_limits
         self._uncommitted: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
-        self._kept: EpochBatches | None = None
-        """The last epoch over a stream whose uncommitted work is kept: it deals none of it any more."""
         self._streamed: list[dict[int, list[Work]]] = []
         """The same of past epochs over streams, by worker."""
+        self._last_streamed: EpochBatches | None = None
+        """The last epoch whose work is in `_streamed`."""
         self._earlier: list[Work] = []
         """Such work of failed workers, which the next epoch trains."""
         self._earlier_here: list[Work] = []
@@ -456,8 +456,8 @@ class ElasticAgent:
         if trainer.is_over:
             return
         current, closing = trainer.epochs.current, trainer.epochs.closing
-        if current is not None and current is self._kept:
-            current, closing = None, current  # its uncommitted work is kept for the next epoch, and not dealt here
+        if current is not None and current is self._last_streamed:
+            current, closing = None, current  # its uncommitted work is for the next epoch, and not dealt here
         behind = trainer.section.rounds + progress.rounds < change.rounds
         before, self._members = self._members, change.members
         limits, self._share_limits = self._share_limits, change.share_limits
@@ -558,7 +558,7 @@ class ElasticAgent:
             return
         if isinstance(epoch_batches, StreamedEpoch) and not self._trainer.batch_source.is_iterator:
             self._streamed.append(epoch_batches.uncommitted_work())
-            self._kept = epoch_batches
+            self._last_streamed = epoch_batches
         if isinstance(epoch_batches, AssignedEpoch):
             self._uncommitted.append(epoch_batches.uncommitted())
 

@@ -26,37 +26,34 @@ def place_of(calls: FrameType) -> Place:
 @functools.cache
 def is_repeated_by_range(place: Place | None) -> bool:
     """Return True if the source shows a `for` over a range around the loop that begins here."""
-    tree = _parsed(place[0]) if place is not None else None
-    begun = _begun_at(tree, place[1]) if place is not None and tree is not None else None
-    if tree is None or begun is None:
+    if (found := _loop_at(place)) is None:
         return False
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and begun in ast.walk(node)][
-        -2:-1
-    ]
+    loop, tree = found
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While) and node is not loop]
+    around = [node for node in loops if loop in ast.walk(node)][-1:]  # the innermost
     return any(isinstance(one, ast.For) and "range(" in ast.unparse(one.iter) for one in around)
 
 
 @functools.cache
 def has_way_out(place: Place | None) -> bool:
     """Return False if the source shows a `for` over all batches, which no statement of its body leaves before."""
-    tree = _parsed(place[0]) if place is not None else None
-    if place is None or tree is None:
+    if (found := _loop_at(place)) is None:
         return True
-    begun = _begun_at(tree, place[1])
-    if begun is None or not _has_all(begun.iter):
-        return True
-    is_tried = any(isinstance(node, ast.Try) and begun in ast.walk(node) for node in ast.walk(tree))
-    return is_tried or any(_leaves(node) for node in begun.body)
+    loop, tree = found
+    is_tried = any(isinstance(node, ast.Try) and loop in ast.walk(node) for node in ast.walk(tree))
+    return not _has_all(loop.iter) or is_tried or any(_leaves(node) for node in loop.body)
 
 
-def _begun_at(tree: ast.Module, line: int) -> ast.For | None:
-    """Return the only `for` whose iteration begins in this line."""
+def _loop_at(place: Place | None) -> tuple[ast.For, ast.Module] | None:
+    """Return the only `for` whose iteration begins at a place, and all of its file; None if the source shows none."""
+    file, line = place or ("", 0)
+    tree = _parsed(file) or ast.Module([], [])
     found = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.For) and node.iter.lineno <= line <= (node.iter.end_lineno or 0)
     ]
-    return found[0] if len(found) == 1 else None
+    return (found[0], tree) if len(found) == 1 else None
 
 
 @functools.cache

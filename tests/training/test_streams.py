@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,6 +188,7 @@ def test_a_part_of_a_batch_has_the_rows_of_its_samples_and_all_of_other_tensors(
     assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [part["names"] for part in parts] == [["a", "b"], ["c", "d"]]
     assert all(len(part["weights"]) == 3 and part["scale"] == 2 for part in parts)
+    assert [part_of(UserDict(batch), part, 2)["x"].tolist() for part in range(2)] == [[0, 1], [2, 3]]
 
 
 def endless(num_samples: int) -> DataLoader[Any]:
